@@ -115,6 +115,8 @@ def prepare(
     ranks.on_first(lambda: engine.check(spec, layout))
     ranks.on_first(lambda: subject.trained(spec, section) and None)  # an error is reported once
     subject = subject.trained(spec, section)
+    if builds and kind == "cuda" and section.model.attention in (None, "sdpa"):
+        model_notes = (*model_notes, *subject.kernels(layout.precision, machine.device))
     samples = (section.epochs or 1) * len(subject.data.train)
     steps = section.steps or max(1, math.ceil(samples / layout.train_batch))
     if problems := profile_problems(section, steps):

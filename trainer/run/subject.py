@@ -39,6 +39,7 @@ from trainer.plugins import NAMED
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
 from trainer.supervise.process import cache_folder, cores
+from trainer.tasks.attention import notes
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.harness import check_tasks
 from trainer.tasks.image_classification import ImageClassification
@@ -101,6 +102,10 @@ class Subject:
         """Lines of the plan about the data."""
         yield from ()
 
+    def kernels(self, precision: str, device: torch.device) -> Iterator[str]:
+        """Set the order of a GPU's attention kernels, and say in lines which ones run."""
+        yield from ()
+
     def amount(self, samples: int, section: TrainerSection) -> str:
         """The end of the plan's line about so many samples."""
         return ""
@@ -154,6 +159,10 @@ class LanguageSubject(Subject):
 
     def lines(self, workers: int) -> Iterator[str]:
         yield from (f"source  {line}" for line in self.data.lines())
+
+    def kernels(self, precision: str, device: torch.device) -> Iterator[str]:
+        model, dtype = self.task.attention(), getattr(torch, precision)
+        return notes(model, self.spec, self.packed, dtype, device)
 
     def amount(self, samples: int, section: TrainerSection) -> str:
         tokens, flops = samples * section.data.sequence_length, self.flops(section) or 0.0

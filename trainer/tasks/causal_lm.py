@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
+from trainer.tasks.attention import Attention, attention_of, kernel_of
 from trainer.tasks.by_source import LossBySource
 from trainer.tasks.cross_entropy import LossHead, LossObserver, count_correct, logits_cross_entropy
 from trainer.tasks.documents import documents_of
@@ -40,12 +42,14 @@ class CausalLM:
         padding_id: int = 0,
         own_loss: bool = False,
         hidden_size: int | None = None,
+        attention: Callable[[], Attention] = Attention,
     ) -> None:
         self._fused_head = fused_head
         self._hidden_size = hidden_size
         self._own_loss = own_loss
         self._padding_id = padding_id
-        self._masks = Masks()
+        self.attention = cache(attention)
+        self._masks = Masks(self._choose)
         self._smoothing, self._trains = 0.0, False
         self._noise: EmbeddingNoise | None = None
         self._correct: torch.Tensor | None = None
@@ -60,6 +64,7 @@ class CausalLM:
             padding_id=padding_id,
             own_loss=model.own_loss,
             hidden_size=model.hidden_size,
+            attention=partial(attention_of, spec, _packed_logits),
         )
 
     def regularised(
@@ -195,6 +200,13 @@ class CausalLM:
         with self._masks.of(documents):
             return forward(input_ids=ids, use_cache=False, **arguments)
 
+    def _choose(self, pattern: str, device: torch.device, dtype: torch.dtype) -> str:
+        """Return the kernel of masks of this pattern."""
+        if device.type != "cuda":
+            return "mask"
+        generation = torch.cuda.get_device_capability(device)[0]
+        return kernel_of(self.attention(), pattern, dtype, generation)[0]
+
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.
 
@@ -223,3 +235,12 @@ class CausalLM:
 
 def _head(model: nn.Module) -> Any:
     return model.get_output_embeddings()  # type: ignore[operator]
+
+
+def _packed_logits(model: Any, row: torch.Tensor, seal: Callable[..., Any]) -> torch.Tensor:
+    """Return the logits of a row of two documents, under masks that `seal` replaces."""
+    half = row.shape[1] // 2
+    documents = documents_of(torch.tensor([[half, row.shape[1] - half]]), row.shape[1])
+    with Masks(seal=seal).of(documents):
+        places = documents.positions
+        return model(input_ids=row, position_ids=places, use_cache=False).logits  # type: ignore[no-any-return]

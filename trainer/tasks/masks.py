@@ -3,28 +3,46 @@
 In every forward pass transformers checks on the host if position ids restart within a row (packed
 documents); not every family passes them on to its masks. It also makes a mask for a window that no
 row exceeds, which disables the flash kernel, and makes masks anew each time. The model's own code
-requests its masks; the functions here answer.
+requests its masks; the functions here answer, for SDPA with what adds to scores (SDPA would make
+that of a mask of truth values in each layer, and keep it for the backward pass), or with borders or
+blocks, which have no entry for each pair of tokens.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any
 
 import torch
+from torch.nn.attention.flex_attention import create_block_mask
+from transformers import masking_utils
 
 from trainer.errors import ConfigError, Problem
+from trainer.tasks.attention import Borders
 from trainer.tasks.documents import PackedDocuments
 from trainer.tasks.patches import masks_made_by
 
+Choose = Callable[[str, torch.device, torch.dtype], str]
+"""Says what layers get for a kind of mask: "mask", "borders" or "blocks" (`kernel_of`)."""
+
 
 class Masks:
-    """The replacement of transformers' mask functions; keeps the last mask of each kind."""
+    """The replacement of transformers' mask functions; keeps the last mask of each kind.
 
-    def __init__(self) -> None:
-        self._made: dict[Any, tuple[dict[str, Any], torch.Tensor, int]] = {}
+    `seal(pattern, mask)`, if given, replaces each of SDPA's masks.
+    """
+
+    def __init__(
+        self,
+        choose: Choose = lambda *_: "mask",
+        seal: Callable[[str, torch.Tensor], Any] = lambda pattern, mask: mask,
+    ) -> None:
+        self._choose, self._seal = choose, seal
+        self._made: dict[Any, tuple[dict[str, Any], Any, int]] = {}
 
     @contextmanager
     def of(self, documents: PackedDocuments | None) -> Iterator[None]:
@@ -40,30 +58,93 @@ class Masks:
 
     def _once(
         self, make: Callable[..., torch.Tensor | None], documents: PackedDocuments | None
-    ) -> Callable[..., torch.Tensor | None]:
-        def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> torch.Tensor | None:
-            if documents:
-                apart = _apart(mask_function, documents)
-                return make(
-                    mask_function=apart, config=config, **{**wanted, "allow_is_causal_skip": False}
-                )
+    ) -> Callable[..., Any]:
+        def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> Any:
             window, length = wanted.get("local_size"), wanted["kv_length"]
-            if wanted.get("allow_is_causal_skip") and window is not None and length <= window:
+            if documents:
+                wanted["allow_is_causal_skip"] = False
+            elif wanted.get("allow_is_causal_skip") and window is not None and length <= window:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
-            kind = None if wanted.get("attention_mask") is not None else _kind(mask_function)
+            padded = documents or wanted.get("attention_mask") is not None
+            kind = None if padded else _kind(mask_function)
             found = self._made.get((make, kind))
-            if found and found[0] == wanted and found[1]._version == found[2]:  # unchanged since
+            if found and found[0] == wanted and _version(found[1]) == found[2]:  # unchanged since
                 return found[1]
-            mask = make(mask_function=mask_function, config=config, **wanted)
-            if kind is not None and type(mask) is torch.Tensor:
-                self._made[make, kind] = wanted, mask, mask._version
+            if make is masking_utils.sdpa_mask:
+                mask = self._for_sdpa(mask_function, documents, {**wanted, "config": config})
+            else:
+                mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
+            if kind is not None and mask is not None:
+                self._made[make, kind] = wanted, mask, _version(mask)
             return mask
 
         return made
 
+    def _for_sdpa(
+        self, function: Any, documents: PackedDocuments | None, wanted: dict[str, Any]
+    ) -> Any:
+        """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
+        place, dtype = _device(wanted), _dtype(wanted)
+        rows, length, window = (wanted.get(k) for k in ("batch_size", "kv_length", "local_size"))
+        pattern = _pattern(function, window)
+        whole = wanted.get("allow_is_causal_skip") and window is None
+        given = wanted.get("attention_mask") is not None
+        chosen = "mask" if whole or given else self._choose(pattern, place, dtype)
+        function = _apart(function, documents)
+        if chosen == "borders":
+            ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=place)
+            return Borders(documents.borders if documents else ends, length, window)
+        if chosen == "blocks":
+            make = _compiled() if place.type == "cuda" else create_block_mask
+            return make(function, rows, None, length, length, device=place)
+        mask = masking_utils.sdpa_mask(mask_function=function, **wanted)
+        return None if mask is None else self._seal(pattern, _added(mask, dtype))
 
-def _apart(mask_function: Any, documents: PackedDocuments) -> Any:
+
+@cache
+def _compiled() -> Callable[..., Any]:
+    """Compile the making of blocks, which else writes the mask that they replace."""
+    return torch.compile(create_block_mask)
+
+
+def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a mask adds to scores: 0 where it is true, minus infinity elsewhere."""
+    alike = mask.stride(0) == 0  # every row's
+    added = torch.zeros_like(mask[:1] if alike else mask, dtype=dtype)
+    added.masked_fill_((mask[:1] if alike else mask).logical_not(), -math.inf)
+    return added.expand_as(mask)
+
+
+def _dtype(wanted: dict[str, Any]) -> torch.dtype:
+    """Return the dtype in which attention computes."""
+    kind = _device(wanted).type
+    is_cast = torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else wanted["dtype"]  # type: ignore[no-any-return]
+
+
+def _device(wanted: dict[str, Any]) -> torch.device:
+    """Return the device of a mask; transformers before 5.4 names it by its positions."""
+    positions = wanted.get("cache_position")
+    return torch.device(wanted["device"]) if positions is None else positions.device
+
+
+def _version(mask: Any) -> int:
+    return mask._version if isinstance(mask, torch.Tensor) else 0
+
+
+def _pattern(function: Any, window: int | None) -> str:
+    """Name a mask function's kind: causal, window (of `window` tokens), or other."""
+    patterns = {"causal": masking_utils.causal_mask_function}
+    if window is not None:
+        patterns["window"] = masking_utils.sliding_window_causal_mask_function(window)
+    kind = _kind(function)
+    return next((name for name, own in patterns.items() if _kind(own) == kind), "other")
+
+
+def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
     """Restrict a mask function to each document, as if it were alone."""
+    if documents is None:
+        return mask_function
     at, of = documents.positions, documents.numbers
     return lambda row, head, q, k: (
         mask_function(row, head, at[row, q], at[row, k]) & (of[row, q] == of[row, k])

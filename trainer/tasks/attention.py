@@ -1,0 +1,223 @@
+"""Attention on CUDA without a mask of sequence x sequence: which kernel runs, and why.
+
+SDPA's fast kernels know whole causal rows alone. For packed documents and windows, layers get
+borders or blocks in the place of a mask.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch.backends import cuda
+from torch.nn import attention
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.varlen import varlen_attn
+from torch.utils._triton import has_triton
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from trainer.errors import named_line
+from trainer.models.spec import ModelSpec
+from trainer.trial.setup import own_randomness, row_of, tiny
+
+VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
+"""The arguments of PyTorch's attention within borders; in 2.10 it has no window and no scale."""
+BACKENDS = {
+    "cuDNN": (SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention),
+    "flash": (SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention),
+    "efficient": (SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention),
+    "math": (SDPBackend.MATH, lambda *_: True),
+}
+NEWER_FLASH = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
+"""By the GPU's generation: the flash attention that PyTorch can call, and its module."""
+KERNELS = {
+    "borders": "flash attention within borders, without a mask",
+    "blocks": "flex attention in blocks, without a mask",
+    "mask": "a mask of sequence x sequence",
+}
+_KEPT = ExitStack()
+
+
+@dataclass(frozen=True)
+class Borders:
+    """In the place of a mask: rows laid end to end and cut into documents that stand alone."""
+
+    cuts: torch.Tensor
+    """The starts of documents over all rows laid end to end, and the end, int32."""
+    longest: int
+    window: int | None
+    """The most tokens that a token sees, itself included."""
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """A mask that only `attend` can read; it notes (widths of keys and values, dropout)."""
+
+    mask: torch.Tensor
+    calls: list[tuple[int, int, float]]
+
+
+def attend(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention, [batch, heads, sequence, width] -> [batch, sequence, heads, width].
+
+    Transformers' own code computes it under any mask but borders.
+    """
+    if isinstance(attention_mask, BlockMask):
+        return flex_attention_forward(module, query, key, value, attention_mask, **more)
+    if isinstance(attention_mask, Sealed):
+        if more.get("position_bias") is not None:
+            raise ValueError("it adds a position bias to scores")
+        calls = attention_mask.calls
+        calls.append((key.shape[-1], value.shape[-1], more.get("dropout") or 0.0))
+        attention_mask = attention_mask.mask
+    if not isinstance(attention_mask, Borders):
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+    cuts, longest, window = attention_mask.cuts, attention_mask.longest, attention_mask.window
+    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in VARLEN else {}
+    parts = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
+    # a row with fewer documents than another has empty ones; cuDNN is not known to take them
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        out = varlen_attn(
+            *parts,
+            *(cuts, cuts, longest, longest),
+            scale=more.get("scaling"),
+            window_size=(-1 if window is None else window - 1, 0),
+            **grouped,
+        )
+    return out.unflatten(0, (len(query), query.shape[2])), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+
+
+class Attention(NamedTuple):
+    """What a model's attention asks of a kernel."""
+
+    head_size: int = 0
+    """The width of a head; 0 if it is unknown, or values have another width than keys."""
+    dropout: float = 0.0
+    patterns: frozenset[str] = frozenset()
+    """The kinds of its masks: causal, window, other."""
+    refusal: str = ""
+    """The reason why its layers need true masks; empty if they don't."""
+
+
+def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attention:
+    """Try masks that only `attend` can read on a tiny copy: it must compute the same with them.
+
+    `logits(model, row, seal)` runs packed documents; `seal(pattern, mask)` replaces each mask.
+    """
+    calls: list[tuple[int, int, float]] = []
+    patterns: set[str] = set()
+
+    def seal(pattern: str, mask: torch.Tensor) -> Sealed:
+        patterns.add(pattern)
+        return Sealed(mask, calls)
+
+    try:
+        with own_randomness(), torch.no_grad():
+            small, model = tiny(spec)
+            found = []
+            for replaced in (lambda pattern, mask: mask, seal):
+                torch.default_generator.manual_seed(1)
+                found.append(logits(model.train(), row_of(small)[None], replaced))
+    except Exception as error:  # whatever a model's own code raises about what is no tensor
+        return Attention(refusal=f"its own code reads it ({named_line(error, 80)})")
+    if not calls or not torch.equal(*found):
+        kind = model.config._attn_implementation
+        return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
+    keys, values, dropouts = map(set, zip(*calls, strict=True))
+    of_tiny, own = (part.attention_width // part.heads for part in (small.language, spec.language))
+    size = own if keys == values == {of_tiny} else 0
+    return Attention(size, max(dropouts), frozenset(patterns))
+
+
+def kernel_of(
+    model: Attention, pattern: str, dtype: torch.dtype, generation: int
+) -> tuple[str, str]:
+    """Choose one of KERNELS on CUDA, with the reason why it is not the first.
+
+    `generation` is the major number of a GPU's compute capability.
+    """
+    if model.refusal:
+        return "mask", model.refusal
+    if model.dropout:
+        return "mask", f"neither flash nor flex attention takes dropout of {model.dropout:g}"
+    reason = "it is neither causal nor a window" if pattern == "other" else ""
+    reason = reason or _no_flash(model, dtype, generation)
+    if not reason and "window_size" not in VARLEN:
+        reason = f"torch {torch.__version__} has no windows in varlen_attn"
+    if not reason:
+        return "borders", ""
+    return ("blocks", reason) if has_triton() else ("mask", f"{reason}, and there is no Triton")
+
+
+def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
+    if generation < 8:
+        return "flash attention needs compute capability 8.0"
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"flash attention takes no {str(dtype).removeprefix('torch.')}"
+    if not model.head_size:
+        return "values may have other heads than keys"
+    if model.head_size > 256 or model.head_size % 8:
+        return f"flash attention takes no heads of {model.head_size}"
+    return ""
+
+
+@cache
+def prefer(generation: int, dropout: float) -> tuple[str, ...]:
+    """Set the order in which SDPA tries its kernels in this process, and return it.
+
+    A newer flash attention, which has no dropout, is used where it is installed.
+    """
+    name, module = NEWER_FLASH.get(generation, ("", ""))
+    newer = name in attention.list_flash_attention_impls() and not dropout
+    if newer := newer and bool(find_spec(module.partition(".")[0]) and find_spec(module)):
+        attention.activate_flash_attention_impl(name)
+    first = ("cuDNN", "flash") if generation >= 9 and not newer else ("flash", "cuDNN")
+    order = (*first, "efficient", "math")
+    _KEPT.enter_context(sdpa_kernel([BACKENDS[name][0] for name in order], set_priority=True))
+    return order
+
+
+def notes(
+    model: Attention, spec: ModelSpec, packed: bool, dtype: torch.dtype, device: torch.device
+) -> Iterator[str]:
+    """Say which kernels run on a GPU, a line for each kind of mask, and set their order."""
+    generation = torch.cuda.get_device_capability(device)[0]
+    order = prefer(generation, model.dropout)
+    heads, shared, size = spec.language.heads, spec.language.kv_heads, model.head_size
+    if size:
+        query, key = (
+            torch.empty(1, count, 128, size, dtype=dtype, device=device, requires_grad=True)
+            for count in (heads, shared)
+        )
+        rows = cuda.SDPAParams(query, key, key, None, model.dropout, True, heads != shared)
+        kernel = next(name for name in order if BACKENDS[name][1](rows))
+        newer = attention.current_flash_attention_impl() if kernel == "flash" else None
+        reason = "" if kernel in order[:2] else _no_flash(model, dtype, generation)
+        said = f": {reason or 'PyTorch refuses flash attention'}" if kernel not in order[:2] else ""
+        yield f"attention of whole rows: {newer or kernel}{said}"
+    for pattern in sorted(model.patterns):
+        if packed or pattern != "causal":
+            kernel, reason = kernel_of(model, pattern, dtype, generation)
+            name = f"{'packed documents' if packed else 'rows'}, {pattern} mask"
+            yield f"attention of {name}: {KERNELS[kernel]}{reason and f': {reason}'}"
+    if model.refusal:
+        yield f"attention: {KERNELS['mask']} where one is needed: {model.refusal}"
