@@ -211,9 +211,9 @@ def notes(
         rows = cuda.SDPAParams(query, key, key, None, model.dropout, True, heads != shared)
         kernel = next(name for name in order if BACKENDS[name][1](rows))
         newer = attention.current_flash_attention_impl() if kernel == "flash" else None
-        reason = "" if kernel in order[:2] else _no_flash(model, dtype, generation)
-        said = f": {reason or 'PyTorch refuses flash attention'}" if kernel not in order[:2] else ""
-        yield f"attention of whole rows: {newer or kernel}{said}"
+        fast = kernel in ("cuDNN", "flash")
+        reason = "" if fast else _no_flash(model, dtype, generation) or "PyTorch refuses flash"
+        yield f"attention of whole rows: {newer or kernel}{reason and f': {reason}'}"
     for pattern in sorted(model.patterns):
         if packed or pattern != "causal":
             kernel, reason = kernel_of(model, pattern, dtype, generation)

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -26,20 +25,17 @@ from trainer.tasks.attention import Borders
 from trainer.tasks.documents import PackedDocuments
 from trainer.tasks.patches import masks_made_by
 
-Choose = Callable[[str, torch.device, torch.dtype], str]
-"""Says what layers get for a kind of mask: "mask", "borders" or "blocks" (`kernel_of`)."""
-
 
 class Masks:
     """The replacement of transformers' mask functions; keeps the last mask of each kind.
 
-    `seal(pattern, mask)`, if given, replaces each of SDPA's masks.
+    `choose(pattern, device, dtype)` is one of KERNELS; `seal(pattern, mask)` replaces a mask.
     """
 
     def __init__(
         self,
-        choose: Choose = lambda *_: "mask",
-        seal: Callable[[str, torch.Tensor], Any] = lambda pattern, mask: mask,
+        choose: Callable[..., str] = lambda *_: "mask",
+        seal: Callable[..., Any] = lambda pattern, mask: mask,
     ) -> None:
         self._choose, self._seal = choose, seal
         self._made: dict[Any, tuple[dict[str, Any], Any, int]] = {}
@@ -68,14 +64,16 @@ class Masks:
             padded = documents or wanted.get("attention_mask") is not None
             kind = None if padded else _kind(mask_function)
             found = self._made.get((make, kind))
-            if found and found[0] == wanted and _version(found[1]) == found[2]:  # unchanged since
+            if (
+                found and found[0] == wanted and getattr(found[1], "_version", 0) == found[2]
+            ):  # unchanged since
                 return found[1]
             if make is masking_utils.sdpa_mask:
                 mask = self._for_sdpa(mask_function, documents, {**wanted, "config": config})
             else:
                 mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
             if kind is not None and mask is not None:
-                self._made[make, kind] = wanted, mask, _version(mask)
+                self._made[make, kind] = wanted, mask, getattr(mask, "_version", 0)
             return mask
 
         return made
@@ -84,52 +82,29 @@ class Masks:
         self, function: Any, documents: PackedDocuments | None, wanted: dict[str, Any]
     ) -> Any:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
-        place, dtype = _device(wanted), _dtype(wanted)
         rows, length, window = (wanted.get(k) for k in ("batch_size", "kv_length", "local_size"))
-        pattern = _pattern(function, window)
+        place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
+        is_cast = torch.is_autocast_enabled(place.type)
+        dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
+        pattern, apart = _pattern(function, window), _apart(function, documents)
         whole = wanted.get("allow_is_causal_skip") and window is None
         given = wanted.get("attention_mask") is not None
         chosen = "mask" if whole or given else self._choose(pattern, place, dtype)
-        function = _apart(function, documents)
         if chosen == "borders":
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=place)
             return Borders(documents.borders if documents else ends, length, window)
-        if chosen == "blocks":
-            make = _compiled() if place.type == "cuda" else create_block_mask
-            return make(function, rows, None, length, length, device=place)
-        mask = masking_utils.sdpa_mask(mask_function=function, **wanted)
+        if chosen == "blocks":  # compiled, as the making else writes the mask
+            make = torch.compile(create_block_mask) if place.type == "cuda" else create_block_mask
+            return make(apart, rows, None, length, length, device=place)
+        mask = masking_utils.sdpa_mask(mask_function=apart, **wanted)
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
-
-
-@cache
-def _compiled() -> Callable[..., Any]:
-    """Compile the making of blocks, which else writes the mask that they replace."""
-    return torch.compile(create_block_mask)
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return what a mask adds to scores: 0 where it is true, minus infinity elsewhere."""
-    alike = mask.stride(0) == 0  # every row's
-    added = torch.zeros_like(mask[:1] if alike else mask, dtype=dtype)
-    added.masked_fill_((mask[:1] if alike else mask).logical_not(), -math.inf)
-    return added.expand_as(mask)
-
-
-def _dtype(wanted: dict[str, Any]) -> torch.dtype:
-    """Return the dtype in which attention computes."""
-    kind = _device(wanted).type
-    is_cast = torch.is_autocast_enabled(kind)
-    return torch.get_autocast_dtype(kind) if is_cast else wanted["dtype"]  # type: ignore[no-any-return]
-
-
-def _device(wanted: dict[str, Any]) -> torch.device:
-    """Return the device of a mask; transformers before 5.4 names it by its positions."""
-    positions = wanted.get("cache_position")
-    return torch.device(wanted["device"]) if positions is None else positions.device
-
-
-def _version(mask: Any) -> int:
-    return mask._version if isinstance(mask, torch.Tensor) else 0
+    written = mask[:1] if mask.stride(0) == 0 else mask  # once, if it is that of every row
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    return torch.where(written, zero, -math.inf).expand_as(mask)
 
 
 def _pattern(function: Any, window: int | None) -> str:

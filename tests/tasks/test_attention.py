@@ -1,0 +1,336 @@
+"""Attention without masks: the choice, documents that stand alone, and no sequence x sequence.
+
+No GPU is needed: PyTorch's operators run on the CPU by their definition, or on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import SDPBackend
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.data.test_packing import loss_alone, packed_samples
+from tests.models.test_masks import FAMILIES, SMALL, WINDOW, Waits, batch, tiny
+from tests.support import varlen
+from trainer.layout import Recompute
+from trainer.parallel import activation_checkpointing as recompute
+from trainer.tasks import attention
+from trainer.tasks.attention import Attention, Borders, kernel_of
+from trainer.tasks.documents import documents_of
+from trainer.tasks.masks import Masks
+
+windows = pytest.mark.skipif(
+    "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"
+)
+FAMILIES |= {
+    "qwen2": {
+        **SMALL,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "max_window_layers": 1,
+    },
+    "mixtral": {**SMALL, "sliding_window": WINDOW, "num_local_experts": 4},
+    "falcon": dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
+    "deepseek_v3": {
+        **SMALL,
+        **dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1),
+        **dict(topk_group=1, kv_lora_rank=16, q_lora_rank=16, num_key_value_heads=4),
+        **dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
+    },
+}
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """Let the operators of borders and blocks run here, forward and backward."""
+    from torch.nn.attention import flex_attention as flex
+    from transformers.integrations import flex_attention as theirs
+
+    def eager(*heads: Any, training: bool = False, **more: Any) -> Any:
+        return flex.flex_attention(*heads, **more)
+
+    varlen.register()
+    with ExitStack() as stack:
+        # PyTorch refuses a backward pass on the CPU, though its definition of the operator has one
+        stack.enter_context(patch.object(flex, "_validate_device", lambda *_: None))
+        stack.enter_context(patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
+        stack.enter_context(patch.object(theirs, "compile_friendly_flex_attention", eager))
+        yield
+
+
+# The choice
+
+HALF, FULL = torch.bfloat16, torch.float32
+PLAIN = Attention(128, 0.0, frozenset({"causal", "window"}))
+TABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
+    "documents": ((PLAIN, "causal", HALF, 9), "borders", ""),
+    "windows": ((PLAIN, "window", torch.float16, 8), "borders", ""),
+    "chunks": ((PLAIN, "other", HALF, 9), "blocks", "neither causal nor a window"),
+    "float32": ((PLAIN, "causal", FULL, 9), "blocks", "no float32"),
+    "an old GPU": ((PLAIN, "causal", HALF, 7), "blocks", "compute capability 8.0"),
+    "wide heads": ((PLAIN._replace(head_size=288), "causal", HALF, 9), "blocks", "heads of 288"),
+    "odd heads": ((PLAIN._replace(head_size=84), "causal", HALF, 9), "blocks", "heads of 84"),
+    "values": ((PLAIN._replace(head_size=0), "causal", HALF, 9), "blocks", "other heads than"),
+    "dropout": ((PLAIN._replace(dropout=0.1), "causal", HALF, 9), "mask", "dropout of 0.1"),
+    "own code": ((Attention(refusal="its own code"), "causal", HALF, 9), "mask", "its own code"),
+}
+
+
+@pytest.mark.parametrize("case", TABLE)
+@windows
+def test_the_kernel_of_a_mask_and_why_it_is_not_flash(case: str, monkeypatch: Any) -> None:
+    arguments, kernel, reason = TABLE[case]
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    chosen, why = kernel_of(*arguments)
+    assert chosen == kernel and reason in why and bool(reason) == bool(why)
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert kernel_of(*arguments)[0] == ("mask" if kernel == "blocks" else kernel)
+
+
+def test_without_windows_in_varlen_there_are_blocks(monkeypatch: Any) -> None:
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "VARLEN", frozenset({"is_causal"}))
+    chosen, why = kernel_of(PLAIN, "causal", HALF, 9)
+    assert chosen == "blocks" and "no windows in varlen_attn" in why
+
+
+@pytest.mark.parametrize(
+    ("generation", "dropout", "installed", "first", "activated"),
+    [
+        (8, 0.0, (), ("flash", "cuDNN"), []),
+        (9, 0.0, (), ("cuDNN", "flash"), []),
+        (9, 0.0, ("flash_attn_interface",), ("flash", "cuDNN"), ["FA3"]),
+        (9, 0.1, ("flash_attn_interface",), ("cuDNN", "flash"), []),
+        (10, 0.0, ("flash_attn", "flash_attn.cute"), ("flash", "cuDNN"), ["FA4"]),
+        (10, 0.0, ("flash_attn",), ("cuDNN", "flash"), []),
+    ],
+)
+def test_the_order_of_kernels(
+    generation: int, dropout: float, installed: Any, first: Any, activated: Any, monkeypatch: Any
+) -> None:
+    set_as: list[Any] = []
+    used: list[str] = []
+
+    @contextmanager
+    def kernels(order: list[SDPBackend], set_priority: bool) -> Iterator[None]:
+        set_as.append((order, set_priority))
+        yield
+
+    own = attention.attention
+    monkeypatch.setattr(attention, "sdpa_kernel", kernels)
+    monkeypatch.setattr(attention, "find_spec", lambda name: name in installed or None)
+    monkeypatch.setattr(own, "list_flash_attention_impls", lambda: ["FA3", "FA4"])
+    monkeypatch.setattr(own, "activate_flash_attention_impl", used.append)
+    order = attention.prefer.__wrapped__(generation, dropout)
+    assert order == (*first, "efficient", "math") and used == activated
+    assert set_as == [([attention.BACKENDS[name][0] for name in order], True)]
+
+
+def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: Any) -> list[str]:
+    spec, task, _ = tiny(name, **more)
+    order = ("cuDNN", "flash", "efficient", "math")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "prefer", lambda generation, dropout: order)
+    for kernel in order:
+        answer = kernel == takes
+        monkeypatch.setitem(attention.BACKENDS, kernel, (None, lambda rows, is_it=answer: is_it))
+    found = task.attention()
+    return list(attention.notes(found, spec, packed, HALF, torch.device("cpu")))
+
+
+@windows
+def test_the_lines_at_the_start(monkeypatch: Any) -> None:
+    borders = "flash attention within borders, without a mask"
+    assert lines("llama", monkeypatch, "cuDNN") == [
+        "attention of whole rows: cuDNN",
+        f"attention of packed documents, causal mask: {borders}",
+    ]
+    assert lines("llama", monkeypatch, "flash", packed=False) == ["attention of whole rows: flash"]
+    assert lines("mistral", monkeypatch, "flash", packed=False)[1:] == [
+        f"attention of rows, window mask: {borders}"
+    ]
+    assert lines("llama", monkeypatch, "efficient", packed=False, head_dim=12) == [
+        "attention of whole rows: efficient: flash attention takes no heads of 12"
+    ]
+    assert lines("llama", monkeypatch, "efficient", attention_dropout=0.5)[1:] == [
+        "attention of packed documents, causal mask: a mask of sequence x sequence: neither flash "
+        "nor flex attention takes dropout of 0.5"
+    ]
+    assert "heads than keys" in lines("deepseek_v3", monkeypatch, "cuDNN")[0]
+    for name, reason in (("gemma2", "(eager) is not"), ("falcon", "own code reads it (TypeError")):
+        (line,) = lines(name, monkeypatch, "math")
+        assert line.startswith("attention: a mask of sequence x sequence where") and reason in line
+
+
+# Exactness
+
+
+def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
+    """Compare packed documents, of ragged rows, with each document alone."""
+    spec, task, model = tiny(name)
+    own = tiny(name)[2]
+    recompute.apply(model, spec, Recompute(mode))
+    task._masks = Masks(lambda *_: kernel)
+    samples = packed_samples(0, 3)
+    with on_cpu():
+        loss = task.loss_sum(model, task.collate(samples))
+        loss.backward()
+    alone = loss_alone(own, samples)
+    alone.backward()
+    torch.testing.assert_close(loss, alone, rtol=1e-5, atol=1e-5)
+    for (key, mine), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
+        if theirs.grad is not None:
+            assert (mine.grad - theirs.grad).abs().max() <= 1e-5 * theirs.grad.abs().max(), key
+
+
+PACKED = ["llama", "qwen2", "mistral", "gemma3_text", "gpt2", "olmo3", "mixtral"]
+
+
+@pytest.mark.parametrize("kernel", ["borders", "blocks"])
+@pytest.mark.parametrize("name", [*PACKED, "deepseek_v3", "llama4_text"])
+@windows
+def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
+    if kernel == "borders" and name not in PACKED:
+        pytest.skip("its masks, or its values, are not for flash attention")
+    assert_alone(name, kernel)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("kernel", ["borders", "blocks"])
+@windows
+def test_a_recomputed_block_uses_the_same_kernel(kernel: str, mode: str) -> None:
+    assert_alone("mistral", kernel, mode)
+
+
+@pytest.mark.parametrize("kernel", ["borders", "blocks"])
+@pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
+@windows
+def test_windows_of_whole_rows_are_those_of_masks(name: str, kernel: str) -> None:
+    losses = []
+    inputs = batch(2 * WINDOW + 3, rows=3)
+    for chosen in ("mask", kernel):
+        _, task, model = tiny(name)
+        task._masks = Masks(lambda *_, chosen=chosen: chosen)
+        with on_cpu():
+            loss = task.loss_sum(model, inputs)
+            loss.backward()
+        losses.append((loss, *(p.grad for p in model.parameters())))
+    for mine, theirs in zip(*losses, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+# What is never made
+
+
+class Squares(TorchDispatchMode):
+    """The storages of tensors of sequence x sequence that operators write, by dtype."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.length, self.found = length, list[torch.dtype]()
+        self.operators = list[str]()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        found = function(*args, **(kwargs or {}))
+        self.operators.append(function._schema.name)
+        for out in found if isinstance(found, tuple | list) else (found,):
+            is_square = isinstance(out, torch.Tensor) and out.shape[-2:] == (self.length,) * 2
+            if is_square and not any(given.alias_info for given in function._schema.returns):
+                self.found.append(out.dtype)
+        return found
+
+
+@pytest.mark.parametrize("cast", [None, torch.bfloat16])
+def test_on_the_cpu_all_layers_add_one_mask_which_is_kept_once(cast: Any) -> None:
+    length, dtype = 37, cast or torch.float32
+    _, task, model = tiny("llama", num_hidden_layers=5)
+    inputs = {**batch(length), "documents": torch.tensor([[11, 20], [30, 0]])}
+    kept: dict[int, torch.dtype] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[-2:] == (length, length):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.dtype
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        torch.autocast("cpu", cast, enabled=cast is not None),
+        Squares(length) as squares,
+    ):
+        task.loss_sum(model, inputs)
+    assert squares.found.count(dtype) == 1 and list(kept.values()) == [dtype]
+    assert set(squares.found) == {dtype, torch.bool}
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
+@windows
+def test_on_a_gpu_no_tensor_is_as_large_as_a_mask(name: str, monkeypatch: Any) -> None:
+    length = 37
+    spec, task, _ = tiny(name)
+    assert task.attention().refusal == ""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+        model = task.prepare(spec.build())
+        for module in model.modules():
+            for store in (module._parameters, module._buffers):
+                for key, value in store.items():
+                    dtype = HALF if value.is_floating_point() else value.dtype
+                    made = torch.empty(value.shape, dtype=dtype, device="cuda")
+                    store[key] = torch.nn.Parameter(made) if store is module._parameters else made
+        inputs = {key: value.cuda() for key, value in batch(length).items()}
+        inputs["documents"] = torch.tensor([[11, 20], [30, 0]]).cuda()
+        with Squares(length) as squares, Waits() as waits:
+            task.loss_sum(model, inputs)
+    assert squares.found == []
+    assert name == "mixtral" or waits.found == []
+    assert squares.operators.count("torch_attn::_varlen_attn") == 2
+
+
+# Graphs
+
+
+@pytest.mark.parametrize("kernel", ["borders", "blocks"])
+@windows
+def test_a_compiled_block_is_one_graph(kernel: str) -> None:
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    _, task, model = tiny("mistral")
+    _, again, own = tiny("mistral")
+    counter = CompileCounterWithBackend("aot_eager" if kernel == "borders" else "eager")
+    for block in model.model.layers:
+        block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
+    for each in (task, again):
+        each._masks = Masks(lambda *_: kernel)
+    with on_cpu():
+        for step in range(2):
+            inputs = task.collate(packed_samples(step, 3))
+            loss = task.loss_sum(model, inputs)
+            torch.testing.assert_close(loss, again.loss_sum(own, inputs))
+    assert counter.frame_count <= 2  # of any length
+
+
+def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
+    from transformers.masking_utils import create_sliding_window_causal_mask
+
+    _, _, model = tiny("mistral")
+    masks = Masks(lambda *_: "borders")
+    with masks.of(None):
+        made: Any = create_sliding_window_causal_mask(
+            model.config, torch.zeros(3, 12, 32), None, None
+        )
+    assert isinstance(made, Borders) and made.cuts.tolist() == [0, 12, 24, 36]
+    assert (made.longest, made.window) == (12, WINDOW)
+    documents = documents_of(torch.tensor([[5, 4], [9, 0], [1, 2]]), 12)
+    with masks.of(documents):
+        made = create_sliding_window_causal_mask(model.config, torch.zeros(3, 12, 32), None, None)
+    assert made.cuts is documents.borders and made.window == WINDOW
