@@ -96,7 +96,7 @@ def main() -> int:
             rows.append(
                 {"shape": shape, "arm": arm, **measured(arm, shape, count, options, deadline)}
             )
-            print(line(rows[-1]), flush=True)
+            print(*(line(rows[-1]), *rows[-1].get("kernels", [])), sep="\n", flush=True)
     options.output.write_text(report(rows, count, options))
     print(f"written to {options.output}")
     return 0
@@ -201,7 +201,7 @@ class Bench:
         )
         self.config = huggingface.read_config(options)
         self.spec = huggingface.spec_of(self.config, options)
-        self.task = CausalLM(fused_head=self.spec.language.plain_head)
+        self.task = CausalLM.of(self.spec)
         self.recompute = "full" if shape == "8B" else "none"
         self.low = device.type == "cuda"
         self.json: dict[str, Any] = {
@@ -242,8 +242,9 @@ class Bench:
             engine, step = self.engine(arm)
             if engine is None:
                 return {"note": step}
+            kernels = self.kernels()
             seconds = self.timed(step)
-            more = self.saved(engine) if arm == "mesh" else {}
+            more = {"kernels": kernels, **(self.saved(engine) if arm == "mesh" else {})}
         cuda = self.device.type == "cuda"
         peak = torch.tensor(
             float(torch.cuda.max_memory_allocated() if cuda else 0), device=self.device
@@ -306,6 +307,16 @@ class Bench:
         machine = Machine(self.device, Ranks(self.rank, self.world_size))
         engine = ENGINES[name].build(Job(layout, self.spec, self.task, self.json, 0, machine))
         return engine, lambda index: engine.step(index, [self.batch(index)], Update(RATE))
+
+    def kernels(self) -> list[str]:
+        """The lines on the kernels of attention with which a run begins, whose order they set."""
+        import torch
+
+        from trainer.tasks.attention import notes
+
+        if self.device.type != "cuda":
+            return []
+        return list(notes(self.task.attention(), self.spec, False, torch.bfloat16, self.device))
 
     def saved(self, engine: Any) -> dict[str, Any]:
         """How long a checkpoint takes to write and to read, and what writing it adds to the GPU's
@@ -461,7 +472,8 @@ def report(rows: list[dict[str, Any]], count: int, options: Any) -> str:
         "| shape | arm | step (ms) | tokens/s, all | MFU | peak (GiB) | save; load |",
         "| --- | --- | ---: | ---: | ---: | ---: | --- |",
     ]
-    return "\n".join([*head, *map(line, rows)]) + "\n"
+    kernels = dict.fromkeys(text for row in rows for text in row.get("kernels", []))
+    return "\n".join([*head, *map(line, rows), "", *kernels]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

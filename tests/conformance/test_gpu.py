@@ -112,3 +112,34 @@ def test_a_resumed_run_goes_on(gpu_pools: Any, tmp_path: Any, engine: str) -> No
         assert losses[0] == pytest.approx(
             losses[1], rel=1e-6
         )  # reductions on a GPU may sum in another order
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3"])
+def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: str) -> None:
+    """By borders in bfloat16, in blocks in float32; the reference is float32 on the processor."""
+    from tests.data.test_packing import loss_alone, packed_samples
+    from tests.models.test_masks import tiny
+    from trainer.tasks.attention import kernel_of, notes
+
+    spec, task, model = tiny(name, hidden_size=64, head_dim=16)
+    own, samples = tiny(name, hidden_size=64, head_dim=16)[2], packed_samples(0, 3)
+    device, dtype = torch.device("cuda", 0), getattr(torch, precision)
+    lines = list(notes(task.attention(), spec, True, dtype, device))
+    print(*lines, sep="\n")
+    generation = torch.cuda.get_device_capability(device)[0]
+    chosen = {
+        kernel_of(task.attention(), kind, dtype, generation)[0] for kind in ("causal", "window")
+    }
+    assert chosen == {"borders" if precision == "bfloat16" else "blocks"}, lines
+    inputs = {key: value.to(device) for key, value in task.collate(samples).items()}
+    loss = task.loss_sum(model.to(device, dtype), inputs)
+    loss.backward()
+    alone = loss_alone(own, samples)
+    alone.backward()
+    near = 2e-2 if precision == "bfloat16" else 1e-4
+    torch.testing.assert_close(loss.cpu().float(), alone, rtol=near, atol=near)
+    for (key, mine), theirs in zip(model.named_parameters(), own.parameters(), strict=True):
+        if theirs.grad is not None and mine.grad is not None:
+            difference = (mine.grad.cpu().float() - theirs.grad).norm() / theirs.grad.norm()
+            assert difference <= 5 * near, key

@@ -165,7 +165,7 @@ def test_the_lines_at_the_start(monkeypatch: Any) -> None:
         "nor flex attention takes dropout of 0.5"
     ]
     assert "heads than keys" in lines("deepseek_v3", monkeypatch, "cuDNN")[0]
-    for name, reason in (("gemma2", "(eager) is not"), ("falcon", "own code reads it (TypeError")):
+    for name, reason in (("gemma2", "(eager) is not"), ("falcon", "layers need it (TypeError")):
         (line,) = lines(name, monkeypatch, "math")
         assert line.startswith("attention: a mask of sequence x sequence where") and reason in line
 

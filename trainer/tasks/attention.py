@@ -138,12 +138,13 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
                 torch.default_generator.manual_seed(1)
                 found.append(logits(model.train(), row_of(small)[None], replaced))
     except Exception as error:  # whatever a model's own code raises about what is no tensor
-        return Attention(refusal=f"its own code reads it ({named_line(error, 80)})")
+        return Attention(refusal=f"its layers need it ({named_line(error, 80)})")
     if not calls or not torch.equal(*found):
         kind = model.config._attn_implementation
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
     keys, values, dropouts = map(set, zip(*calls, strict=True))
-    of_tiny, own = (part.attention_width // part.heads for part in (small.language, spec.language))
+    parts = small.language, spec.language
+    of_tiny, own = (part.attention_width // (part.heads or 1) for part in parts)
     size = own if keys == values == {of_tiny} else 0
     return Attention(size, max(dropouts), frozenset(patterns))
 
