@@ -89,17 +89,14 @@ def attend(
     if not isinstance(attention_mask, Borders):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     cuts, longest, window = attention_mask.cuts, attention_mask.longest, attention_mask.window
-    grouped = {"enable_gqa": query.shape[1] != key.shape[1]} if "enable_gqa" in VARLEN else {}
-    parts = [part.transpose(1, 2).flatten(0, 1) for part in (query, key, value)]
+    q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
+    behind = -1 if window is None else window - 1
+    options: dict[str, Any] = {"scale": more.get("scaling"), "window_size": (behind, 0)}
+    if "enable_gqa" in VARLEN:
+        options["enable_gqa"] = query.shape[1] != key.shape[1]
     # a row with fewer documents than another has empty ones; cuDNN is not known to take them
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out = varlen_attn(
-            *parts,
-            *(cuts, cuts, longest, longest),
-            scale=more.get("scaling"),
-            window_size=(-1 if window is None else window - 1, 0),
-            **grouped,
-        )
+        out: Any = varlen_attn(q, k, v, cuts, cuts, longest, longest, **options)
     return out.unflatten(0, (len(query), query.shape[2])), None
 
 
@@ -140,7 +137,7 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
     except Exception as error:  # whatever a model's own code raises about what is no tensor
         return Attention(refusal=f"its layers need it ({named_line(error, 80)})")
     if not calls or not torch.equal(*found):
-        kind = model.config._attn_implementation
+        kind = model.config._attn_implementation  # type: ignore[union-attr]
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
     keys, values, dropouts = map(set, zip(*calls, strict=True))
     parts = small.language, spec.language

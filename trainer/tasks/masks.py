@@ -82,7 +82,7 @@ class Masks:
         self, function: Any, documents: PackedDocuments | None, wanted: dict[str, Any]
     ) -> Any:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
-        rows, length, window = (wanted.get(k) for k in ("batch_size", "kv_length", "local_size"))
+        rows, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
         place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
         is_cast = torch.is_autocast_enabled(place.type)
         dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
