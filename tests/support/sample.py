@@ -22,6 +22,15 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "that_training_changes",
     ),
     "test_as_on_gpus.py": ("says[ZeRO-3]", "says[HSDP, offload]"),
+    "test_attention.py": (
+        "why_it_is_not",
+        "order_of_kernels",
+        "alone[qwen2-borders]",
+        "alone[llama-blocks]",
+        "one_mask",
+        "on_a_gpu_no_tensor_is_as_large_as_a_mask[qwen2]",
+        "borders_are",
+    ),
     "test_batch_norm.py": (
         "batches[mesh DDP]",
         "batches[accelerate FSDP]",

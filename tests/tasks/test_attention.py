@@ -29,6 +29,7 @@ from trainer.tasks.masks import Masks
 windows = pytest.mark.skipif(
     "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"
 )
+KERNELS = [pytest.param("borders", marks=windows), "blocks"]
 FAMILIES |= {
     "qwen2": {
         **SMALL,
@@ -194,9 +195,8 @@ def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
 PACKED = ["llama", "qwen2", "mistral", "gemma3_text", "gpt2", "olmo3", "mixtral"]
 
 
-@pytest.mark.parametrize("kernel", ["borders", "blocks"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", [*PACKED, "deepseek_v3", "llama4_text"])
-@windows
 def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
     if kernel == "borders" and name not in PACKED:
         pytest.skip("its masks, or its values, are not for flash attention")
@@ -204,15 +204,13 @@ def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize("kernel", ["borders", "blocks"])
-@windows
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_recomputed_block_uses_the_same_kernel(kernel: str, mode: str) -> None:
     assert_alone("mistral", kernel, mode)
 
 
-@pytest.mark.parametrize("kernel", ["borders", "blocks"])
+@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
-@windows
 def test_windows_of_whole_rows_are_those_of_masks(name: str, kernel: str) -> None:
     losses = []
     inputs = batch(2 * WINDOW + 3, rows=3)
@@ -299,8 +297,7 @@ def test_on_a_gpu_no_tensor_is_as_large_as_a_mask(name: str, monkeypatch: Any) -
 # Graphs
 
 
-@pytest.mark.parametrize("kernel", ["borders", "blocks"])
-@windows
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_a_compiled_block_is_one_graph(kernel: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -320,17 +317,21 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
 
 
 def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
-    from transformers.masking_utils import create_sliding_window_causal_mask
+    _, task, model = tiny("mistral")
+    task._masks = Masks(lambda *_: "borders")
+    seen: list[Any] = []
 
-    _, _, model = tiny("mistral")
-    masks = Masks(lambda *_: "borders")
-    with masks.of(None):
-        made: Any = create_sliding_window_causal_mask(
-            model.config, torch.zeros(3, 12, 32), None, None
-        )
-    assert isinstance(made, Borders) and made.cuts.tolist() == [0, 12, 24, 36]
-    assert (made.longest, made.window) == (12, WINDOW)
-    documents = documents_of(torch.tensor([[5, 4], [9, 0], [1, 2]]), 12)
-    with masks.of(documents):
-        made = create_sliding_window_causal_mask(model.config, torch.zeros(3, 12, 32), None, None)
-    assert made.cuts is documents.borders and made.window == WINDOW
+    def see(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
+        seen.append(mask)
+        return query.transpose(1, 2), None
+
+    inputs, lengths = batch(12, rows=3), torch.tensor([[5, 4], [9, 0], [1, 2]])
+    with patch.dict(attention.ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see):
+        task.loss_sum(model, inputs)
+        task.loss_sum(model, {**inputs, "documents": lengths})
+    assert all(isinstance(mask, Borders) for mask in seen)
+    assert [mask.cuts.tolist() for mask in seen[::2]] == [
+        [0, 12, 24, 36],
+        documents_of(lengths, 12).borders.tolist(),
+    ]
+    assert {(mask.longest, mask.window) for mask in seen} == {(12, WINDOW)}

@@ -73,7 +73,7 @@ def _selective(every: int) -> Any:
 
 def is_product(operator: Any) -> bool:
     """Return True for a matrix product, also that of all experts at once."""
-    name = operator._opname
+    name = getattr(operator, "_opname", "")  # flex attention's operator has none
     return operator.namespace == "aten" and (name in PRODUCTS or name.endswith("grouped_mm"))
 
 
@@ -84,7 +84,7 @@ def is_kept(operator: Any) -> bool:
     choice of experts, which must be the same in the backward pass. Collectives in place are not
     kept: by them DeepSpeed gathers the parameters, again for each pass.
     """
-    name = operator._opname
+    name = getattr(operator, "_opname", str(operator))
     attention = "attention" in name or "attn" in name
     sent = operator.namespace == "_c10d_functional"
     return is_product(operator) or attention or sent or name == "topk"
