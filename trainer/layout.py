@@ -191,6 +191,7 @@ class Layout(MeshSizes):
         words = [
             mesh,
             f"ZeRO-{self.zero_stage}",
+            *(["sequence parallel"] if self.sequence_parallel else []),
             *(f"{what} on {device}" for what, device in offloads.items() if device != "none"),
             self.precision,
             f"batch {self.train_batch} = {batch}",
