@@ -93,8 +93,9 @@ def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None
         if not unit:
             continue
         first: Any = unit[0]
+        plain = nn.Embedding.forward
         fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
-        if all(module.forward.__func__ is nn.Embedding.forward for module in unit):  # type: ignore[attr-defined]
+        if all(getattr(module.forward, "__func__", None) is plain for module in unit):
             first.set_unshard_in_backward(False)
 
 
