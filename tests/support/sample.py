@@ -317,6 +317,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         ),
         *("no_ranks", "torchrun_says", "first_host"),
     ),
+    "test_sequence_parallel.py": ("tokens", "beside", "megatrons", "deepspeed"),
     "test_sharding.py": (
         "really_sharded",
         "found[mesh]",
@@ -338,6 +339,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "lines",
     ),
     "test_tensor.py": ("refused", "by_itself", "no_rank", "arithmetic"),
+    "test_vocabulary.py": ("no_rank", "tie", "eighth", "said", "one_process[plain head-2]"),
     "test_verify.py": (
         "named[norm_of_one_rank]",
         "passes[fsdp-",
