@@ -100,13 +100,18 @@ def shard_and_materialise(
     spec: ModelSpec,
     ends: shard.Ends,
     mesh: ParallelMesh,
+    reduction: torch.dtype,
     seed: int,
     device: torch.device,
 ) -> None:
-    """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`."""
+    """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`.
+
+    `ends` are units beside the blocks; gradients are reduced in the dtype `reduction`.
+    """
     if mesh.layout.zero_stage > 0:
         float8.apply(module.model, spec, mesh.layout, device)
-        options = shard.options_of(mesh.layout, mesh.fsdp, mesh.device_mesh.device_type)
+        kind = mesh.device_mesh.device_type
+        options = shard.options_of(mesh.layout, mesh.fsdp, kind, reduction)
         shard.apply(module, spec, ends, options)
     give_values(module.model, spec, mesh.layout, seed, device)
 

@@ -43,12 +43,12 @@ class Ends(NamedTuple):
     """All that the last block's output goes through: a norm, and the head."""
 
 
-def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: compute in the layout's precision, reduce in float32 by default."""
-    reduced = getattr(torch, layout.communication or "float32")
-    if layout.precision == "float32":
-        return MixedPrecisionPolicy(reduce_dtype=None if reduced == torch.float32 else reduced)
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=reduced)
+def policy_of(layout: Layout, reduction: torch.dtype) -> MixedPrecisionPolicy:
+    """Return FSDP's policy: compute in the layout's precision, reduce in `reduction`."""
+    precision = getattr(torch, layout.precision)
+    if precision == reduction == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=reduction)
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:
@@ -58,7 +58,9 @@ def offload_of(layout: Layout, device: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
-def options_of(layout: Layout, mesh: DeviceMesh | None, device: str) -> dict[str, Any]:
+def options_of(
+    layout: Layout, mesh: DeviceMesh | None, device: str, reduction: torch.dtype
+) -> dict[str, Any]:
     """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
     ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
@@ -66,7 +68,7 @@ def options_of(layout: Layout, mesh: DeviceMesh | None, device: str) -> dict[str
     return {
         "mesh": mesh,
         "reshard_after_forward": layout.zero_stage == 3,
-        "mp_policy": policy_of(layout),
+        "mp_policy": policy_of(layout, reduction),
         "offload_policy": offload_of(layout, device),
     }
 

@@ -54,7 +54,7 @@ def refusal(layout: Layout) -> str | None:
             "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
             "1F1B."
         )
-    if "float16" in (layout.precision, layout.communication):
+    if layout.precision == "float16":
         return (
             "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
         )
@@ -62,11 +62,6 @@ def refusal(layout: Layout) -> str | None:
         return (
             "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the "
             "deepspeed engine."
-        )
-    if layout.communication == "bfloat16" and (layout.zero_stage == 0 or layout.pipeline > 1):
-        return (
-            "With communication_data_type bf16, DDP and pipelines would add gradients up in bfloat16, "
-            "too; ZeRO without stages adds up in float32."
         )
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         return "FSDP2 offloads to the CPU only."
@@ -124,7 +119,7 @@ def build(job: Job) -> TorchEngine:
     ends = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
-        shard_and_materialise(module, spec, ends, mesh, job.seed_of_values, device)
+        shard_and_materialise(module, spec, ends, mesh, job.reduction, job.seed_of_values, device)
 
     forward_backward: ForwardBackward
     if layout.pipeline > 1:
@@ -141,7 +136,7 @@ def build(job: Job) -> TorchEngine:
         replicas = layout.replicate > 1 and layout.zero_stage == 0
         by_ddp = replicas and layout.tensor == 1 and not job.sparse
         wrapped = _replicated(module, device) if by_ddp else module
-        forward_backward = GradientAccumulation(wrapped, dropout, layout)
+        forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 
