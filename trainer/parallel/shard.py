@@ -206,7 +206,10 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
 
 
 def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: Any) -> None:
-    """Take the parameters of these modules away but while each runs; what stands there is of this `kind`."""
+    """Take the parameters of these modules away but while each runs: empty ones stand there.
+
+    `kind`: options of the empty ones.
+    """
     for name in names:
         unit = model.get_submodule(name)
         own = [(inner, dict(inner._parameters)) for inner in unit.modules()]
