@@ -89,15 +89,16 @@ def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None
 
     The backward pass needs no table, and begins with the head: neither is gathered for it.
     """
+    modules = dict(model.named_modules())  # a stand-in of a stage may be for several
     for names, more in (ends.tables, {}), (ends.head, KEPT):
-        unit = [model.get_submodule(name) for name in names]
+        unit = [modules[name] for name in names if name in modules]
         unit = [module for module in unit if any(True for _ in module.parameters())]
         if not unit:
             continue
         first: Any = unit[0]
-        plain = nn.Embedding.forward
         fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
-        if all(getattr(module.forward, "__func__", None) is plain for module in unit):
+        plain = [getattr(m.forward, "__func__", None) is nn.Embedding.forward for m in unit]
+        if all(plain):
             first.set_unshard_in_backward(False)
 
 
