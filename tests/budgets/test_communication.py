@@ -69,7 +69,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3, sliding": dict(zero_stage=3, shard=8, model=SLIDING, **HALF),
     "hsdp, zero2": dict(zero_stage=2, **HSDP),
     "hsdp, zero3": dict(zero_stage=3, **HSDP),
-    "hsdp, zero3, gradients in bfloat16": dict(zero_stage=3, communication="bfloat16", **HSDP),
+    "hsdp, zero3, gradients in bfloat16": dict(zero_stage=3, reduced="bf16", **HSDP),
     "pipeline": dict(pipeline=2),
     "pipeline, tied": dict(pipeline=2, model=TIED),
     "pipeline x ddp": dict(pipeline=2, replicate=2),
@@ -106,7 +106,7 @@ def offered() -> dict[str, dict[str, Any]]:
             job = {"model": LLAMA, **case, "engine": engine}
             if engine == "deepspeed" and case.get("zero_stage") == 3:
                 job["more"] = ONE_BY_ONE
-            axes = {key: value for key, value in case.items() if key != "model"}
+            axes = {key: value for key, value in case.items() if key not in ("model", "reduced")}
             try:
                 layout_of(engine, accumulation=4, **axes)
             except ConfigError:
@@ -178,6 +178,7 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
         stage=job["pipeline"] - 1 if job.get("rank") else 0,
         length=TOKENS if "shape" in job else LENGTH,
         levers=levers,
+        reduced="bfloat16" if "reduced" in job else "float32",
     )
 
 
