@@ -94,7 +94,10 @@ ONE_BY_ONE = {
         "stage3_param_persistence_threshold": 0,
     }
 }
-SGD = {"type": "SGD", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+OPTIMIZERS: Any = {
+    name: {"type": name, "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    for name in ("SGD", "RMSprop", "Muon")
+}
 SELECTIVE = dict(recompute="selective", precision="bfloat16", zero_stage=3, shard=8)
 
 
@@ -141,7 +144,7 @@ def made(name: str) -> Workload:
 
 SENT = offered() | rows()
 JOBS = SENT | {
-    "sgd": dict(model=LLAMA, optimizer=SGD),
+    **{name: dict(model=LLAMA, optimizer=it) for name, it in OPTIMIZERS.items()},
     "selective": dict(model=LLAMA, **SELECTIVE),
     "selective, sliding": dict(model=SLIDING, **SELECTIVE),
     "selective, moe": dict(model=MOE, **SELECTIVE),
@@ -209,10 +212,10 @@ def reads_of(step: Step) -> Counter[str]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_host_waits_for_no_value(jobs, name):
-    """SGD decides on the host whether to step; DeepSpeed's ZeRO-1 and 2 ask for infinities."""
+    """Without a fused kernel the host decides whether to step; DeepSpeed's ZeRO-1 and 2 ask, too."""
     work = jobs.workloads[name]
     wanted: dict[str, int] = {}
-    if name == "sgd":
+    if name == "RMSprop":
         wanted = {"trainer/optim/optimizer.py step_if_finite": 1}
     elif work.engine_name == "deepspeed" and work.layout.zero_stage in (1, 2):
         file, function = "forward_backward.py", "train"

@@ -24,7 +24,7 @@ from torch import nn
 from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
 from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
-from trainer.parallel.tensor import STYLES
+from trainer.parallel.splits.matrices import STYLES
 from trainer.tools.planner.simulate import Workload
 
 

@@ -17,13 +17,13 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
-from trainer.parallel import compilation, float8, shard, tensor
+from trainer.parallel import compilation, float8, shard
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
-from trainer.parallel.splits import vocabulary
+from trainer.parallel.splits import matrices, vocabulary
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -95,7 +95,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     shard.check_shardable(spec, layout)
     float8.check(spec, layout)
     if layout.tensor > 1:
-        tensor.check(spec, layout)
+        matrices.check(spec, layout)
     if layout.pipeline > 1:
         check_cut(spec, layout.stages)
 
