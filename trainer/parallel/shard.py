@@ -108,10 +108,9 @@ def prefetch(module: nn.Module, spec: ModelSpec, ends: Ends) -> None:
     FSDP2 does so in the backward pass; in the forward pass it does after them, which hides the
     gather only while the host is ahead of the device.
     """
-    model: Any = module.model
-    order = [
-        model.get_submodule(name) for name in (*ends.tables[-1:], *spec.blocks, *ends.head[:1])
-    ]
+    modules = dict(module.named_modules())  # a stage has not all
+    names = (*ends.tables[-1:], *spec.blocks, *ends.head[:1])
+    order = [modules.get(f"model.{name}") for name in names]
     for unit, following in pairwise(unit for unit in order if isinstance(unit, FSDPModule)):
         unit.set_modules_to_forward_prefetch([following])
 
