@@ -83,12 +83,20 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline x zero3": dict(pipeline=2, zero_stage=3, shard=2, **HALF),
     "pipeline x hsdp": dict(pipeline=2, zero_stage=3, **HSDP),
     "tensor": dict(tensor=4),
+    "tensor, tied": dict(tensor=4, model=TIED),
+    "tensor, moe": dict(tensor=2, model=MOE),
+    "tensor x zero3, moe": dict(tensor=2, zero_stage=3, shard=2, model=MOE, **HALF),
+    "tensor, sequence parallel": dict(tensor=4, sequence_parallel=True),
     "tensor x ddp": dict(tensor=2, replicate=2),
     "tensor x zero1": dict(tensor=2, zero_stage=1, shard=2, **HALF),
     "tensor x zero2": dict(tensor=2, zero_stage=2, shard=2, **HALF),
     "tensor x zero3": dict(tensor=2, zero_stage=3, shard=2, **HALF),
     "tensor x hsdp": dict(tensor=2, zero_stage=3, **HSDP),
+    "tensor x zero3, sequence parallel": dict(
+        tensor=2, zero_stage=3, shard=2, sequence_parallel=True, **HALF
+    ),
     "pipeline x tensor": dict(pipeline=2, tensor=2),
+    "pipeline x tensor, sequence parallel": dict(pipeline=2, tensor=2, sequence_parallel=True),
     "pipeline x tensor x zero3": dict(pipeline=2, tensor=2, zero_stage=3, shard=2, **HALF),
 }
 # gathered module by module: by default it joins modules, as they fit its buckets
@@ -190,14 +198,7 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
     )
 
 
-def marks(name: str) -> list[Any]:
-    """Mark a layout whose messages are not yet what they should be."""
-    reason = "lever 6 of issue 23: the gradients of each split matrix are added up on their own"
-    split = JOBS[name].get("tensor", 1) > 1 and JOBS[name]["engine"] == "mesh"
-    return [pytest.mark.xfail(reason=reason, strict=True, raises=AssertionError)] if split else []
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=marks(name)) for name in SENT])
+@pytest.mark.parametrize("name", SENT)
 def test_a_step_sends_what_the_formulas_say(jobs, name):
     assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER)
 

@@ -6,8 +6,8 @@ Written by hand, from the papers in docs/parallelism.md and FSDP2's units, and n
 `tests/budgets/` compares each with what a rank of the engine does (`tests/support/counted.py`).
 
 Sizes are numbers of values: e of the embedding, b of a block, h of the last norm and the head, with
-P = e + L b + h; m micro-batches; shards of S ranks, R replicas, t tensor ranks, p stages. A shard's
-size is a multiple of the ranks (FSDP2 pads what is none).
+P = e + L b + h; m micro-batches; shards of S ranks, R replicas, t tensor ranks, p stages. Blocks
+are such that each dimension is a multiple of the ranks (FSDP2 pads what is none).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from torch import nn
 from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
 from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
-from trainer.parallel.splits.matrices import STYLES
+from trainer.parallel.splits.experts import STYLE as EXPERTS
+from trainer.parallel.splits.matrices import STYLES, SUMMED
 from trainer.tools.planner.simulate import Workload
 
 
@@ -46,7 +47,13 @@ class Sizes:
     columns: int
     """The matrices of a block that are split by columns, and those that are split by rows."""
     rows: int
+    """With a layer of experts, which are split as a whole."""
+    chosen: int
+    """The experts of a token, if they are split."""
+    summed: int
+    """The values of a block's norms that see some heads."""
     hidden: int
+    words: int
     tied: bool
 
     @property
@@ -63,19 +70,25 @@ def sizes_of(spec: ModelSpec) -> Sizes:
     first = spec.blocks[0]
     own = {name: style for name, style in plan.items() if name.startswith(f"{first}.")}
     modules = dict(model.named_modules())
-    split = [name for name, style in own.items() if name in modules and style in STYLES]
+    of = {name: style for name, style in own.items() if name in modules}
+    split = [name for name, style in of.items() if style in STYLES]
+    experts = [name for name, style in of.items() if style == EXPERTS]
+    summed = [name for name, style in of.items() if style == SUMMED]
     embedding = _count(model.get_input_embeddings())  # type: ignore[operator]
     return Sizes(
         blocks=len(blocks),
         block=block,
-        split=sum(_count(modules[name]) for name in split),
+        split=sum(_count(modules[name]) for name in [*split, *experts]),
+        summed=sum(_count(modules[name]) for name in summed),
         embedding=embedding,
         head=_count(model) - embedding - len(blocks) * block,
         norms=sum(p.numel() for p in model.parameters() if p.ndim == 1),
         modules=_modules(blocks[0]),
         columns=sum(own[name].startswith("colwise") for name in split),
-        rows=sum(own[name].startswith("rowwise") for name in split),
+        rows=sum(own[name].startswith("rowwise") for name in split) + len(experts),
+        chosen=len(experts) and model.config.num_experts_per_tok,  # type: ignore[union-attr]
         hidden=spec.language.hidden_size or 0,
+        words=spec.language.vocabulary,
         tied=bool(spec.tied),
     )
 
@@ -97,13 +110,12 @@ class Levers(NamedTuple):
     """Embedding and head are units of their own, and gathered for one pass of the two."""
     accumulation: bool = True
     """ZeRO-2 gathers once a step, and HSDP adds its replicas up once."""
-    split_once: bool = True
-    """The gradient of what several split matrices read is added up once."""
+    tensor: bool = True
+    """The gradient of what several split matrices read is added up once, and tensor ranks share
+    table, head and loss."""
 
 
 BEFORE, AFTER = Levers(False, False, False), Levers()
-TODAY = AFTER._replace(split_once=False)
-"""Which are there. The tests of what is missing fail, and are marked so."""
 
 
 class Unit(NamedTuple):
@@ -146,14 +158,25 @@ def expected(
     found = Tally()
     if layout.pipeline > 1 and layout.schedule.name != "1F1B":
         raise NotImplementedError("the formulas are those of 1F1B")
+    if engine == "deepspeed":
+        levers = BEFORE
+    words = layout.tensor if levers.tensor else 1
+
+    def rows(matrix: int) -> int:
+        """Divide a table's rows by the tensor ranks; those of a shard are filled up with zeros."""
+        found = matrix // sizes.hidden // words
+        return -(-found // layout.shard) * layout.shard * sizes.hidden
+
     sizes = replace(
         sizes,
         blocks=sizes.blocks // layout.pipeline,
         block=sizes.block - sizes.split + sizes.split // layout.tensor,
         split=sizes.split // layout.tensor,
+        embedding=rows(sizes.embedding),
+        head=sizes.hidden + rows(sizes.head - sizes.hidden),
     )
     found.add("all-reduce", _axes(layout, "pipeline", "replicate", "shard"), "int64", 1, 8)
-    _activations(found, layout, sizes, stage, length, levers if engine != "deepspeed" else BEFORE)
+    _activations(found, layout, sizes, stage, length, levers)
     if engine == "deepspeed":
         _deepspeed(found, layout, sizes, stage)
     else:
@@ -169,21 +192,63 @@ def _axes(layout: Layout, *names: str) -> tuple[str, ...]:
 def _activations(
     found: Tally, layout: Layout, sizes: Sizes, stage: int, length: int, levers: Levers
 ) -> None:
-    """Add hidden states, of micro-batch x length x hidden size: over tensor ranks and stages.
-
-    A block has two regions, attention and MLP. In each the output of the row-split matrix is added
-    up in the forward pass, and the gradient of the input, which all column-split ones read, in the
-    backward pass (Megatron-LM, arXiv 1909.08053, section 3: 2 + 2 all-reduces a block). Before, the
-    gradient of each of these matrices was added up on its own.
-    """
+    """Add hidden states, of micro-batch x length x hidden size, that go from stage to stage."""
     m, width = layout.accumulation, WIDTH[layout.precision]
     hidden = layout.micro_batch * length * sizes.hidden * width
-    backward = 2 if levers.split_once else sizes.columns
-    count = m * sizes.blocks * (sizes.rows + backward)
-    found.add("all-reduce", _axes(layout, "tensor"), layout.precision, count, count * hidden)
+    if layout.tensor > 1:
+        _split(found, layout, sizes, stage, length, levers)
     ends = (stage > 0) + (stage + 1 < layout.pipeline)  # one receives, the other sends, and back
     for name in ("send", "receive") if layout.pipeline > 1 else ():
         found.add(name, ("pipeline",), layout.precision, m * ends, m * ends * hidden)
+
+
+def _split(
+    found: Tally, layout: Layout, sizes: Sizes, stage: int, length: int, levers: Levers
+) -> None:
+    """Add what tensor ranks exchange (Megatron-LM, arXiv 1909.08053, section 3).
+
+    A block has two regions, attention and MLP. In each the output of the row-split matrix is added
+    up in the forward pass, and the gradient of the input, which all column-split ones read, in the
+    backward pass: 2 + 2 all-reduces a block. So is what a split table looks up, and the gradient of
+    the head's input; of a chunk of the loss, two numbers a token are gathered, of the scores of
+    each rank's words and of the target's. Before, the gradient of each column-split matrix's input
+    was added up on its own, and table, head and loss were whole.
+
+    Sequence parallel (arXiv 2205.05198, section 4.2.2) makes of each all-reduce in a block a
+    gather and a reduce-scatter, and gathers where the first block's input and the last one's output
+    are divided; the gradients of a block's norms are added up once a step. So are without it those
+    of norms that see some heads. The weights by which experts are mixed have gradients on each rank.
+    """
+    m, width = layout.accumulation, WIDTH[layout.precision]
+    tokens = layout.micro_batch * length
+    hidden = tokens * sizes.hidden * width
+
+    def add(name: str, each: int) -> None:
+        found.add(name, ("tensor",), layout.precision, m * each, m * each * hidden)
+
+    in_blocks = sizes.blocks * (sizes.rows + (2 if levers.tensor else sizes.columns))
+    if layout.sequence_parallel:
+        add("all-gather", in_blocks + 2)
+        add("reduce-scatter", in_blocks)
+        norms = 4 * sizes.blocks * (sizes.block - sizes.split) // layout.shard
+        found.add("all-reduce", ("tensor",), "float32", 1, norms)
+    else:
+        add("all-reduce", in_blocks)
+    chosen = m * sizes.blocks if sizes.chosen else 0  # the gradients of the router's weights
+    found.add(
+        "all-reduce", ("tensor",), layout.precision, chosen, chosen * tokens * sizes.chosen * width
+    )
+    whole = 4 * sizes.blocks * sizes.summed // layout.shard
+    if not layout.sequence_parallel:
+        found.add("all-reduce", ("tensor",), "float32", int(whole > 0), whole)
+    if levers.tensor:
+        first, last = stage == 0, stage + 1 == layout.pipeline
+        add("all-reduce", first + last)
+        # a chunk's logits take 64 MiB, and a chunk has at least h / 2 tokens
+        rows = max(sizes.hidden // 2, (64 << 20) // (4 * sizes.words // layout.tensor))
+        chunks = last * math.ceil(tokens / rows)
+        size = 2 * layout.tensor * tokens * 4 if last else 0
+        found.add("all-gather", ("tensor",), "float32", m * chunks, m * size)
 
 
 def _units(
@@ -383,7 +448,7 @@ def table() -> str:
                 layout = layout_of(**options, **axes)
                 before, after = (
                     sent(layout, expected(layout, sizes, length=TOKENS, levers=levers))
-                    for levers in (BEFORE, TODAY)
+                    for levers in (BEFORE, AFTER)
                 )
                 cells = [_cell(before.get(kind), after.get(kind)) for kind in COLUMNS]
                 line = [shape, f"{ranks:,}", described(layout), *cells]

@@ -82,6 +82,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "[mesh pipeline x zero2, 4]",
         "[mesh pipeline x zero3, 4",
         "[mesh tensor, 4]",
+        "[mesh tensor, moe, 1]",
+        "[mesh tensor, sequence parallel, 1]",
         "[mesh tensor x zero3, 1]",
         "[mesh pipeline x tensor x zero3, 4]",
         "[accelerate ddp, 4]",

@@ -29,6 +29,7 @@ from trainer.models.cut import of_tokens, owns_parameters, runs_outside
 from trainer.models.materialise import on_host
 from trainer.models.names import outermost
 from trainer.models.spec import ModelSpec, Trial
+from trainer.parallel.splits.vocabulary import looks_up
 
 KEPT = {"reshard_after_forward": False}
 """The option of a unit with which the backward pass begins: it stays gathered until then."""
@@ -97,8 +98,7 @@ def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None
             continue
         first: Any = unit[0]
         fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
-        plain = [getattr(m.forward, "__func__", None) is nn.Embedding.forward for m in unit]
-        if all(plain):
+        if names is ends.tables and all(map(looks_up, unit)):
             first.set_unshard_in_backward(False)
 
 

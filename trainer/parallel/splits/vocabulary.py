@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -76,6 +77,14 @@ def _logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     return F.linear(
         words.ranks.enter(hidden), local(head.weight), None if bias is None else local(bias)
     )
+
+
+def looks_up(module: nn.Module) -> bool:
+    """Return True for a plain table, or one that is split: its backward pass needs no weight."""
+    forward: Any = module.forward
+    split = isinstance(forward, partial) and forward.func is _looked_up
+    plain = forward.args[1] if split else forward
+    return getattr(plain, "__func__", None) is nn.Embedding.forward
 
 
 def _looked_up(
