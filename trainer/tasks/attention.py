@@ -104,7 +104,7 @@ ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
 class Attention(NamedTuple):
-    """What a model's attention asks of a kernel."""
+    """The demands of a model's attention on its kernels."""
 
     head_size: int = 0
     """The width of a head; 0 if it is unknown, or values have another width than keys."""
