@@ -18,8 +18,9 @@ import torch
 from torch.backends import cuda
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._triton import has_triton
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
+from trainer.tasks.documents import documents_of
 from trainer.trial.setup import own_randomness, row_of, tiny
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
@@ -103,11 +105,19 @@ def attend(
 ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
+def blocks(function: Any, rows: int, length: int, device: torch.device) -> BlockMask:
+    """Make a mask in blocks; compiled on a GPU, as all entries are written otherwise."""
+    make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return make(function, rows, None, length, length, device=device)
+
+
 class Attention(NamedTuple):
     """The demands of a model's attention on its kernels."""
 
     head_size: int = 0
     """The width of a head; 0 if it is unknown, or values have another width than keys."""
+    groups: int = 1
+    """The number of query heads to a key head."""
     dropout: float = 0.0
     patterns: frozenset[str] = frozenset()
     """The kinds of its masks: causal, window, other."""
@@ -143,7 +153,8 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
     parts = small.language, spec.language
     of_tiny, own = (part.attention_width // (part.heads or 1) for part in parts)
     size = own if keys == values == {of_tiny} else 0
-    return Attention(size, max(dropouts), frozenset(patterns))
+    groups = spec.language.heads // (spec.language.kv_heads or 1)
+    return Attention(size, groups, max(dropouts), frozenset(patterns))
 
 
 def kernel_of(
@@ -178,6 +189,81 @@ def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
     return ""
 
 
+def tested(
+    model: Attention, pattern: str, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
+    """Choose as `kernel_of` does, of the kernels that compute the right values on this GPU.
+
+    Each rank chooses by itself: kernels communicate nothing, and all compute the same.
+    """
+    generation = torch.cuda.get_device_capability(device)[0]
+    kernel, reason = kernel_of(model, pattern, dtype, generation)
+    of = (model.head_size, model.groups, pattern, dtype, device)
+    while kernel != "mask" and (fault := fault_of(kernel, *of)):
+        name = KERNELS[kernel].partition(",")[0]
+        reason = f"{reason and reason + '; '}{name} failed its test: {fault}"
+        kernel = "blocks" if kernel == "borders" and has_triton() else "mask"
+    return kernel, reason
+
+
+@cache
+def fault_of(
+    kernel: str, size: int, groups: int, pattern: str, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Compare a kernel's output and gradients for packed documents with SDPA's in float32 on the
+    CPU; return what differs.
+    """
+    length, window = 160, 7 if pattern == "window" else None
+    documents = documents_of(torch.tensor([[70, 90], [41, 0]], device=device), length)
+    at, number = torch.arange(length, device=device), documents.numbers
+
+    def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k < (window or length)) & (number[row, q] == number[row, k])
+
+    def own(*heads: torch.Tensor) -> torch.Tensor:
+        borders = Borders(documents.borders, length, window)
+        mask = borders if kernel == "borders" else blocks(sees, 2, length, device)
+        return attend(torch.nn.Identity(), *heads, mask, scaling=0.1)[0]
+
+    def plain(*heads: torch.Tensor) -> torch.Tensor:
+        mask = sees(at[:2, None, None, None], None, at[:, None], at).cpu()
+        out = scaled_dot_product_attention(*heads, mask, scale=0.1, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def computed(compute: Callable[..., torch.Tensor], *kind: Any) -> list[torch.Tensor]:
+        heads = [part.to(*kind).requires_grad_() for part in drawn]
+        out = compute(*heads)
+        ramp = torch.linspace(-1, 1, out.numel()).to(dtype).view_as(out).to(out)
+        parts = (out, *torch.autograd.grad(out, heads, ramp))
+        return [part.detach().cpu().float() for part in parts]
+
+    keys, values = (size, size) if size else (192, 128)  # those of DeepSeek
+    shapes = (2 * groups, keys), (2, keys), (2, values)
+    with (
+        own_randomness(),
+        torch.inference_mode(False),
+        torch.enable_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
+        torch.default_generator.manual_seed(0)
+        drawn = [torch.randn(2, heads, length, width).to(dtype) for heads, width in shapes]
+        right = computed(plain, torch.float32)
+        try:
+            found = computed(own, device)
+        except Exception as error:  # whatever a kernel or its compiler raises
+            return named_line(error, 80)
+        finally:
+            if kernel == "blocks":
+                torch.compiler.reset()  # it would make the length of the run's own rows dynamic
+    most = 8 * max(torch.finfo(dtype).eps, 2**-10)  # float32 may be computed as TF32
+    for name, mine, true in zip(("output", *"qkv"), found, right, strict=True):
+        share = float((mine - true).abs().max() / true.abs().max())
+        if not share <= most:  # or it is NaN
+            what = name if name == "output" else f"gradient of {name}"
+            return f"its {what} differs by {share:.2g} of the largest value"
+    return ""
+
+
 @cache
 def prefer(generation: int, dropout: float) -> tuple[str, ...]:
     """Set the order in which SDPA tries its kernels in this process, and return it.
@@ -209,12 +295,11 @@ def notes(
         rows = cuda.SDPAParams(query, key, key, None, model.dropout, True, heads != shared)
         kernel = next(name for name in order if BACKENDS[name][1](rows))
         newer = attention.current_flash_attention_impl() if kernel == "flash" else None
-        fast = kernel in ("cuDNN", "flash")
-        reason = "" if fast else _no_flash(model, dtype, generation) or "PyTorch refuses flash"
+        reason = "" if kernel in ("cuDNN", "flash") else _no_flash(model, dtype, generation)
         yield f"attention of whole rows: {newer or kernel}{reason and f': {reason}'}"
     for pattern in sorted(model.patterns):
         if packed or pattern != "causal":
-            kernel, reason = kernel_of(model, pattern, dtype, generation)
+            kernel, reason = tested(model, pattern, dtype, device)
             name = f"{'packed documents' if packed else 'rows'}, {pattern} mask"
             yield f"attention of {name}: {KERNELS[kernel]}{reason and f': {reason}'}"
     if model.refusal:
