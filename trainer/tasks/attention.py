@@ -207,6 +207,9 @@ def tested(
 
 
 @cache
+@torch.inference_mode(False)
+@torch.enable_grad()
+@own_randomness()
 def fault_of(
     kernel: str, size: int, groups: int, pattern: str, dtype: torch.dtype, device: torch.device
 ) -> str:
@@ -239,12 +242,7 @@ def fault_of(
 
     keys, values = (size, size) if size else (192, 128)  # those of DeepSeek
     shapes = (2 * groups, keys), (2, keys), (2, values)
-    with (
-        own_randomness(),
-        torch.inference_mode(False),
-        torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
+    with torch.autocast(device.type, enabled=False):
         torch.default_generator.manual_seed(0)
         drawn = [torch.randn(2, heads, length, width).to(dtype) for heads, width in shapes]
         right = computed(plain, torch.float32)
