@@ -223,14 +223,14 @@ def fault_of(
     def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (q - k < (window or length)) & (number[row, q] == number[row, k])
 
-    def own(*heads: torch.Tensor) -> torch.Tensor:
+    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         borders = Borders(documents.borders, length, window)
         mask = borders if kernel == "borders" else blocks(sees, 2, length, device)
-        return attend(torch.nn.Identity(), *heads, mask, scaling=0.1)[0]
+        return attend(torch.nn.Identity(), q, k, v, mask, scaling=0.1)[0]
 
-    def plain(*heads: torch.Tensor) -> torch.Tensor:
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         mask = sees(at[:2, None, None, None], None, at[:, None], at).cpu()
-        out = scaled_dot_product_attention(*heads, mask, scale=0.1, enable_gqa=True)
+        out = scaled_dot_product_attention(q, k, v, mask, scale=0.1, enable_gqa=True)
         return out.transpose(1, 2)
 
     def computed(compute: Callable[..., torch.Tensor], *kind: Any) -> list[torch.Tensor]:
