@@ -90,9 +90,9 @@ def attend(
         attention_mask = attention_mask.mask
     if not isinstance(attention_mask, Borders):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    cuts, longest, window = attention_mask.cuts, attention_mask.longest, attention_mask.window
+    cuts, longest = attention_mask.cuts, attention_mask.longest
+    behind = (attention_mask.window or 0) - 1  # -1: all
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
-    behind = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": more.get("scaling"), "window_size": (behind, 0)}
     if "enable_gqa" in VARLEN:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -196,8 +196,7 @@ def tested(
 
     Each rank chooses by itself: kernels communicate nothing, and all compute the same.
     """
-    generation = torch.cuda.get_device_capability(device)[0]
-    kernel, reason = kernel_of(model, pattern, dtype, generation)
+    kernel, reason = kernel_of(model, pattern, dtype, torch.cuda.get_device_capability(device)[0])
     of = (model.head_size, model.groups, pattern, dtype, device)
     while kernel != "mask" and (fault := fault_of(kernel, *of)):
         name = KERNELS[kernel].partition(",")[0]
@@ -245,7 +244,7 @@ def fault_of(
     with torch.autocast(device.type, enabled=False):
         torch.default_generator.manual_seed(0)
         drawn = [torch.randn(2, heads, length, width).to(dtype) for heads, width in shapes]
-        right = computed(plain, torch.float32)
+        right = computed(plain, "cpu", torch.float32)
         try:
             found = computed(own, device)
         except Exception as error:  # whatever a kernel or its compiler raises
@@ -254,11 +253,11 @@ def fault_of(
             if kernel == "blocks":
                 torch.compiler.reset()  # it would make the length of the run's own rows dynamic
     most = 8 * max(torch.finfo(dtype).eps, 2**-10)  # float32 may be computed as TF32
-    for name, mine, true in zip(("output", *"qkv"), found, right, strict=True):
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for name, mine, true in zip(names, found, right, strict=True):
         share = float((mine - true).abs().max() / true.abs().max())
         if not share <= most:  # or it is NaN
-            what = name if name == "output" else f"gradient of {name}"
-            return f"its {what} differs by {share:.2g} of the largest value"
+            return f"its {name} differs by {share:.2g} of the largest value"
     return ""
 
 

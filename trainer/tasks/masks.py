@@ -62,11 +62,9 @@ class Masks:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
             padded = documents or wanted.get("attention_mask") is not None
             kind = None if padded else _kind(mask_function)
-            found = self._made.get((make, kind))
-            if (
-                found and found[0] == wanted and getattr(found[1], "_version", 0) == found[2]
-            ):  # unchanged since
-                return found[1]
+            last, mask, version = self._made.get((make, kind), (None, None, 0))
+            if last == wanted and getattr(mask, "_version", 0) == version:  # unchanged since
+                return mask
             if make is masking_utils.sdpa_mask:
                 mask = self._for_sdpa(mask_function, documents, {**wanted, "config": config})
             else:
