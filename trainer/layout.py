@@ -92,8 +92,6 @@ class Layout(MeshSizes):
     """Has no effect if `pipeline` is 1."""
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
-    communication: Precision | None = None
-    """The precision in which gradients are reduced; None: the engine's own."""
     compile: Compile = "none"
     """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
     float8: Float8 = "none"
@@ -225,16 +223,12 @@ def layout_of(config: Config, world_size: int) -> Layout:
             partition=settings.get("pipeline", {}).get("partition", "best"),
         ),
         sync_batch_norm=config.trainer.sync_batch_norm,
-        communication=_REDUCED.get(settings.get("communication_data_type")),
         compile=config.trainer.compile,
         float8=config.trainer.float8,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout
-
-
-_REDUCED: dict[Any, Precision] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
 def _precision(config: Config) -> Precision:

@@ -69,7 +69,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3, sliding": dict(zero_stage=3, shard=8, model=SLIDING, **HALF),
     "hsdp, zero2": dict(zero_stage=2, **HSDP),
     "hsdp, zero3": dict(zero_stage=3, **HSDP),
-    "hsdp, zero3, gradients in bfloat16": dict(zero_stage=3, communication="bfloat16", **HSDP),
+    "hsdp, zero3, gradients in bfloat16": dict(zero_stage=3, reduced="bf16", **HSDP),
     "pipeline": dict(pipeline=2),
     "pipeline, tied": dict(pipeline=2, model=TIED),
     "pipeline x ddp": dict(pipeline=2, replicate=2),
@@ -94,7 +94,10 @@ ONE_BY_ONE = {
         "stage3_param_persistence_threshold": 0,
     }
 }
-SGD = {"type": "SGD", "params": {"lr": 1e-2, "weight_decay": 0.0}}
+OPTIMIZERS: Any = {
+    name: {"type": name, "params": {"lr": 1e-2, "weight_decay": 0.0}}
+    for name in ("SGD", "RMSprop", "Muon")
+}
 SELECTIVE = dict(recompute="selective", precision="bfloat16", zero_stage=3, shard=8)
 
 
@@ -106,7 +109,7 @@ def offered() -> dict[str, dict[str, Any]]:
             job = {"model": LLAMA, **case, "engine": engine}
             if engine == "deepspeed" and case.get("zero_stage") == 3:
                 job["more"] = ONE_BY_ONE
-            axes = {key: value for key, value in case.items() if key != "model"}
+            axes = {key: value for key, value in case.items() if key not in ("model", "reduced")}
             try:
                 layout_of(engine, accumulation=4, **axes)
             except ConfigError:
@@ -141,7 +144,7 @@ def made(name: str) -> Workload:
 
 SENT = offered() | rows()
 JOBS = SENT | {
-    "sgd": dict(model=LLAMA, optimizer=SGD),
+    **{name: dict(model=LLAMA, optimizer=it) for name, it in OPTIMIZERS.items()},
     "selective": dict(model=LLAMA, **SELECTIVE),
     "selective, sliding": dict(model=SLIDING, **SELECTIVE),
     "selective, moe": dict(model=MOE, **SELECTIVE),
@@ -178,6 +181,7 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
         stage=job["pipeline"] - 1 if job.get("rank") else 0,
         length=TOKENS if "shape" in job else LENGTH,
         levers=levers,
+        reduced="bfloat16" if "reduced" in job else "float32",
     )
 
 
@@ -208,10 +212,10 @@ def reads_of(step: Step) -> Counter[str]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_the_host_waits_for_no_value(jobs, name):
-    """SGD decides on the host whether to step; DeepSpeed's ZeRO-1 and 2 ask for infinities."""
+    """Without a fused kernel the host decides whether to step; DeepSpeed's ZeRO-1 and 2 ask, too."""
     work = jobs.workloads[name]
     wanted: dict[str, int] = {}
-    if name == "sgd":
+    if name == "RMSprop":
         wanted = {"trainer/optim/optimizer.py step_if_finite": 1}
     elif work.engine_name == "deepspeed" and work.layout.zero_stage in (1, 2):
         file, function = "forward_backward.py", "train"

@@ -96,6 +96,35 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
     )
 
 
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ({"communication_data_type": "bf16"}, "would add gradients up in bfloat16"),
+        (
+            {
+                "communication_data_type": "bf16",
+                "zero_optimization": {"stage": 2},
+                "pipeline": {"stages": 2},
+            },
+            "would add gradients up in bfloat16",
+        ),
+        (
+            {"communication_data_type": "fp16", "zero_optimization": {"stage": 2}},
+            "need a loss scale",
+        ),
+        ({"communication_data_type": "bf16", "zero_optimization": {"stage": 2}}, None),
+        ({"communication_data_type": "fp32"}, None),
+    ],
+)
+def test_a_low_precision_of_communication_is_refused_where_sums_would_be_in_it(
+    tmp_path: Path, content: dict[str, Any], reason: str | None
+) -> None:
+    config = resolve(compile_(tmp_path, content), RuntimeFacts(2, None, None, False, "cpu"))
+    refused = support.refusals(config)
+    assert set(refused) == ({"accelerate", "mesh"} if reason else set())
+    assert all(str(reason) in text for text in refused.values())
+
+
 class Recording(dict[str, Any]):
     """A section that notes the path of every leaf that is read."""
 

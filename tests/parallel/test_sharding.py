@@ -256,17 +256,7 @@ def test_gradients_are_reduced_in_the_precision_that_is_asked_for(pools, engine,
         assert any(not torch.equal(found[name], exact[name]) for name in found)
 
 
-def test_where_a_low_precision_would_be_that_of_sums_it_is_refused_and_replicas_reduce_each():
-    from trainer.engines import ENGINES
-
-    layout = layout_of(replace(HSDP, engine="mesh", zero_stage=2, top=LOW))
-    assert ENGINES["mesh"].refusal(layout) is None
-    for other in (
-        replace(layout, zero_stage=0, replicate=4, shard=1),
-        replace(layout, pipeline=2, replicate=1),
-    ):
-        assert "would add gradients up in bfloat16" in str(ENGINES["mesh"].refusal(other))
+def test_replicas_reduce_each_micro_batch_where_what_is_added_up_would_be_in_low_precision():
     job = workload(zero_stage=2, replicate=2, **FOUR)
-    low = replace(job, layout=replace(job.layout, communication="bfloat16"))
-    [step] = count([(low, 0)])
+    [step] = count([(replace(job, deepspeed={**job.deepspeed, **LOW}), 0)])
     assert step.collectives()["all-reduce", ("replicate",), "bfloat16"][0] == 4 * 5

@@ -24,7 +24,7 @@ from torch import nn
 from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
 from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
-from trainer.parallel.tensor import STYLES
+from trainer.parallel.splits.matrices import STYLES
 from trainer.tools.planner.simulate import Workload
 
 
@@ -137,8 +137,12 @@ def expected(
     stage: int = 0,
     length: int = LENGTH,
     levers: Levers = AFTER,
+    reduced: str = "float32",
 ) -> Tally:
-    """Return what a rank of a pipeline stage sends in a step: count and bytes of each kind."""
+    """Return what a rank of a pipeline stage sends in a step: count and bytes of each kind.
+
+    `reduced`: the dtype in which FSDP reduces gradients.
+    """
     found = Tally()
     if layout.pipeline > 1 and layout.schedule.name != "1F1B":
         raise NotImplementedError("the formulas are those of 1F1B")
@@ -153,7 +157,7 @@ def expected(
     if engine == "deepspeed":
         _deepspeed(found, layout, sizes, stage)
     else:
-        _torch(found, layout, sizes, stage, levers, engine)
+        _torch(found, layout, sizes, stage, levers, engine, reduced)
     return found
 
 
@@ -203,7 +207,13 @@ def _units(
 
 
 def _torch(
-    found: Tally, layout: Layout, sizes: Sizes, stage: int, levers: Levers, engine: str
+    found: Tally,
+    layout: Layout,
+    sizes: Sizes,
+    stage: int,
+    levers: Levers,
+    engine: str,
+    low: str,
 ) -> None:
     """Add what `mesh` and `accelerate` send: DDP's buckets, or FSDP2's units."""
     m, stages = layout.accumulation, layout.pipeline > 1
@@ -213,7 +223,6 @@ def _torch(
         found.add("all-reduce", _axes(layout, "replicate"), "float32", 1, 4 * everything)
     else:
         shard, width = _axes(layout, "shard"), WIDTH[layout.precision]
-        low = layout.communication or "float32"
         for unit in units:
             gathers = _gathers(layout, unit, levers)
             # a pipeline keeps gradients whole until the last micro-batch

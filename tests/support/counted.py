@@ -1,4 +1,4 @@
-"""One training step of one rank, counted without a device: on a fake process group and fake tensors.
+"""One training step of one rank, counted without a device, on fake ranks and fake tensors.
 
     step = counted(workload(zero_stage=3, shard=8, accumulation=4, model=LLAMA))
     step.reads                    # {"trainer/optim/optimizer.py:73 step_if_finite": 1}: host reads
@@ -108,7 +108,7 @@ class Step:
 def layout_of(
     engine: str = "mesh", recompute: str = "none", schedule: str = "1F1B", **sizes: Any
 ) -> Layout:
-    """Describe a layout; what is not given is 1. Raises ConfigError if the engine does not run it."""
+    """Describe a layout; what is not given is 1. Raises ConfigError if it is not run."""
     axes = dict.fromkeys(("pipeline", "replicate", "shard", "tensor"), 1)
     batches = {"micro_batch": 1, "accumulation": 1, "zero_stage": 0, "precision": "float32"}
     layout = Layout(
@@ -130,9 +130,12 @@ def workload(
     length: int = LENGTH,
     optimizer: Mapping[str, Any] | None = None,
     more: Mapping[str, Mapping[str, Any]] | None = None,
+    reduced: str = "auto",
     **sizes: Any,
 ) -> Workload:
     """Describe a small run: a model config, a layout (`layout_of`), and more of the JSON.
+
+    `reduced`: `communication_data_type`.
 
     Raises ConfigError if the engine does not run the layout.
     """
@@ -149,7 +152,9 @@ def workload(
         zero_stage=layout.zero_stage,
         precision=layout.precision,
         more={key: dict(value) for key, value in (more or {}).items()},
-        top=whole | ({"optimizer": dict(optimizer)} if optimizer else {}),
+        top=whole
+        | ({"optimizer": dict(optimizer)} if optimizer else {})
+        | ({"communication_data_type": reduced} if reduced != "auto" else {}),
     )
     spec = spec_with(json.dumps(model))
 

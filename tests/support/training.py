@@ -240,7 +240,6 @@ def layout_of(case: Case) -> Any:
         precision=case.precision,
         recompute=Recompute(case.recompute, case.every),
         schedule=PIPELINE_SCHEDULES[case.schedule],
-        communication={"bf16": "bfloat16"}.get(case.top.get("communication_data_type")),
         compile=case.compile,
         float8=case.float8,
         sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),

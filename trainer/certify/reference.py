@@ -38,12 +38,8 @@ from trainer.storage import imported, installed
 
 IGNORED = -100
 NOT_OF_TORCH = (
-    "adam_w_mode",
-    "torch_adam",
-    "bias_correction",
-    "fp32_optimizer_states",
-    "fused",
-    "ns_method",
+    *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states"),
+    *("fused", "ns_method"),
 )
 
 

@@ -96,19 +96,18 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
 def _allowed(small: Tiny, engine: str) -> float:
     """Return the error allowed: DeepSpeed sums in low precision, unless two keys say float32.
 
-    The other engines only do so if a key says it.
+    The other engines reduce in it if the key says so.
     """
-    settings, layout, low = small.config.settings, small.layout, small.layout.precision
+    settings, layout = small.config.settings, small.layout
     kinds = [
         settings.get("data_types", {}).get("grad_accum_dtype"),
         settings.get("communication_data_type"),
     ]
     if engine != "deepspeed":
-        low = layout.communication or "float32"
-        kinds = [low]
+        kinds = [kind for kind in kinds if kind == "bf16"]
     if all(kind in ("fp32", "float32", "float") for kind in kinds):
         return 0.0
-    eps = torch.finfo(getattr(torch, low)).eps
+    eps = torch.finfo(getattr(torch, layout.precision)).eps
     return layout.accumulation * layout.data_ranks * eps / 2
 
 

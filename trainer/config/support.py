@@ -21,7 +21,22 @@ def refusals(config: Config) -> dict[str, str]:
         for path, value, key in _own(config)
         if key.changes_numbers
     ]
+    strange += filter(None, [_reduction(config.settings)])
     return dict.fromkeys(OTHERS, " ".join(strange)) if strange else {}
+
+
+def _reduction(settings: Json) -> str | None:
+    """Return a sentence if FSDP2 can't reduce gradients in the precision that is asked for."""
+    kind = settings.get("communication_data_type")
+    if kind == "fp16":
+        return "Gradients reduced in float16 need a loss scale, which FSDP2 does not bring."
+    sharded = settings.get("zero_optimization", {}).get("stage", 0) > 0
+    if kind == "bf16" and (not sharded or settings.get("pipeline", {}).get("stages", 1) > 1):
+        return (
+            "With communication_data_type bf16, DDP and pipelines would add gradients up in "
+            "bfloat16, too; ZeRO without pipeline stages adds them up in float32."
+        )
+    return None
 
 
 def notes(config: Config, engine: str) -> list[str]:

@@ -45,6 +45,12 @@ class Job:
         return self.seed if self.values_seed is None else self.values_seed
 
     @property
+    def reduction(self) -> torch.dtype:
+        """The dtype in which FSDP reduces gradients; DeepSpeed reads the key itself."""
+        low = self.deepspeed.get("communication_data_type") == "bf16"
+        return torch.bfloat16 if low else torch.float32
+
+    @property
     def sparse(self) -> bool:
         """True if a data rank may lack a gradient that another has."""
         return bool(self.spec.training.sparse) and self.layout.data_ranks > 1

@@ -33,11 +33,12 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel import compilation, float8, partition, shard, tensor
+from trainer.parallel import compilation, float8, partition, shard
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.recompute import activation_checkpointing
+from trainer.parallel.splits import matrices
 from trainer.tasks.task import ModelWithLoss, Task
 
 
@@ -54,7 +55,7 @@ def wrap_blocks(
     """
     model = task.prepare(spec.build())
     if mesh is not None and layout.tensor > 1:
-        tensor.apply(model, spec, mesh, stage or range(len(spec.blocks)))
+        matrices.apply(model, spec, mesh, stage or range(len(spec.blocks)))
     activation_checkpointing.apply(model, spec, layout.recompute)
     if layout.compile == "blocks":
         compilation.apply(model, spec, tensor=layout.tensor > 1)
@@ -100,13 +101,18 @@ def shard_and_materialise(
     spec: ModelSpec,
     ends: shard.Ends,
     mesh: ParallelMesh,
+    reduction: torch.dtype,
     seed: int,
     device: torch.device,
 ) -> None:
-    """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`."""
+    """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`.
+
+    `ends` are units beside the blocks; gradients are reduced in the dtype `reduction`.
+    """
     if mesh.layout.zero_stage > 0:
         float8.apply(module.model, spec, mesh.layout, device)
-        options = shard.options_of(mesh.layout, mesh.fsdp, mesh.device_mesh.device_type)
+        kind = mesh.device_mesh.device_type
+        options = shard.options_of(mesh.layout, mesh.fsdp, kind, reduction)
         shard.apply(module, spec, ends, options)
     give_values(module.model, spec, mesh.layout, seed, device)
 

@@ -187,8 +187,8 @@ class Reports(logging.Handler):
             self._machine.signs.note(text)
 
     def close(self) -> None:
-        if self in LOG.handlers:
-            LOG.removeHandler(self)
+        LOG.removeHandler(self)
+        if self._start in self._callbacks.start_callbacks:  # torch.compiler.reset() removes them
             self._callbacks.remove_start_callback(self._start)
             self._callbacks.remove_end_callback(self._end)
         super().close()

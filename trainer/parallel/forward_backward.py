@@ -67,7 +67,9 @@ class GradientAccumulation:
     and 2 stay gathered until then. FSDP adds the gradients of each micro-batch to a rank's shard.
     """
 
-    def __init__(self, module: nn.Module, dropout: Dropout, layout: Layout) -> None:
+    def __init__(
+        self, module: nn.Module, dropout: Dropout, layout: Layout, reduction: torch.dtype
+    ) -> None:
         # the module inside DDP
         self.modules: list[nn.Module] = [getattr(module, "module", module)]
         self._module = module
@@ -75,7 +77,7 @@ class GradientAccumulation:
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
         self._frees = layout.zero_stage == 3
         # FSDP adds up what it has not yet reduced between replicas as it reduces it
-        self._low = layout.communication not in (None, "float32")
+        self._low = reduction != torch.float32
 
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         self._module.train()

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from trainer.distributed.dtensor import local
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.parallel.tensor import has_partial_gradient
+from trainer.parallel.splits.matrices import has_partial_gradient
 from trainer.tasks.task import bare_name
 
 BUCKET_BYTES = 64 << 20

@@ -43,12 +43,12 @@ class Ends(NamedTuple):
     """All that the last block's output goes through: a norm, and the head."""
 
 
-def policy_of(layout: Layout) -> MixedPrecisionPolicy:
-    """Return FSDP's policy: compute in the layout's precision, reduce in float32 by default."""
-    reduced = getattr(torch, layout.communication or "float32")
-    if layout.precision == "float32":
-        return MixedPrecisionPolicy(reduce_dtype=None if reduced == torch.float32 else reduced)
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, layout.precision), reduce_dtype=reduced)
+def policy_of(layout: Layout, reduction: torch.dtype) -> MixedPrecisionPolicy:
+    """Return FSDP's policy: compute in the layout's precision, reduce in `reduction`."""
+    precision = getattr(torch, layout.precision)
+    if precision == reduction == torch.float32:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=reduction)
 
 
 def offload_of(layout: Layout, device: str) -> OffloadPolicy:
@@ -58,7 +58,9 @@ def offload_of(layout: Layout, device: str) -> OffloadPolicy:
     return CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
-def options_of(layout: Layout, mesh: DeviceMesh | None, device: str) -> dict[str, Any]:
+def options_of(
+    layout: Layout, mesh: DeviceMesh | None, device: str, reduction: torch.dtype
+) -> dict[str, Any]:
     """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
     ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
@@ -66,7 +68,7 @@ def options_of(layout: Layout, mesh: DeviceMesh | None, device: str) -> dict[str
     return {
         "mesh": mesh,
         "reshard_after_forward": layout.zero_stage == 3,
-        "mp_policy": policy_of(layout),
+        "mp_policy": policy_of(layout, reduction),
         "offload_policy": offload_of(layout, device),
     }
 
@@ -87,14 +89,16 @@ def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None
 
     The backward pass needs no table, and begins with the head: neither is gathered for it.
     """
+    modules = dict(model.named_modules())  # a stand-in of a stage may be for several
     for names, more in (ends.tables, {}), (ends.head, KEPT):
-        unit = [model.get_submodule(name) for name in names]
+        unit = [modules[name] for name in names if name in modules]
         unit = [module for module in unit if any(True for _ in module.parameters())]
         if not unit:
             continue
         first: Any = unit[0]
         fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
-        if all(module.forward.__func__ is nn.Embedding.forward for module in unit):  # type: ignore[attr-defined]
+        plain = [getattr(m.forward, "__func__", None) is nn.Embedding.forward for m in unit]
+        if all(plain):
             first.set_unshard_in_backward(False)
 
 
@@ -203,7 +207,10 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
 
 
 def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: Any) -> None:
-    """Take the parameters of these modules away but while each runs; what stands there is of this `kind`."""
+    """Take the parameters of these modules away but while each runs: empty ones stand there.
+
+    `kind`: options of the empty ones.
+    """
     for name in names:
         unit = model.get_submodule(name)
         own = [(inner, dict(inner._parameters)) for inner in unit.modules()]

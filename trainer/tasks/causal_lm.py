@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.distributed.words import words_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.tasks.attention import Attention, attention_of, tested
@@ -22,7 +23,6 @@ from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
 from trainer.tasks.patches import replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
-from trainer.tasks.words import words_of_head
 
 
 class CausalLM:

@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.dtensor import local
+from trainer.distributed.words import Words, words_of
 from trainer.tasks.task import IGNORED
-from trainer.tasks.words import Words, words_of
 
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""

@@ -81,7 +81,7 @@ class Masks:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
         rows, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
         place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
-        is_cast = torch.is_autocast_enabled(place.type)
+        is_cast = place.type != "meta" and torch.is_autocast_enabled(place.type)
         dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
         pattern, apart = _pattern(function, window), _apart(function, documents)
         whole = wanted.get("allow_is_causal_skip") and window is None

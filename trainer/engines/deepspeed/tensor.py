@@ -13,15 +13,15 @@ from torch import nn
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import WHOLE, ModelSpec
-from trainer.parallel import tensor
 from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.parallel.splits import matrices
 
 NOTE = "AutoTP divides a model that is there: each rank holds all of it in host memory at the start"
 _KINDS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "colwise_gather_output": {"partition_type": "column", "gather_output": True},
     "rowwise": {"partition_type": "row"},
-    tensor.SUMMED: {"partition_type": "skip", "grad_allreduce": True},
+    matrices.SUMMED: {"partition_type": "skip", "grad_allreduce": True},
 }
 """AutoTP's rules by transformers' names for the styles."""
 
@@ -45,7 +45,7 @@ def refusal(layout: Layout) -> str | None:
 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that AutoTP would not split exactly."""
-    tensor.check(spec, layout)
+    matrices.check(spec, layout)
     styles, hint = set(spec.language.tensor_plan.values()), 'Set trainer.engine to "mesh".'
     if WHOLE in styles:
         place = f"engine deepspeed: {spec.name}"

@@ -52,7 +52,8 @@ def build(job: Job) -> TorchEngine:
         ends = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
         axes, whole = accelerator.parallelism_config, accelerator.torch_device_mesh
         shared = whole and whole[tuple(axes.fsdp_dim_names)]
-        shard.apply_to_ends(model, ends, shard.options_of(layout, shared, device.type))
+        options = shard.options_of(layout, shared, device.type, job.reduction)
+        shard.apply_to_ends(model, ends, options)
         # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
         module = fsdp2_prepare_model(accelerator, module)
         shard.check_units(module, spec)
@@ -64,7 +65,7 @@ def build(job: Job) -> TorchEngine:
     mesh = parallel_mesh_of(layout, device)
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
-    forward_backward = GradientAccumulation(module, dropout, layout)
+    forward_backward = GradientAccumulation(module, dropout, layout, job.reduction)
     return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 
 
@@ -113,7 +114,7 @@ def _accelerator(job: Job) -> Any:
         reshard_after_forward=layout.zero_stage == 3,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=sorted(_classes_of_blocks(job.spec.build(), job.spec)),
-        mixed_precision_policy=shard.policy_of(layout),
+        mixed_precision_policy=shard.policy_of(layout, job.reduction),
         cpu_offload=shard.offload_of(layout, job.machine.device.type) if layout.offloads else None,
         cpu_ram_efficient_loading=False,
     )

@@ -17,13 +17,13 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
-from trainer.parallel import compilation, float8, shard, tensor
+from trainer.parallel import compilation, float8, shard
 from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
-from trainer.parallel.splits import vocabulary
+from trainer.parallel.splits import matrices, vocabulary
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -54,7 +54,7 @@ def refusal(layout: Layout) -> str | None:
             "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
             "1F1B."
         )
-    if "float16" in (layout.precision, layout.communication):
+    if layout.precision == "float16":
         return (
             "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
         )
@@ -62,11 +62,6 @@ def refusal(layout: Layout) -> str | None:
         return (
             "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the "
             "deepspeed engine."
-        )
-    if layout.communication == "bfloat16" and (layout.zero_stage == 0 or layout.pipeline > 1):
-        return (
-            "With communication_data_type bf16, DDP and pipelines would add gradients up in bfloat16, "
-            "too; ZeRO without stages adds up in float32."
         )
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         return "FSDP2 offloads to the CPU only."
@@ -100,7 +95,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     shard.check_shardable(spec, layout)
     float8.check(spec, layout)
     if layout.tensor > 1:
-        tensor.check(spec, layout)
+        matrices.check(spec, layout)
     if layout.pipeline > 1:
         check_cut(spec, layout.stages)
 
@@ -124,7 +119,7 @@ def build(job: Job) -> TorchEngine:
     ends = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
-        shard_and_materialise(module, spec, ends, mesh, job.seed_of_values, device)
+        shard_and_materialise(module, spec, ends, mesh, job.reduction, job.seed_of_values, device)
 
     forward_backward: ForwardBackward
     if layout.pipeline > 1:
@@ -141,7 +136,7 @@ def build(job: Job) -> TorchEngine:
         replicas = layout.replicate > 1 and layout.zero_stage == 0
         by_ddp = replicas and layout.tensor == 1 and not job.sparse
         wrapped = _replicated(module, device) if by_ddp else module
-        forward_backward = GradientAccumulation(wrapped, dropout, layout)
+        forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 

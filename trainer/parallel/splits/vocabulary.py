@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from trainer.distributed.dtensor import local
+from trainer.distributed.words import words_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_rows, replace_forward
-from trainer.tasks.words import words_of
 
 
 def apply(model: nn.Module, mesh: DeviceMesh) -> None:
