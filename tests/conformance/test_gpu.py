@@ -120,17 +120,14 @@ def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: s
     """By borders in bfloat16, in blocks in float32; the reference is float32 on the processor."""
     from tests.data.test_packing import loss_alone, packed_samples
     from tests.models.test_masks import tiny
-    from trainer.tasks.attention import kernel_of, notes
+    from trainer.tasks.attention import notes, tested
 
     spec, task, model = tiny(name, hidden_size=64, head_dim=16)
     own, samples = tiny(name, hidden_size=64, head_dim=16)[2], packed_samples(0, 3)
     device, dtype = torch.device("cuda", 0), getattr(torch, precision)
     lines = list(notes(task.attention(), spec, True, dtype, device))
     print(*lines, sep="\n")
-    generation = torch.cuda.get_device_capability(device)[0]
-    chosen = {
-        kernel_of(task.attention(), kind, dtype, generation)[0] for kind in ("causal", "window")
-    }
+    chosen = {tested(task.attention(), kind, dtype, device)[0] for kind in ("causal", "window")}
     assert chosen == {"borders" if precision == "bfloat16" else "blocks"}, lines
     inputs = {key: value.to(device) for key, value in task.collate(samples).items()}
     loss = task.loss_sum(model.to(device, dtype), inputs)

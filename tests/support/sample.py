@@ -29,6 +29,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "alone[llama-blocks]",
         "one_mask",
         "on_a_gpu_no_tensor_is_as_large_as_a_mask[qwen2]",
+        "passes_its_test[model0",
+        "is_replaced_and_the_line_says_why[whole",
         "borders_are",
     ),
     "test_batch_norm.py": (

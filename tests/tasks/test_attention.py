@@ -69,7 +69,7 @@ def on_cpu() -> Iterator[None]:
 # The choice
 
 HALF, FULL = torch.bfloat16, torch.float32
-PLAIN = Attention(128, 0.0, frozenset({"causal", "window"}))
+PLAIN = Attention(128, 1, 0.0, frozenset({"causal", "window"}))
 TABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "documents": ((PLAIN, "causal", HALF, 9), "borders", ""),
     "windows": ((PLAIN, "window", torch.float16, 8), "borders", ""),
@@ -140,6 +140,7 @@ def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention, "has_triton", lambda: True)
     monkeypatch.setattr(attention, "prefer", lambda generation, dropout: order)
+    monkeypatch.setattr(attention, "fault_of", lambda *_: "")
     for kernel in order:
         answer = kernel == takes
         monkeypatch.setitem(attention.BACKENDS, kernel, (None, lambda rows, is_it=answer: is_it))
@@ -169,6 +170,87 @@ def test_the_lines_at_the_start(monkeypatch: Any) -> None:
     for name, reason in (("gemma2", "(eager) is not"), ("falcon", "layers need it (TypeError")):
         (line,) = lines(name, monkeypatch, "math")
         assert line.startswith("attention: a mask of sequence x sequence where") and reason in line
+
+
+# The test of a kernel where it will run
+
+
+@pytest.fixture
+def hopper(monkeypatch: Any) -> None:
+    """Take the CPU for a GPU with Triton, and forget earlier tests."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "fault_of", attention.fault_of.__wrapped__)
+
+
+CPU = torch.device("cpu")
+DEEP = PLAIN._replace(head_size=0)
+TESTED = [
+    pytest.param(PLAIN, "causal", HALF, "borders", marks=windows),
+    pytest.param(PLAIN._replace(groups=3), "window", torch.float16, "borders", marks=windows),
+    (PLAIN._replace(groups=4, head_size=64), "window", FULL, "blocks"),
+    pytest.param(PLAIN, "other", HALF, "blocks", marks=windows),
+    (DEEP, "causal", HALF, "blocks"),
+]
+
+
+@pytest.mark.parametrize(("model", "pattern", "dtype", "kernel"), TESTED)
+def test_a_right_kernel_passes_its_test(
+    model: Attention, pattern: str, dtype: torch.dtype, kernel: str, hopper: None
+) -> None:
+    with on_cpu(), torch.inference_mode(), torch.autocast("cpu", HALF):
+        chosen, reason = attention.tested(model, pattern, dtype, CPU)
+        assert chosen == kernel and reason == kernel_of(model, pattern, dtype, 9)[1]
+
+
+def whole(q: Any, k: Any, v: Any, cuts: Any, cuts_k: Any, *more: Any, **options: Any) -> Any:
+    """Ignore the borders within both rows."""
+    ends = torch.tensor([0, len(q) // 2, len(q)], dtype=torch.int32)
+    return varlen.varlen.varlen_attn(q, k, v, ends, ends, len(q), len(q), **options)
+
+
+def wider(*given: Any, window_size: Any, **options: Any) -> Any:
+    """See one token more than the window."""
+    return varlen.varlen.varlen_attn(*given, window_size=(window_size[0] + 1, 0), **options)
+
+
+def raises(*given: Any, **options: Any) -> Any:
+    raise RuntimeError("no kernel image is available\nfor this device")
+
+
+def unscaled(q: Any, k: Any, v: Any, *given: Any, **options: Any) -> Any:
+    """Return the right values and half of the gradient of the keys."""
+    half = k / 2 + k.detach() / 2
+    return varlen.varlen.varlen_attn(q, half, v, *given, **options)
+
+
+FAULTS = [
+    (whole, "causal", "output differs by"),
+    (wider, "window", "output differs by"),
+    (raises, "causal", "RuntimeError: no kernel image is available"),
+    (unscaled, "causal", "gradient of k differs by 0.5"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "pattern", "reason"), FAULTS)
+@windows
+def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
+    kernel: Any, pattern: str, reason: str, hopper: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(attention, "varlen_attn", kernel)
+    with on_cpu():
+        chosen, why = attention.tested(PLAIN, pattern, HALF, CPU)
+        assert chosen == "blocks" and reason in why
+        assert (
+            why.startswith("flash attention within borders failed its test: ") and "\n" not in why
+        )
+        monkeypatch.setattr(attention, "flex_attention_forward", raises)
+        chosen, both = attention.tested(PLAIN, pattern, HALF, CPU)
+    assert chosen == "mask" and both.startswith(
+        f"{why}; flex attention in blocks failed its test: R"
+    )
+    monkeypatch.setattr(attention, "has_triton", lambda: False)
+    assert attention.tested(PLAIN, pattern, HALF, CPU)[0] == "mask"
 
 
 # Exactness
@@ -277,6 +359,7 @@ def test_on_a_gpu_no_tensor_is_as_large_as_a_mask(name: str, monkeypatch: Any) -
     spec, task, _ = tiny(name)
     assert task.attention().refusal == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "fault_of", lambda *_: "")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = task.prepare(spec.build())
         for module in model.modules():

@@ -18,8 +18,9 @@ import torch
 from torch.backends import cuda
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.varlen import varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._triton import has_triton
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -27,6 +28,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
+from trainer.tasks.documents import documents_of
 from trainer.trial.setup import own_randomness, row_of, tiny
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
@@ -88,9 +90,9 @@ def attend(
         attention_mask = attention_mask.mask
     if not isinstance(attention_mask, Borders):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    cuts, longest, window = attention_mask.cuts, attention_mask.longest, attention_mask.window
+    cuts, longest = attention_mask.cuts, attention_mask.longest
+    behind = (attention_mask.window or 0) - 1  # -1: all
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
-    behind = -1 if window is None else window - 1
     options: dict[str, Any] = {"scale": more.get("scaling"), "window_size": (behind, 0)}
     if "enable_gqa" in VARLEN:
         options["enable_gqa"] = query.shape[1] != key.shape[1]
@@ -103,11 +105,19 @@ def attend(
 ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
+def blocks(function: Any, rows: int, length: int, device: torch.device) -> BlockMask:
+    """Make a mask in blocks; compiled on a GPU, as all entries are written otherwise."""
+    make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return make(function, rows, None, length, length, device=device)
+
+
 class Attention(NamedTuple):
-    """What a model's attention asks of a kernel."""
+    """The demands of a model's attention on its kernels."""
 
     head_size: int = 0
     """The width of a head; 0 if it is unknown, or values have another width than keys."""
+    groups: int = 1
+    """The number of query heads to a key head."""
     dropout: float = 0.0
     patterns: frozenset[str] = frozenset()
     """The kinds of its masks: causal, window, other."""
@@ -143,7 +153,8 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
     parts = small.language, spec.language
     of_tiny, own = (part.attention_width // (part.heads or 1) for part in parts)
     size = own if keys == values == {of_tiny} else 0
-    return Attention(size, max(dropouts), frozenset(patterns))
+    groups = spec.language.heads // (spec.language.kv_heads or 1)
+    return Attention(size, groups, max(dropouts), frozenset(patterns))
 
 
 def kernel_of(
@@ -178,6 +189,78 @@ def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
     return ""
 
 
+def tested(
+    model: Attention, pattern: str, dtype: torch.dtype, device: torch.device
+) -> tuple[str, str]:
+    """Choose as `kernel_of` does, of the kernels that compute the right values on this GPU.
+
+    Each rank chooses by itself: kernels communicate nothing, and all compute the same.
+    """
+    kernel, reason = kernel_of(model, pattern, dtype, torch.cuda.get_device_capability(device)[0])
+    of = (model.head_size, model.groups, pattern, dtype, device)
+    while kernel != "mask" and (fault := fault_of(kernel, *of)):
+        name = KERNELS[kernel].partition(",")[0]
+        reason = f"{reason and reason + '; '}{name} failed its test: {fault}"
+        kernel = "blocks" if kernel == "borders" and has_triton() else "mask"
+    return kernel, reason
+
+
+@cache
+@torch.inference_mode(False)
+@torch.enable_grad()
+@own_randomness()
+def fault_of(
+    kernel: str, size: int, groups: int, pattern: str, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Compare a kernel's output and gradients for packed documents with SDPA's in float32 on the
+    CPU; return what differs.
+    """
+    length, window = 160, 7 if pattern == "window" else None
+    documents = documents_of(torch.tensor([[70, 90], [41, 0]], device=device), length)
+    at, number = torch.arange(length, device=device), documents.numbers
+
+    def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
+        return (q >= k) & (q - k < (window or length)) & (number[row, q] == number[row, k])
+
+    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        borders = Borders(documents.borders, length, window)
+        mask = borders if kernel == "borders" else blocks(sees, 2, length, device)
+        return attend(torch.nn.Identity(), q, k, v, mask, scaling=0.1)[0]
+
+    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        mask = sees(at[:2, None, None, None], None, at[:, None], at).cpu()
+        out = scaled_dot_product_attention(q, k, v, mask, scale=0.1, enable_gqa=True)
+        return out.transpose(1, 2)
+
+    def computed(compute: Callable[..., torch.Tensor], *kind: Any) -> list[torch.Tensor]:
+        heads = [part.to(*kind).requires_grad_() for part in drawn]
+        out = compute(*heads)
+        ramp = torch.linspace(-1, 1, out.numel()).to(dtype).view_as(out).to(out)
+        parts = (out, *torch.autograd.grad(out, heads, ramp))
+        return [part.detach().cpu().float() for part in parts]
+
+    keys, values = (size, size) if size else (192, 128)  # those of DeepSeek
+    shapes = (2 * groups, keys), (2, keys), (2, values)
+    with torch.autocast(device.type, enabled=False):
+        torch.default_generator.manual_seed(0)
+        drawn = [torch.randn(2, heads, length, width).to(dtype) for heads, width in shapes]
+        right = computed(plain, "cpu", torch.float32)
+        try:
+            found = computed(own, device)
+        except Exception as error:  # whatever a kernel or its compiler raises
+            return named_line(error, 80)
+        finally:
+            if kernel == "blocks":
+                torch.compiler.reset()  # it would make the length of the run's own rows dynamic
+    most = 8 * max(torch.finfo(dtype).eps, 2**-10)  # float32 may be computed as TF32
+    names = ("output", "gradient of q", "gradient of k", "gradient of v")
+    for name, mine, true in zip(names, found, right, strict=True):
+        share = float((mine - true).abs().max() / true.abs().max())
+        if not share <= most:  # or it is NaN
+            return f"its {name} differs by {share:.2g} of the largest value"
+    return ""
+
+
 @cache
 def prefer(generation: int, dropout: float) -> tuple[str, ...]:
     """Set the order in which SDPA tries its kernels in this process, and return it.
@@ -209,12 +292,11 @@ def notes(
         rows = cuda.SDPAParams(query, key, key, None, model.dropout, True, heads != shared)
         kernel = next(name for name in order if BACKENDS[name][1](rows))
         newer = attention.current_flash_attention_impl() if kernel == "flash" else None
-        fast = kernel in ("cuDNN", "flash")
-        reason = "" if fast else _no_flash(model, dtype, generation) or "PyTorch refuses flash"
+        reason = "" if kernel in ("cuDNN", "flash") else _no_flash(model, dtype, generation)
         yield f"attention of whole rows: {newer or kernel}{reason and f': {reason}'}"
     for pattern in sorted(model.patterns):
         if packed or pattern != "causal":
-            kernel, reason = kernel_of(model, pattern, dtype, generation)
+            kernel, reason = tested(model, pattern, dtype, device)
             name = f"{'packed documents' if packed else 'rows'}, {pattern} mask"
             yield f"attention of {name}: {KERNELS[kernel]}{reason and f': {reason}'}"
     if model.refusal:

@@ -15,7 +15,7 @@ from torch import nn
 from trainer.distributed.words import words_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
-from trainer.tasks.attention import Attention, attention_of, kernel_of
+from trainer.tasks.attention import Attention, attention_of, tested
 from trainer.tasks.by_source import LossBySource
 from trainer.tasks.cross_entropy import LossHead, LossObserver, count_correct, logits_cross_entropy
 from trainer.tasks.documents import documents_of
@@ -206,8 +206,7 @@ class CausalLM:
         """Return the kernel of masks of this pattern."""
         if device.type != "cuda":
             return "mask"
-        generation = torch.cuda.get_device_capability(device)[0]
-        return kernel_of(self.attention(), pattern, dtype, generation)[0]
+        return tested(self.attention(), pattern, dtype, device)[0]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

@@ -17,11 +17,10 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch.nn.attention.flex_attention import create_block_mask
 from transformers import masking_utils
 
 from trainer.errors import ConfigError, Problem
-from trainer.tasks.attention import Borders
+from trainer.tasks.attention import Borders, blocks
 from trainer.tasks.documents import PackedDocuments
 from trainer.tasks.patches import masks_made_by
 
@@ -63,11 +62,9 @@ class Masks:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
             padded = documents or wanted.get("attention_mask") is not None
             kind = None if padded else _kind(mask_function)
-            found = self._made.get((make, kind))
-            if (
-                found and found[0] == wanted and getattr(found[1], "_version", 0) == found[2]
-            ):  # unchanged since
-                return found[1]
+            last, mask, version = self._made.get((make, kind), (None, None, 0))
+            if last == wanted and getattr(mask, "_version", 0) == version:  # unchanged since
+                return mask
             if make is masking_utils.sdpa_mask:
                 mask = self._for_sdpa(mask_function, documents, {**wanted, "config": config})
             else:
@@ -93,9 +90,8 @@ class Masks:
         if chosen == "borders":
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=place)
             return Borders(documents.borders if documents else ends, length, window)
-        if chosen == "blocks":  # compiled, as the making else writes the mask
-            make = torch.compile(create_block_mask) if place.type == "cuda" else create_block_mask
-            return make(apart, rows, None, length, length, device=place)
+        if chosen == "blocks":
+            return blocks(apart, rows, length, place)
         mask = masking_utils.sdpa_mask(mask_function=apart, **wanted)
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
 
