@@ -228,7 +228,7 @@ def fault_of(
         return attend(torch.nn.Identity(), q, k, v, mask, scaling=0.1)[0]
 
     def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        mask = sees(at[:2, None, None, None], None, at[:, None], at).cpu()
+        mask = sees(at[:2, None, None, None], None, at[:, None], at).to("cpu")
         out = scaled_dot_product_attention(q, k, v, mask, scale=0.1, enable_gqa=True)
         return out.transpose(1, 2)
 
@@ -237,7 +237,7 @@ def fault_of(
         out = compute(*heads)
         ramp = torch.linspace(-1, 1, out.numel()).to(dtype).view_as(out).to(out)
         parts = (out, *torch.autograd.grad(out, heads, ramp))
-        return [part.detach().cpu().float() for part in parts]
+        return [part.detach().to("cpu", torch.float32) for part in parts]
 
     keys, values = (size, size) if size else (192, 128)  # those of DeepSeek
     shapes = (2 * groups, keys), (2, keys), (2, values)
