@@ -609,7 +609,9 @@ def test_a_checkpoint_of_all_decayed_goes_on_where_norms_are_not(pools, tmp_path
 
 
 @pytest.mark.whole
-@pytest.mark.parametrize(("name", "engine"), BUILT)
+@pytest.mark.parametrize(
+    ("name", "engine"), BUILT, ids=[f"{engine}-{name}" for name, engine in BUILT]
+)
 def test_a_resumed_run_repeats_the_uninterrupted_one_bit_for_bit(pools, tmp_path, name, engine):
     case = trained(name, VARIANTS[name][0], engine=engine, zero_stage=2)
     if (name, engine) == ("Adagrad", "deepspeed"):

@@ -69,7 +69,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     ),
     "test_communication.py": (
         "table",
-        "sgd]",
+        "[SGD]",
         "[selective",
         "[mesh ddp, 4]",
         "[mesh zero2, 1]",
