@@ -372,6 +372,7 @@ ELSEWHERE: dict[str, str] = {
         "test_compilation.py::test_a_run_is_certified_with_compiled_blocks"
     ),
     "meshloom train --config parity.json": "test_hooks_page.py::test_the_plugin_trains",
+    "python -m tests.support.budget": "test_communication.py::test_the_docs_have_the_table",
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
@@ -417,6 +418,7 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    "pip install torchao": "it changes this environment",
     "meshloom evaluate runs/NAME --tasks arc_easy,hellaswag --limit 100": (
         "their data is on the hub; test_use.py runs a task of its own"
     ),

@@ -188,7 +188,9 @@ def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):
 def test_a_run_without_a_compiler_ends_with_the_sentence(tmp_path):
     words = "--config", write_job(tmp_path), "trainer.compile=blocks"
     kept = str(tmp_path / "graphs")
-    result = run("meshloom", "train", *words, CXX="/no/compiler", TORCHINDUCTOR_CACHE_DIR=kept)
+    result = run(
+        "meshloom", "train", *words, cold=True, CXX="/no/compiler", TORCHINDUCTOR_CACHE_DIR=kept
+    )
     assert result.code == 64, result.output
     assert "trainer.compile" in result.output and "Traceback" not in result.output
 
