@@ -275,7 +275,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_planner_images.py": ("by its name", "publishes", "waits_for", "truncated"),
     "test_planner_literature.py": ("zero[1",),
     "test_planner_memory.py": ("[mesh-zero2]",),
-    "test_planner_proposals.py": ("blocks_that", "list_for"),
+    "test_planner_proposals.py": ("ranks[data-mesh]", "list_for"),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
     "test_regularised.py": (
         "process[deepspeed-zero2]",
@@ -284,7 +284,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "smoothed",
         "router",
         "published",
-        "ranks[data-mesh]",
+        "neither",
         "such_thing",
     ),
     "test_shapes.py": ("any_number", "readme", "nodes_are", "never_leaves"),
