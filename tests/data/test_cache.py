@@ -323,7 +323,7 @@ def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> N
         assert "the bytes of file" in sealed.flaw(folder)
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.more)])
 def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     from tests.run.test_interrupted import command
 

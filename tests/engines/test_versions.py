@@ -85,6 +85,7 @@ def without_deepspeed(folder: Path, command: str, *arguments: str | Path) -> Res
     return run(*words, timeout=250, PYTHONPATH=f"{folder}:{ROOT}")
 
 
+@pytest.mark.more
 def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
     job = write_job(tmp_path, steps=2)
     result = without_deepspeed(tmp_path, "train", "--config", job)

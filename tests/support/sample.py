@@ -80,7 +80,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "[accelerate zero3, 4]",
         "[deepspeed zero2, 4]",
         "[deepspeed zero3, 1]",
-        "[8B, replicate 128 x shard 8",
     ),
     "test_compilation.py": ("auto", "refused", "watchdog", "too_many"),
     "test_config_support.py": ("noted", "section0", "read[mesh]"),
@@ -157,7 +156,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "on_the_hub_alone",
     ),
     "test_images.py": ("chain_is", "completed", "waits_for", "fit_says_so[channels]"),
-    "test_images_verify.py": ("passes[vit, mesh pipeline", "refused"),
+    "test_images_verify.py": ("refused",),
     "test_interrupted.py": ("phase[saving-15-0]", "ask_for_nothing"),
     "test_ladder.py": (
         "[one device]",
@@ -275,7 +274,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_planner_images.py": ("by its name", "publishes", "waits_for", "truncated"),
     "test_planner_literature.py": ("zero[1",),
     "test_planner_memory.py": ("[mesh-zero2]",),
-    "test_planner_proposals.py": ("ranks[data-mesh]", "list_for"),
+    "test_planner_proposals.py": ("list_for",),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
     "test_regularised.py": (
         "process[deepspeed-zero2]",

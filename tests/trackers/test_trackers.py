@@ -399,6 +399,7 @@ def test_a_folder_of_its_name_is_no_tracker(monkeypatch: pytest.MonkeyPatch, tmp
         services.require(["wandb"])
 
 
+@pytest.mark.more
 def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
     bare = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")} | {
