@@ -14,6 +14,7 @@ import torch
 
 from tests.support.commands import Result, run, train, write_job
 from tests.support.pool import Pools
+from trainer.engines.deepspeed import patches
 from trainer.errors import ConfigError, DataError
 from trainer.state import MASTER, WEIGHT
 from trainer.tools.importers.deepspeed_checkpoint import read_deepspeed
@@ -69,6 +70,7 @@ def trained(
         "bf16": {"enabled": precision == "bfloat16"},
         "data_types": {"grad_accum_dtype": gradients},
     }
+    patches.forget_earlier_engines()  # of tests before this one in the same process
     engine, *_ = deepspeed.initialize(
         model=model, config=config, model_parameters=groups, dist_init_required=False
     )
