@@ -33,6 +33,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,7 +50,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine
-from trainer.layout import Layout, Recompute
+from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update
@@ -145,7 +146,7 @@ class Bench:
             offload_param="none",
             precision="float32",
             recompute=Recompute(),
-            partition="uniform",
+            schedule=replace(PIPELINE_SCHEDULES["1F1B"], partition="uniform"),
         )
 
     def engine(self, name: str, layout: Layout) -> Any:
