@@ -28,7 +28,11 @@ MODELS: dict[str, tuple[dict[str, Any], int]] = {
         {"model_type": "gemma3_text", **SIZES, "sliding_window": 4, "layer_types": KINDS},
         2,
     ),
-    "blocks that know their number": ({"model_type": "smollm3", **SIZES}, 1),
+    "blocks that know their number": (
+        {"model_type": "smollm3", **SIZES, "no_rope_layers": [1, 1, 1, 1]},
+        1,
+    ),
+    "every fourth block without positions": ({"model_type": "smollm3", **SIZES}, 2),
 }
 MODES = [Recompute(), Recompute("full"), Recompute("selective"), Recompute("selective", 2)]
 
