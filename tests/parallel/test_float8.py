@@ -82,7 +82,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(pools, tmp_path: Path) -> None:
 def test_what_cannot_have_it_is_refused() -> None:
     assert refusal(layout_of(replace(CASE, float8="none"))) is None
     with patch.object(float8, "installed", lambda package: False):
-        assert "pip install torchao" in str(refusal(layout_of(CASE)))
+        assert "pip install 'meshloom[float8]'" in str(refusal(layout_of(CASE)))
     with patch.object(float8, "installed", lambda package: True):
         assert refusal(layout_of(CASE)) is None
         for case in (replace(CASE, zero_stage=0), replace(CASE, offload_optimizer="cpu")):

@@ -16,7 +16,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +32,7 @@ from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.optim.muon import hidden_matrices
+from trainer.parallel import float8
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
 from trainer.storage import imported, installed
@@ -67,6 +68,9 @@ class Rounding:
 
 EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
 """No difference: that of a run in float32."""
+
+FLOAT8 = 0.01
+"""The error if a last bit of float32 decides how a factor is rounded to float8."""
 
 
 @dataclass(frozen=True)
@@ -118,8 +122,13 @@ class Reference(ABC):
         self._small, self._spec, self._data, self._device = small, spec, data, device
         self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
         self._smoothing = small.config.trainer.label_smoothing
-        self._margin = 0.05 if small.low_precision else 1e-4
+        self._exact = replace(EXACT, least=0.0 if small.layout.float8 == "none" else FLOAT8)
+        self._scale = (
+            self._layout.data_ranks if self._exact.least else 1
+        )  # rounded as by the engine
+        self._margin = 0.05 if small.low_precision or self._exact.least else 1e-4
         self.model = own.model.to(device)
+        float8.apply(self.model, spec, small.layout, torch.device("cpu"), gathers=False)
         self._named = dict(self.model.named_parameters())
         self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}
         self.order = self._order_of_computation()
@@ -176,7 +185,7 @@ class Reference(ABC):
             kept = {key: value for key, value in before.items() if key[0] in self._named}
             return Expected(math.inf, math.inf, {}, kept, counted, EXACT)
         loss, own = self._gradients(self.model, step, parts, counted)
-        outputs, rounding = self._outputs, EXACT
+        outputs, rounding = self._outputs, self._exact
         if self._small.low_precision:
             rounding = self._rounding(step, parts, counted, loss, own)
         self._update(step, gradients, norm)
@@ -226,13 +235,13 @@ class Reference(ABC):
             place, words = (part.data_rank, part.number), self._spec.language.vocabulary > 0
             self._listener.begin({place: part.inputs if words else None})
             loss = self._loss_sum(model, part.inputs, part.targets)
-            (loss / counted).backward()
+            (loss * self._scale / counted).backward()
             total += float(loss.detach())
             for key, value in self._listener.end().items():  # a packed row is several parts
                 self._outputs[key] = self._outputs.get(key, 0) + value
         named = model.named_parameters()
         return total / counted, {
-            n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None
+            n: p.grad.float().cpu() / self._scale for n, p in named if p.grad is not None
         }
 
     def _order_of_computation(self) -> dict[str, int]:
@@ -274,7 +283,7 @@ class Reference(ABC):
             max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
             gradients,
             outputs,
-            torch.finfo(dtype).eps / 2,
+            max(torch.finfo(dtype).eps / 2, self._exact.least),
         )
 
     # Samples

@@ -24,7 +24,7 @@ def refusal(layout: Layout) -> str | None:
     if layout.float8 == "none":
         return None
     if not installed("torchao"):
-        return "trainer.float8 needs torchao (pip install torchao)."
+        return "trainer.float8 needs torchao (pip install 'meshloom[float8]')."
     if layout.tensor > 1 or layout.zero_stage == 0 or layout.offloads:
         return (
             "trainer.float8 is for weights that ZeRO shards and keeps on the device, without "
@@ -59,10 +59,16 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem("trainer.float8", seen, "a GPU with float8: Ada, Hopper, later"))
 
 
-def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
+def apply(
+    model: nn.Module,
+    spec: ModelSpec,
+    layout: Layout,
+    device: torch.device,
+    gathers: bool = True,
+) -> None:
     """Have the layers multiply in float8, in place; a CPU emulates it in the run's precision.
 
-    Weights with one scale each ("tensorwise") are gathered in float8, too.
+    Weights with one scale each ("tensorwise") are gathered in float8, too, if anything `gathers`.
     """
     if layout.float8 == "none":
         return
@@ -70,7 +76,7 @@ def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.devic
     config = replace(
         float8.Float8LinearConfig.from_recipe_name(layout.float8),
         emulate=device.type == "cpu",
-        enable_fsdp_float8_all_gather=layout.float8 == "tensorwise",
+        enable_fsdp_float8_all_gather=gathers and layout.float8 == "tensorwise",
     )
     float8.convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: name in chosen
