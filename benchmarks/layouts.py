@@ -17,10 +17,10 @@ within a round. memory: the highest resident memory of a rank of its own process
 trains, above what it had before the model was built, beside the bytes that the layout has to hold.
 The C allocator is told to give back what is freed. build: the most private memory of a rank (pages
 of the mapped file are not counted) while it builds its part from a folder of safetensors, beside
-what it keeps, the largest block, and the whole model. pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same
-micro-batches in one process of plain PyTorch) / (2 x time of the pipeline), as a part of m / (m + p
-- 1). The one process is timed with the other core idle, and with the other core at the same work,
-as it is in a pipeline: the two share caches and memory.
+what it keeps, the largest block, and the whole model. pipeline: two equal stages, 1F1B, one thread
+a rank; efficiency is (time of the same micro-batches in one process of plain PyTorch) / (2 x time
+of the pipeline), as a part of m / (m + p - 1). The one process is timed with the other core idle,
+and with the other core at the same work, as it is in a pipeline: the two share caches and memory.
 """
 
 from __future__ import annotations

@@ -417,7 +417,6 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
-    "pip install torchao": "it changes this environment",
     "meshloom evaluate runs/NAME --tasks arc_easy,hellaswag --limit 100": (
         "their data is on the hub; test_use.py runs a task of its own"
     ),
@@ -425,7 +424,7 @@ NOT_HERE: dict[str, str] = {
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[ladder]'", "'meshloom[lora]'")
-        + ("'meshloom[digits]'", "'meshloom[report]'", "'meshloom[evaluate]'")
+        + ("'meshloom[digits]'", "'meshloom[float8]'", "'meshloom[report]'", "'meshloom[evaluate]'")
         + (
             "mlflow",
             "torch torchvision && pip install -e '.[test]'",

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.commands import run, write_job
 from tests.support.training import (
     LLAMA,
     Case,
@@ -88,6 +89,27 @@ def test_what_cannot_have_it_is_refused() -> None:
         for case in (replace(CASE, zero_stage=0), replace(CASE, offload_optimizer="cpu")):
             assert "that ZeRO shards" in str(refusal(layout_of(case)))
     assert "the mesh engine does" in str(DEEPSPEED.refusal(layout_of(CASE)))
+
+
+def test_weights_that_ranks_share_unevenly_are_refused_where_they_are_gathered_in_float8() -> None:
+    """gloo ended the process, and NCCL would gather too much or too little."""
+    spec, three = spec_of(LLAMA), replace(layout_of(CASE), shard=3)
+    with patch.object(float8, "LEAST", 16):
+        with pytest.raises(ConfigError, match=r"32 rows of .* on 3 ranks.*rowwise"):
+            float8.check(spec, three)
+        float8.check(spec, replace(three, float8="rowwise"))
+        float8.check(spec, layout_of(CASE))
+
+
+@needs_torchao
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_it_is_certified(tmp_path: Path, kind: str) -> None:
+    """Beside torchao in one process; the tolerance is for a factor on the edge of a rounding."""
+    words = "--config", write_job(tmp_path), "trainer.engine=mesh", f"trainer.float8={kind}"
+    result = run("meshloom", "verify", *words, "--output", tmp_path / "certificate.json")
+    assert result.code == 0, result.output
+    assert "float8 emulated" in result.output and f"float8 {kind}" in result.output
 
 
 def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:

@@ -227,7 +227,8 @@ def smallest_world(config: Config) -> int:
         lone = sizes.data_ranks == 1 and sizes.pipeline * sizes.tensor == 1
         lacks_replicas = (mesh.replicate == -1 or by_node) and sizes.replicate < 2
         lacks_shards = (mesh.shard == -1 or by_node) and sizes.shard < 2
-        if lone or lacks_replicas or lacks_shards:
+        uneven = config.trainer.float8 == "tensorwise" and sizes.shard % 2 > 0
+        if lone or lacks_replicas or lacks_shards or uneven:
             continue
         unequal = sizes.replicate != sizes.shard or sizes.data_ranks == 1
         found.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)

@@ -47,12 +47,22 @@ def layers(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError for a model without such layers, or a GPU without float8."""
+    """Raise ConfigError for a model without such layers, or unevenly sharded ones, or a GPU without
+    float8.
+    """
     if layout.float8 == "none":
         return
-    if not layers(spec.build(), spec):
+    model = spec.build()
+    found = layers(model, spec)
+    if not found:
         expected = f"linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
         raise ConfigError(Problem("trainer.float8", f"{spec.name}, which has none", expected))
+    for name in found if layout.float8 == "tensorwise" else ():
+        # torchao gives a shard as it is, and ranks would gather shards of different sizes
+        if (rows := model.get_submodule(name).weight.shape[0]) % layout.shard:  # type: ignore[union-attr]
+            seen = f"tensorwise, with {rows} rows of {name} on {layout.shard} ranks"
+            expected, hint = "as many rows on each rank", 'Take "rowwise", or another mesh.shard.'
+            raise ConfigError(Problem("trainer.float8", seen, expected, hint))
     gpu = torch.cuda.is_available()
     if gpu and torch.cuda.get_device_capability() < (8, 9) and torch.version.hip is None:
         seen = f"{layout.float8} on {torch.cuda.get_device_name()}"
