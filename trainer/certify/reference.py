@@ -6,8 +6,7 @@ PEFT.
 
 Each step starts from the engine's state before it, so that its error is that of one step: nothing
 accumulates, an optimizer that divides noise by noise (eps 1e-8) stays comparable, and an error is
-found in the step that made it.
-"""
+found in the step that made it."""
 
 from __future__ import annotations
 
@@ -69,9 +68,6 @@ class Rounding:
 EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
 """No difference: that of a run in float32."""
 
-FLOAT8 = 0.01
-"""The error if a last bit of float32 decides how a factor is rounded to float8."""
-
 
 @dataclass(frozen=True)
 class Expected:
@@ -107,8 +103,7 @@ class Reference(ABC):
     """One process with the whole tiny model in float32.
 
     `tops` has, for each measure of the task, the number of highest logits among which a correct
-    target is.
-    """
+    target is."""
 
     def __init__(
         self,
@@ -122,7 +117,7 @@ class Reference(ABC):
         self._small, self._spec, self._data, self._device = small, spec, data, device
         self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
         self._smoothing = small.config.trainer.label_smoothing
-        self._exact = replace(EXACT, least=0.0 if small.layout.float8 == "none" else FLOAT8)
+        self._exact = replace(EXACT, least=float8.ERROR[small.layout.float8])
         self._scale = (
             self._layout.data_ranks if self._exact.least else 1
         )  # rounded as by the engine
@@ -174,8 +169,7 @@ class Reference(ABC):
     def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
         """Take a step from the engine's state before it; update by the engine's gradients and norm.
 
-        So a wrong gradient is not reported as a wrong update, too. Called for each step, in order.
-        """
+        So a wrong gradient is not reported as a wrong update, too. Called for each, in order."""
         self._load(before)
         parts = self._whole_step(step)
         counted = self._count(parts)
@@ -301,8 +295,7 @@ class Reference(ABC):
 
     def _samples(self, step: int, data_rank: int) -> list[list[Any]]:
         """Return the samples of each micro-batch of a data rank."""
-        training = self._data.training
-        return [[training[i] for i in part] for part in self._numbers(step, data_rank)]
+        return [[self._data.training[i] for i in part] for part in self._numbers(step, data_rank)]
 
     def _evaluated_samples(self) -> list[Any]:
         """Return the samples of an evaluation."""
@@ -350,9 +343,8 @@ class Reference(ABC):
         limit = float(self._small.config.settings["gradient_clipping"])
         share = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for name, parameter in self._named.items():
-            gradient = gradients.get(name)
             parameter.grad = None
-            if gradient is not None:
+            if (gradient := gradients.get(name)) is not None:
                 parameter.grad = gradient.reshape(parameter.shape).to(self._device) * share
         groups = self._optimizer.param_groups
         if step >= self._small.steps:
@@ -432,9 +424,8 @@ def optimizer_of(
     own: Mapping[str, tuple[float, float | None]],
     matrices: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
-    defaults and Trainer's groups.
-    Each parameter is a group by itself. Muon updates `matrices`."""
+    """Build PyTorch's optimizer, each parameter a group, with the config's parameters, DeepSpeed's
+    defaults and Trainer's groups. Muon updates `matrices`."""
     from transformers import Trainer
 
     wanted, section = small.config.optimizer, small.config.trainer

@@ -17,6 +17,8 @@ LEAST = 1024
 """The least width of a layer: for smaller ones casts may take longer than float8 saves."""
 MULTIPLE = 16
 """The kernels take multiples of it."""
+ERROR = {"none": 0.0, "tensorwise": 0.01, "rowwise": 0.01}
+"""The error if a last bit of float32 decides how a factor is rounded."""
 
 
 def refusal(layout: Layout) -> str | None:
@@ -47,19 +49,16 @@ def layers(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError for a model without such layers, or unevenly sharded ones, or a GPU without
-    float8.
-    """
+    """Raise ConfigError for a model without such layers or rows to share, or a GPU without it."""
     if layout.float8 == "none":
         return
     model = spec.build()
-    found = layers(model, spec)
-    if not found:
+    if not (found := layers(model, spec)):
         expected = f"linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
         raise ConfigError(Problem("trainer.float8", f"{spec.name}, which has none", expected))
     for name in found if layout.float8 == "tensorwise" else ():
-        # torchao gives a shard as it is, and ranks would gather shards of different sizes
-        if (rows := model.get_submodule(name).weight.shape[0]) % layout.shard:  # type: ignore[union-attr]
+        # torchao pads no shard, and ranks would gather shards of different sizes
+        if (rows := len(model.get_parameter(f"{name}.weight"))) % layout.shard:
             seen = f"tensorwise, with {rows} rows of {name} on {layout.shard} ranks"
             expected, hint = "as many rows on each rank", 'Take "rowwise", or another mesh.shard.'
             raise ConfigError(Problem("trainer.float8", seen, expected, hint))
@@ -70,11 +69,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def apply(
-    model: nn.Module,
-    spec: ModelSpec,
-    layout: Layout,
-    device: torch.device,
-    gathers: bool = True,
+    model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device, gathers: bool = True
 ) -> None:
     """Have the layers multiply in float8, in place; a CPU emulates it in the run's precision.
 

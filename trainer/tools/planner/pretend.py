@@ -89,8 +89,7 @@ def pretending(
     """Act as rank `rank` of `world_size`, with fake tensors.
 
     `deepspeed`, if that is the engine, returns an empty hidden state, as its pipeline receives it.
-    Raises RuntimeError if a process group exists already.
-    """
+    Raises RuntimeError if a process group exists already."""
     if dist.is_initialized():
         raise RuntimeError("a process that is one of several can't pretend to be another")
     environment = {
