@@ -18,6 +18,7 @@ from tests.support.training import (
     assert_same,
     layout_of,
     resume_by_engine,
+    spec_in,
     spec_of,
     train_by_engine,
     train_plainly,
@@ -114,8 +115,11 @@ def test_it_is_certified(tmp_path: Path, kind: str) -> None:
 
 def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:
     spec = spec_of({**LLAMA, "num_hidden_layers": 1})
-    with pytest.raises(ConfigError, match="which has none; expected linear layers in blocks"):
+    with pytest.raises(ConfigError, match="which has none; expected trained linear layers"):
         float8.check(spec, layout_of(CASE))
+    lora = replace(CASE, adapter={"r": 4})
+    with patch.object(float8, "LEAST", 16), pytest.raises(ConfigError, match="expected trained"):
+        float8.check(spec_in(lora, None), layout_of(lora))
     with patch.object(float8, "LEAST", 32):
         found = float8.layers(spec.build(), spec)
     names = {name.rpartition(".")[2] for name in found}

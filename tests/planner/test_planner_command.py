@@ -194,7 +194,16 @@ def test_a_plan_for_accelerate_does_not_wait_for_threads_that_a_forked_process_l
     heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
     model = {"config": {"model_type": "llama", "tie_word_embeddings": True, **sizes, **heads}}
     path = write_job(tmp_path, model=model)
-    command = [sys.executable, "-m", "trainer.command", "plan", "--config", path, "--gpus", "1"]
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.command",
+        "plan",
+        "--config",
+        str(path),
+        "--gpus",
+        "1",
+    ]
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
     result = subprocess.run(
         [*command, "trainer.engine=accelerate"],

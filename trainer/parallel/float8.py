@@ -54,7 +54,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         return
     model = spec.build()
     if not (found := layers(model, spec)):
-        expected = f"linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
+        expected = f"trained linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
         raise ConfigError(Problem("trainer.float8", f"{spec.name}, which has none", expected))
     for name in found if layout.float8 == "tensorwise" else ():
         # torchao pads no shard, and ranks would gather shards of different sizes
