@@ -1,24 +1,26 @@
 """What the PyTorch engines' layouts cost, on CPU: time beside hand-written PyTorch, memory and
 pipelines beside theory.
 
-    torchrun --nproc-per-node 2 benchmarks/layouts.py time [--rounds 40]
+    python benchmarks/layouts.py time [--rounds 12]
     python benchmarks/layouts.py memory
     torchrun --nproc-per-node 2 benchmarks/layouts.py pipeline [--rounds 10]
     python benchmarks/layouts.py build
 
 `--smoke` shows that a measure runs: a tiny model, and no figure.
 
-time: one step (forward, backward, clipping, fused AdamW) of engine `mesh` (twice, for A/A) and
-`accelerate`, and of the same layout written by hand (DDP, or fully_shard on every block and the
-root), interleaved in random order. Median of ratios within a round. memory: the highest resident
-memory of a rank of its own process group while it trains, above what it had before the model was
-built, beside the bytes that the layout has to hold. The C allocator is told to give back what is
-freed. build: the most private memory of a rank (pages of the mapped file are not counted) while it
-builds its part from a folder of safetensors, beside what it keeps, the largest block, and the whole
-model. pipeline: two equal stages, 1F1B, one thread a rank; efficiency is (time of the same
-micro-batches in one process of plain PyTorch) / (2 x time of the pipeline), as a part of m / (m + p
-- 1). The one process is timed with the other core idle, and with the other core at the same work,
-as it is in a pipeline: the two share caches and memory.
+time: one step of four micro-batches (forward, backward, clipping, fused AdamW) of engine `mesh`
+(twice, for A/A) and `accelerate`, and of the same layout written by hand (DDP, or fully_shard on
+the same units; gradients are accumulated and reduced at the same moments), on two ranks; DDP and
+HSDP of `mesh` on four; all interleaved in random order. Each ratio stands beside its bound, with
+the CPU time that other processes took; then step_time.py's rows for a small model. Median of ratios
+within a round. memory: the highest resident memory of a rank of its own process group while it
+trains, above what it had before the model was built, beside the bytes that the layout has to hold.
+The C allocator is told to give back what is freed. build: the most private memory of a rank (pages
+of the mapped file are not counted) while it builds its part from a folder of safetensors, beside
+what it keeps, the largest block, and the whole model. pipeline: two equal stages, 1F1B, one thread
+a rank; efficiency is (time of the same micro-batches in one process of plain PyTorch) / (2 x time
+of the pipeline), as a part of m / (m + p - 1). The one process is timed with the other core idle,
+and with the other core at the same work, as it is in a pipeline: the two share caches and memory.
 """
 
 from __future__ import annotations
@@ -33,6 +35,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,7 +48,7 @@ sys.path.insert(0, str(ROOT))
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.ranks import Ranks
@@ -130,14 +133,19 @@ class Bench:
         ]
 
     def layout(
-        self, stage: int, pipeline: int = 1, accumulation: int = 1, world_size: int | None = None
+        self,
+        stage: int,
+        pipeline: int = 1,
+        accumulation: int = 1,
+        world_size: int | None = None,
+        replicate: int = 1,
     ) -> Layout:
         world_size = world_size or self.world_size
         ranks = world_size // pipeline
         return Layout(
             pipeline=pipeline,
-            replicate=1 if stage else ranks,
-            shard=ranks if stage else 1,
+            replicate=replicate if stage else ranks,
+            shard=ranks // replicate if stage else 1,
             tensor=1,
             micro_batch=BATCH,
             accumulation=accumulation,
@@ -156,10 +164,13 @@ class Bench:
         settings = {"optimizer": OPTIMIZER, "gradient_clipping": CLIP}
         return ENGINES[name].build(Job(layout, self.spec, self.task, settings, 0, machine))
 
-    def ours(self, name: str, stage: int) -> Callable[[], None]:
+    def ours(
+        self, name: str, stage: int, accumulation: int = 1, replicate: int = 1
+    ) -> Callable[[], None]:
+        layout = self.layout(stage, accumulation=accumulation, replicate=replicate)
         engine, batches, counter = (
-            self.engine(name, self.layout(stage)),
-            self.batches(),
+            self.engine(name, layout),
+            self.batches(accumulation),
             iter(range(10**9)),
         )
 
@@ -168,32 +179,45 @@ class Bench:
 
         return step
 
-    def by_hand(self, stage: int | None) -> Callable[[], None]:
+    def by_hand(self, stage: int | None, accumulation: int = 1) -> Callable[..., None]:
         """What one writes from the PyTorch tutorials for this layout."""
         model = self.task.prepare(self.spec.build())
         materialise(model, self.spec, seed=0)
         module: Any = ModelWithLoss(model, self.task).train()
+        units: list[Any] = []
         if stage is None:
             pass
         elif stage:
-            mesh = init_device_mesh("cpu", (self.world_size,))
-            for name in self.spec.blocks:
-                fully_shard(model.get_submodule(name), mesh=mesh, reshard_after_forward=stage == 3)
-            fully_shard(module, mesh=mesh, reshard_after_forward=stage == 3)
+            units = self.sharded(module, model, resharded=stage == 3)
         else:
-            module = DistributedDataParallel(module)
+            module = DistributedDataParallel(module, gradient_as_bucket_view=True)
         parameters = list(module.parameters())
         optimizer = torch.optim.AdamW(parameters, lr=RATE, fused=True)
-        own = self.batches()
+        own = self.batches(accumulation)
 
         def step(batches: Sequence[Batch] = own) -> None:
-            for batch in batches:
-                (module(batch) / (len(batches) * BATCH * self.sequence)).backward()
+            for number, batch in enumerate(batches, 1):
+                last = number == len(batches)
+                for unit in units if stage == 2 else ():
+                    unit.set_reshard_after_backward(last, recurse=False)
+                with module.no_sync() if stage == 0 and not last else nullcontext():
+                    (module(batch) / (len(batches) * BATCH * self.sequence)).backward()
             torch.nn.utils.clip_grad_norm_(parameters, CLIP)
             optimizer.step()
             optimizer.zero_grad()
 
         return step
+
+    def sharded(self, module: Any, model: Any, resharded: bool) -> list[Any]:
+        """Make the units: blocks, the table, norm and head together, and the root."""
+        mesh = init_device_mesh("cpu", (self.world_size,))
+        blocks = [model.get_submodule(name) for name in self.spec.blocks]
+        for unit in (*blocks, model.model.embed_tokens):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=resharded)
+        model.model.embed_tokens.set_unshard_in_backward(False)
+        for ends in ([model.model.norm, model.lm_head], module):
+            fully_shard(ends, mesh=mesh, reshard_after_forward=False)
+        return [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
 
 
 def interleaved(
@@ -219,27 +243,6 @@ def interleaved(
 
 def ratio(ours: list[float], theirs: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
-def measure_time(bench: Bench, rounds: int, counts: Sequence[int] = ()) -> str:
-    lines = [
-        "| layout | by hand (ms) | mesh / by hand | accelerate / by hand | A/A |",
-        "| --- |" + " ---: |" * 4,
-    ]
-    for kind, stage in KINDS.items():
-        arms = {
-            "mesh": bench.ours("mesh", stage),
-            "mesh again": bench.ours("mesh", stage),
-            "accelerate": bench.ours("accelerate", stage),
-            "by hand": bench.by_hand(stage),
-        }
-        times = interleaved(arms, rounds)
-        hand = times["by hand"]
-        numbers = [ratio(times[name], hand) for name in ("mesh", "accelerate")]
-        same = ratio(times["mesh"], times["mesh again"])
-        cells = " | ".join(f"{number:.3f}" for number in [*numbers, same])
-        lines.append(f"| {kind} | {statistics.median(hand) * 1e3:.1f} | {cells} |")
-    return "\n".join(lines)
 
 
 def measure_pipeline(bench: Bench, rounds: int, counts: Sequence[int]) -> str:
@@ -347,12 +350,14 @@ def save_model(folder: str, smoke: bool) -> None:
 
 
 def main() -> None:
+    import layout_times  # which imports this file
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("measure", choices=("time", "memory", "pipeline", "build"))
     parser.add_argument("--folder", help=argparse.SUPPRESS)
-    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--kind", help=argparse.SUPPRESS)
     parser.add_argument(
         "--smoke", action="store_true", help="that it runs: a tiny model, one kind, no figure"
@@ -390,6 +395,8 @@ def main() -> None:
                     flush=True,
                 )
         return
+    if options.measure == "time" and world_of(os.environ) is None:
+        return layout_times.run(__file__, options)
     if world_of(os.environ) is None:
         os.environ.update(environment_of(0, 1, free_port()))
     world = world_of(os.environ)
@@ -404,7 +411,7 @@ def main() -> None:
     elif options.measure == "build":
         report = measure_build(bench, options.kind, options.folder)
     else:
-        measure = {"time": measure_time, "pipeline": measure_pipeline}[options.measure]
+        measure = {"time": layout_times.measure, "pipeline": measure_pipeline}[options.measure]
         report = measure(
             bench, 1 if options.smoke else options.rounds, (2,) if options.smoke else (2, 4, 8, 16)
         )

@@ -244,7 +244,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "python benchmarks/ends.py faults": ("python benchmarks/ends.py faults --smoke",),
     "python benchmarks/guide.py 3": ("python benchmarks/guide.py 3",),
     "python benchmarks/images.py --smoke": ("python benchmarks/images.py --smoke",),
-    f"{LAYOUTS} time": (f"{LAYOUTS} time --smoke",),
+    "python benchmarks/layouts.py time": ("python benchmarks/layouts.py time --smoke",),
     f"{LAYOUTS} pipeline": (f"{LAYOUTS} pipeline --smoke",),
     "python benchmarks/layouts.py memory": ("python benchmarks/layouts.py memory --smoke",),
     "python benchmarks/layouts.py build": ("python benchmarks/layouts.py build --smoke",),
@@ -311,7 +311,6 @@ SAME: dict[str, str] = {
     "python benchmarks/ends.py overhead --steps 4400": "python benchmarks/ends.py overhead",
     "python benchmarks/soak.py --faults 240": "python benchmarks/soak.py --smoke",
     "python benchmarks/soak.py --faults 200": "python benchmarks/soak.py --smoke",
-    f"{LAYOUTS} time --rounds 40": f"{LAYOUTS} time",
     f"{LAYOUTS} pipeline --rounds 10": f"{LAYOUTS} pipeline",
     f"{PREPARATION} speed --megabytes 8": f"{PREPARATION} speed",
     f"{PREPARATION} memory --documents 10000000": f"{PREPARATION} memory",
@@ -413,12 +412,11 @@ ELSEWHERE: dict[str, str] = {
     "python examples/planted_bug.py": "test_verify.py::test_the_example_of_a_planted_bug_names_it",
     "python -m tests.conformance.families.sweep": "families/test_families.py::test_a_sampled_row_is_so",
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
-    "python benchmarks/gpu.py --device cpu --tiny": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
+    "python benchmarks/gpu.py --smoke": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
 }
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
-    "pip install torchao": "it changes this environment",
     "meshloom evaluate runs/NAME --tasks arc_easy,hellaswag --limit 100": (
         "their data is on the hub; test_use.py runs a task of its own"
     ),
@@ -426,7 +424,7 @@ NOT_HERE: dict[str, str] = {
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[ladder]'", "'meshloom[lora]'")
-        + ("'meshloom[digits]'", "'meshloom[report]'", "'meshloom[evaluate]'")
+        + ("'meshloom[digits]'", "'meshloom[float8]'", "'meshloom[report]'", "'meshloom[evaluate]'")
         + (
             "mlflow",
             "torch torchvision && pip install -e '.[test]'",

@@ -21,11 +21,13 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
+from trainer.config import RuntimeFacts, load
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Machine
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
-from trainer.parallel import compilation
+from trainer.parallel import compilation, float8
+from trainer.run.compose import compose
 
 CPU = torch.device("cpu")
 LORA = Case(zero_stage=3, adapter={"r": 4, "dropout": 0.1})
@@ -172,6 +174,21 @@ def test_a_recompilation_too_many_is_said_once(monkeypatch):
     reports.close()
     [line] = [line for line in watched.lines if "uncompiled" in line]
     assert "more variants" in line
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["trainer.compile=blocks"], ["trainer.float8=rowwise", "bf16.enabled=true"]],
+    ids=["compile", "float8"],
+)
+def test_auto_chooses_an_engine_that_has_what_the_config_asks_for(tmp_path, monkeypatch, words):
+    monkeypatch.setattr(float8, "installed", lambda package: True)
+    facts = RuntimeFacts(2, 32, 3, True, "cuda", 2)
+    path = write_job(tmp_path)
+    assert compose(load(path, []), facts).engine()[0] == "deepspeed"
+    assert compose(load(path, words), facts).engine()[0] == "accelerate"
+    with pytest.raises(ConfigError, match="engine deepspeed"):
+        compose(load(path, [*words, "trainer.engine=deepspeed"]), facts).engine()
 
 
 def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):

@@ -11,12 +11,14 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.support.commands import run, write_job
 from tests.support.training import (
     LLAMA,
     Case,
     assert_same,
     layout_of,
     resume_by_engine,
+    spec_in,
     spec_of,
     train_by_engine,
     train_plainly,
@@ -82,7 +84,7 @@ def test_a_checkpoint_goes_on_bit_for_bit(pools, tmp_path: Path) -> None:
 def test_what_cannot_have_it_is_refused() -> None:
     assert refusal(layout_of(replace(CASE, float8="none"))) is None
     with patch.object(float8, "installed", lambda package: False):
-        assert "pip install torchao" in str(refusal(layout_of(CASE)))
+        assert "pip install 'meshloom[float8]'" in str(refusal(layout_of(CASE)))
     with patch.object(float8, "installed", lambda package: True):
         assert refusal(layout_of(CASE)) is None
         for case in (replace(CASE, zero_stage=0), replace(CASE, offload_optimizer="cpu")):
@@ -90,10 +92,34 @@ def test_what_cannot_have_it_is_refused() -> None:
     assert "the mesh engine does" in str(DEEPSPEED.refusal(layout_of(CASE)))
 
 
+def test_weights_that_ranks_share_unevenly_are_refused_where_they_are_gathered_in_float8() -> None:
+    """gloo ended the process, and NCCL would gather too much or too little."""
+    spec, three = spec_of(LLAMA), replace(layout_of(CASE), shard=3)
+    with patch.object(float8, "LEAST", 16):
+        with pytest.raises(ConfigError, match=r"32 rows of .* on 3 ranks.*rowwise"):
+            float8.check(spec, three)
+        float8.check(spec, replace(three, float8="rowwise"))
+        float8.check(spec, layout_of(CASE))
+
+
+@needs_torchao
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
+def test_it_is_certified(tmp_path: Path, kind: str) -> None:
+    """Beside torchao in one process; the tolerance is for a factor on the edge of a rounding."""
+    words = "--config", write_job(tmp_path), "trainer.engine=mesh", f"trainer.float8={kind}"
+    result = run("meshloom", "verify", *words, "--output", tmp_path / "certificate.json")
+    assert result.code == 0, result.output
+    assert "float8 emulated" in result.output and f"float8 {kind}" in result.output
+
+
 def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:
     spec = spec_of({**LLAMA, "num_hidden_layers": 1})
-    with pytest.raises(ConfigError, match="which has none; expected linear layers in blocks"):
+    with pytest.raises(ConfigError, match="which has none; expected trained linear layers"):
         float8.check(spec, layout_of(CASE))
+    lora = replace(CASE, adapter={"r": 4})
+    with patch.object(float8, "LEAST", 16), pytest.raises(ConfigError, match="expected trained"):
+        float8.check(spec_in(lora, None), layout_of(lora))
     with patch.object(float8, "LEAST", 32):
         found = float8.layers(spec.build(), spec)
     names = {name.rpartition(".")[2] for name in found}

@@ -5,13 +5,16 @@ can't be planned.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import nn
 
-from tests.support.commands import run
+from tests.support.commands import run, write_job
 
 TINY = {
     "model_type": "llama",
@@ -182,3 +185,31 @@ def test_what_cant_be_planned_says_why(tmp_path, arguments, trainer, words):
     assert result.code == 64, result.output
     assert all(word in result.output for word in words), result.output
     assert len(result.lines) <= 6, result.output
+
+
+@pytest.mark.more
+def test_a_plan_for_accelerate_does_not_wait_for_threads_that_a_forked_process_lacks(tmp_path):
+    """Accelerate sets PyTorch's threads, unless the environment does."""
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256}
+    model = {"config": {"model_type": "llama", "tie_word_embeddings": True, **sizes, **heads}}
+    path = write_job(tmp_path, model=model)
+    command = [
+        sys.executable,
+        "-m",
+        "trainer.command",
+        "plan",
+        "--config",
+        str(path),
+        "--gpus",
+        "1",
+    ]
+    environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"}
+    result = subprocess.run(
+        [*command, "trainer.engine=accelerate"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    assert "engine accelerate" in result.stdout, result.stderr

@@ -23,12 +23,14 @@ from trainer.certify.comparison import (
 )
 from trainer.certify.language_case import LanguageCase
 from trainer.certify.pairs_case import image_case, module_case
+from trainer.certify.patches import constant
 from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
 from trainer.certify.reference import Expected, Reference
 from trainer.certify.text_reference import LanguageReference
 from trainer.certify.tiny_run import CLIPPED_STEPS, UNKNOWN_STEPS, Tiny, clipping
 from trainer.engines import Machine
 from trainer.models.spec import ModelSpec
+from trainer.parallel import float8
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.subject import Given, ImageSubject, LanguageSubject, Subject, subject_class
@@ -79,7 +81,7 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
     """
     section, ranks = small.config.trainer, machine.ranks
     given = Given.by_task(section, given)
-    with shared_folder(ranks) as folder:
+    with shared_folder(ranks) as folder, constant(float8, "LEAST", float8.MULTIPLE):
         kind = CASES[subject_class(section, given)]
         case = kind(small, given or Given(), machine, folder)
         small, subject = case.small, case.subject

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from trainer import checkpoint
 from trainer.certify.outputs import Listener, Outputs
-from trainer.certify.patches import chunks_of
+from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, keeper_in, measured
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
@@ -31,6 +31,7 @@ from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
 from trainer.supervise.phase import Phase
+from trainer.tasks import cross_entropy
 from trainer.tasks.task import Batch, Task
 
 ROWS = 7
@@ -205,7 +206,8 @@ def record(
     overflowing: Any = Overflowing(task, small, layout.data_rank(ranks.rank))
     deepspeed = small.config.deepspeed
     job = Job(layout, spec, overflowing, deepspeed, section.seed, machine, undecayed)
-    with chunks_of(max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)):
+    chunk = max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)
+    with constant(cross_entropy, "CHUNK_BYTES", chunk):  # a few tokens fill several
         machine.watch.at(Phase.BUILDING)
         engine = kind.build(job)
         whole = _train(small, engine, sources, RunState(), folder / "checkpoints")

@@ -6,8 +6,7 @@ PEFT.
 
 Each step starts from the engine's state before it, so that its error is that of one step: nothing
 accumulates, an optimizer that divides noise by noise (eps 1e-8) stays comparable, and an error is
-found in the step that made it.
-"""
+found in the step that made it."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,6 +31,7 @@ from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.optim.muon import hidden_matrices
+from trainer.parallel import float8
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
 from trainer.storage import imported, installed
@@ -103,8 +103,7 @@ class Reference(ABC):
     """One process with the whole tiny model in float32.
 
     `tops` has, for each measure of the task, the number of highest logits among which a correct
-    target is.
-    """
+    target is."""
 
     def __init__(
         self,
@@ -118,8 +117,13 @@ class Reference(ABC):
         self._small, self._spec, self._data, self._device = small, spec, data, device
         self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
         self._smoothing = small.config.trainer.label_smoothing
-        self._margin = 0.05 if small.low_precision else 1e-4
+        self._exact = replace(EXACT, least=float8.ERROR[small.layout.float8])
+        self._scale = (
+            self._layout.data_ranks if self._exact.least else 1
+        )  # rounded as by the engine
+        self._margin = 0.05 if small.low_precision or self._exact.least else 1e-4
         self.model = own.model.to(device)
+        float8.apply(self.model, spec, small.layout, torch.device("cpu"), gathers=False)
         self._named = dict(self.model.named_parameters())
         self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}
         self.order = self._order_of_computation()
@@ -165,8 +169,7 @@ class Reference(ABC):
     def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
         """Take a step from the engine's state before it; update by the engine's gradients and norm.
 
-        So a wrong gradient is not reported as a wrong update, too. Called for each step, in order.
-        """
+        So a wrong gradient is not reported as a wrong update, too. Called for each, in order."""
         self._load(before)
         parts = self._whole_step(step)
         counted = self._count(parts)
@@ -176,7 +179,7 @@ class Reference(ABC):
             kept = {key: value for key, value in before.items() if key[0] in self._named}
             return Expected(math.inf, math.inf, {}, kept, counted, EXACT)
         loss, own = self._gradients(self.model, step, parts, counted)
-        outputs, rounding = self._outputs, EXACT
+        outputs, rounding = self._outputs, self._exact
         if self._small.low_precision:
             rounding = self._rounding(step, parts, counted, loss, own)
         self._update(step, gradients, norm)
@@ -226,13 +229,13 @@ class Reference(ABC):
             place, words = (part.data_rank, part.number), self._spec.language.vocabulary > 0
             self._listener.begin({place: part.inputs if words else None})
             loss = self._loss_sum(model, part.inputs, part.targets)
-            (loss / counted).backward()
+            (loss * self._scale / counted).backward()
             total += float(loss.detach())
             for key, value in self._listener.end().items():  # a packed row is several parts
                 self._outputs[key] = self._outputs.get(key, 0) + value
         named = model.named_parameters()
         return total / counted, {
-            n: p.grad.float().cpu().clone() for n, p in named if p.grad is not None
+            n: p.grad.float().cpu() / self._scale for n, p in named if p.grad is not None
         }
 
     def _order_of_computation(self) -> dict[str, int]:
@@ -274,7 +277,7 @@ class Reference(ABC):
             max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
             gradients,
             outputs,
-            torch.finfo(dtype).eps / 2,
+            max(torch.finfo(dtype).eps / 2, self._exact.least),
         )
 
     # Samples
@@ -292,8 +295,7 @@ class Reference(ABC):
 
     def _samples(self, step: int, data_rank: int) -> list[list[Any]]:
         """Return the samples of each micro-batch of a data rank."""
-        training = self._data.training
-        return [[training[i] for i in part] for part in self._numbers(step, data_rank)]
+        return [[self._data.training[i] for i in part] for part in self._numbers(step, data_rank)]
 
     def _evaluated_samples(self) -> list[Any]:
         """Return the samples of an evaluation."""
@@ -341,9 +343,8 @@ class Reference(ABC):
         limit = float(self._small.config.settings["gradient_clipping"])
         share = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for name, parameter in self._named.items():
-            gradient = gradients.get(name)
             parameter.grad = None
-            if gradient is not None:
+            if (gradient := gradients.get(name)) is not None:
                 parameter.grad = gradient.reshape(parameter.shape).to(self._device) * share
         groups = self._optimizer.param_groups
         if step >= self._small.steps:
@@ -423,9 +424,8 @@ def optimizer_of(
     own: Mapping[str, tuple[float, float | None]],
     matrices: Collection[str] = (),
 ) -> torch.optim.Optimizer:
-    """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
-    defaults and Trainer's groups.
-    Each parameter is a group by itself. Muon updates `matrices`."""
+    """Build PyTorch's optimizer, each parameter a group, with the config's parameters, DeepSpeed's
+    defaults and Trainer's groups. Muon updates `matrices`."""
     from transformers import Trainer
 
     wanted, section = small.config.optimizer, small.config.trainer

@@ -16,6 +16,7 @@ from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.tiny_config import HIDDEN
 from trainer.optim.recipes import No, in_torch
 from trainer.run.compose import Composed, compose
+from trainer.storage import installed
 
 MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
 """The sizes of the tiny run: with 2 of the last two, a mean over the wrong group could be right."""
@@ -125,8 +126,11 @@ def tiny_run(
     if config.settings.get("zero_optimization", {}).get("stage") == 3:
         small += RELEASED
     if config.trainer.float8 != "none":
-        small.append("trainer.float8=none")
-        notes.append("products in the run's precision in place of float8")
+        if installed("torchao"):
+            notes.append("float8 emulated, in layers of any size, to within 3 % of one process")
+        else:
+            small.append("trainer.float8=none")
+            notes.append("products in the run's precision: torchao is not installed")
     facts = RuntimeFacts(world_size, HIDDEN, steps, False, "cpu")
     composed = compose(load(path, small), facts)
     config, layout = composed.config, composed.layout
@@ -223,7 +227,8 @@ def smallest_world(config: Config) -> int:
         lone = sizes.data_ranks == 1 and sizes.pipeline * sizes.tensor == 1
         lacks_replicas = (mesh.replicate == -1 or by_node) and sizes.replicate < 2
         lacks_shards = (mesh.shard == -1 or by_node) and sizes.shard < 2
-        if lone or lacks_replicas or lacks_shards:
+        uneven = config.trainer.float8 == "tensorwise" and sizes.shard % 2 > 0
+        if lone or lacks_replicas or lacks_shards or uneven:
             continue
         unequal = sizes.replicate != sizes.shard or sizes.data_ranks == 1
         found.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)

@@ -17,6 +17,8 @@ LEAST = 1024
 """The least width of a layer: for smaller ones casts may take longer than float8 saves."""
 MULTIPLE = 16
 """The kernels take multiples of it."""
+ERROR = {"none": 0.0, "tensorwise": 0.01, "rowwise": 0.01}
+"""The error if a last bit of float32 decides how a factor is rounded."""
 
 
 def refusal(layout: Layout) -> str | None:
@@ -24,7 +26,7 @@ def refusal(layout: Layout) -> str | None:
     if layout.float8 == "none":
         return None
     if not installed("torchao"):
-        return "trainer.float8 needs torchao (pip install torchao)."
+        return "trainer.float8 needs torchao (pip install 'meshloom[float8]')."
     if layout.tensor > 1 or layout.zero_stage == 0 or layout.offloads:
         return (
             "trainer.float8 is for weights that ZeRO shards and keeps on the device, without "
@@ -47,22 +49,31 @@ def layers(model: nn.Module, spec: ModelSpec) -> list[str]:
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError for a model without such layers, or a GPU without float8."""
+    """Raise ConfigError for a model without such layers or rows to share, or a GPU without it."""
     if layout.float8 == "none":
         return
-    if not layers(spec.build(), spec):
-        expected = f"linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
+    model = spec.build()
+    if not (found := layers(model, spec)):
+        expected = f"trained linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
         raise ConfigError(Problem("trainer.float8", f"{spec.name}, which has none", expected))
+    for name in found if layout.float8 == "tensorwise" else ():
+        # torchao pads no shard, and ranks would gather shards of different sizes
+        if (rows := len(model.get_parameter(f"{name}.weight"))) % layout.shard:
+            seen = f"tensorwise, with {rows} rows of {name} on {layout.shard} ranks"
+            expected, hint = "as many rows on each rank", 'Take "rowwise", or another mesh.shard.'
+            raise ConfigError(Problem("trainer.float8", seen, expected, hint))
     gpu = torch.cuda.is_available()
     if gpu and torch.cuda.get_device_capability() < (8, 9) and torch.version.hip is None:
         seen = f"{layout.float8} on {torch.cuda.get_device_name()}"
         raise ConfigError(Problem("trainer.float8", seen, "a GPU with float8: Ada, Hopper, later"))
 
 
-def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
+def apply(
+    model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device, gathers: bool = True
+) -> None:
     """Have the layers multiply in float8, in place; a CPU emulates it in the run's precision.
 
-    Weights with one scale each ("tensorwise") are gathered in float8, too.
+    Weights with one scale each ("tensorwise") are gathered in float8, too, if anything `gathers`.
     """
     if layout.float8 == "none":
         return
@@ -70,7 +81,7 @@ def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.devic
     config = replace(
         float8.Float8LinearConfig.from_recipe_name(layout.float8),
         emulate=device.type == "cpu",
-        enable_fsdp_float8_all_gather=layout.float8 == "tensorwise",
+        enable_fsdp_float8_all_gather=gathers and layout.float8 == "tensorwise",
     )
     float8.convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: name in chosen

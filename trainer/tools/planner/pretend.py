@@ -89,8 +89,7 @@ def pretending(
     """Act as rank `rank` of `world_size`, with fake tensors.
 
     `deepspeed`, if that is the engine, returns an empty hidden state, as its pipeline receives it.
-    Raises RuntimeError if a process group exists already.
-    """
+    Raises RuntimeError if a process group exists already."""
     if dist.is_initialized():
         raise RuntimeError("a process that is one of several can't pretend to be another")
     environment = {
@@ -101,6 +100,7 @@ def pretending(
         "LOCAL_SIZE": local_world_size,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
+        "OMP_NUM_THREADS": 1,  # else Accelerate wants more, which a forked process has not
         "CUDA_VISIBLE_DEVICES": "",  # else each operator on fake tensors looks for a driver
     }
     written = {key: str(value) for key, value in environment.items()}
