@@ -145,10 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if hidden_grad is not None:
                 torch.mm(low, weight, out=hidden_grad[rows])
             if weight_grad is not None:
-                if low.dtype == wide:
-                    weight_grad.addmm_(low.T, part)
-                else:
-                    weight_grad += low.T @ part
+                _add_product(weight_grad, low.T, part)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
         ctx.save_for_backward(
@@ -190,6 +187,14 @@ class _LogitsCrossEntropy(torch.autograd.Function):
         return _times(gradient, grad), None, None
 
 
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to a total of the same or a wider dtype, in place and in its precision."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # a processor has no such product
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
 def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply in the dtype of `saved` by a wide scale: rounding it would shift all gradients."""
     return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
@@ -208,26 +213,25 @@ def _chunk_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a chunk's losses [n], and the gradient of their sum in the logits' memory [n, v]."""
     counted = targets != IGNORED
-    index, own = targets.clamp_min(0), None
+    index = targets.clamp_min(0)
+    index, own = (index, counted) if words is None else words.find(index)
+    wanted = logits.gather(1, index.unsqueeze(1)).squeeze(1).where(own, 0)
     total = logits.shape[1] if words is None else words.total
-    if words is not None:
-        index, own = words.find(index)
-    wanted = logits.gather(1, index.unsqueeze(1)).squeeze(1)
-    wanted = wanted if own is None else wanted.where(own, 0)
     if smoothing:
         wanted = (1 - smoothing) * wanted + smoothing / total * logits.sum(1)
-    log_total = torch.logsumexp(logits, dim=1)
+    # this rank's words may all be ruled out, by logits of minus infinity
+    largest = logits.amax(1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    grad = logits.sub_(largest).exp_()
+    log_total = grad.sum(1).log() + largest.squeeze(1)
     if words is not None:
         log_totals, parts = words.gathered(log_total, wanted)
         log_total, wanted = torch.logsumexp(log_totals, 0), parts.sum(0)
     losses = torch.where(counted, log_total - wanted, 0)
-    grad = logits.sub_(log_total.unsqueeze(1)).exp_()
+    grad.mul_((largest - log_total.unsqueeze(1)).exp() * counted.unsqueeze(1))
     if smoothing:
-        grad.sub_(smoothing / total)
-    target = torch.full_like(index, smoothing - 1, dtype=grad.dtype)
-    target = target if own is None else target * own
-    grad.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
-    return losses, grad.mul_(counted.unsqueeze(1))
+        grad.sub_(smoothing / total * counted.unsqueeze(1))
+    target = (smoothing - 1) * (counted & own).to(grad.dtype)
+    return losses, grad.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
 
 
 class LossHead(nn.Linear):
