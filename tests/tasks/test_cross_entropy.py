@@ -155,7 +155,7 @@ def test_a_chunk_makes_nothing_of_the_weights_size_and_few_of_its_own(device, dt
         options = cross_entropy._Options(0.0, None, with_gradients=True, words=None)
         with Watch():
             inputs = hidden, weight, None, targets, options
-            cross_entropy._LinearCrossEntropy.forward(context, *inputs)
+            cross_entropy._CrossEntropy.forward(context, *inputs)
     assert made.count((300, 16)) == 1 + is_low  # the sum in float32, and what is rounded of it
     # the logits, in float32, too, and their gradient; a processor multiplies in float32
     each = 3 + (device == "cpu") if is_low else 1
