@@ -32,9 +32,6 @@ from trainer.models.spec import ModelSpec, Trial
 from trainer.parallel.splits.vocabulary import looks_up
 from trainer.tasks.task import ModelWithLoss
 
-KEPT = {"reshard_after_forward": False}
-"""The option of a unit with which the backward pass begins: it stays gathered until then."""
-
 
 class Ends(NamedTuple):
     """The modules before and after the blocks that are units, by name, in the order of calls."""
@@ -105,7 +102,7 @@ def _wrap_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:
     The backward pass needs no table, and begins with the head: neither is gathered for it.
     """
     modules = dict(model.named_modules())  # a stand-in of a stage may be for several
-    for names, more in (ends.tables, {}), (ends.head, KEPT):
+    for names, more in (ends.tables, {}), (ends.head, {"reshard_after_forward": False}):
         unit = [modules[name] for name in names if name in modules]
         unit = [module for module in unit if any(True for _ in module.parameters())]
         if not unit:
