@@ -58,7 +58,7 @@ def meta_before_values(case: Case) -> set[tuple[bool, bool]]:
 
     real = apply.give_values
     with (
-        patch("trainer.parallel.apply.give_values", watched),
+        patch("trainer.engines.torch.mesh.give_values", watched),
         patch("trainer.engines.torch.accelerate.give_values", watched),
     ):
         build(case, dist.get_rank())

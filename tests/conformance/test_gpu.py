@@ -140,3 +140,17 @@ def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: s
         if theirs.grad is not None and mine.grad is not None:
             difference = (mine.grad.cpu().float() - theirs.grad).norm() / theirs.grad.norm()
             assert difference <= 5 * near, key
+
+
+def test_the_gradient_of_a_heads_weight_is_summed_in_float32(monkeypatch: Any) -> None:
+    from trainer.tasks import cross_entropy
+
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 64 * 512 * 4)
+    torch.manual_seed(0)
+    drawn = torch.randn(512, 32), torch.randn(512, 32), torch.randint(512, (512,))
+    found = []
+    for device in ("cpu", "cuda"):
+        hidden, weight = (part.to(device, torch.bfloat16).requires_grad_() for part in drawn[:2])
+        loss = cross_entropy.linear_cross_entropy(hidden, weight, None, drawn[2].to(device))
+        found.append([part.cpu() for part in torch.autograd.grad(loss, (hidden, weight))])
+    torch.testing.assert_close(*found, rtol=2**-7, atol=1e-2)

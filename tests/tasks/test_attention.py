@@ -22,7 +22,7 @@ from tests.support import varlen
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention
-from trainer.tasks.attention import Attention, Borders, kernel_of
+from trainer.tasks.attention import Attention, Borders
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
 
@@ -68,8 +68,9 @@ def on_cpu() -> Iterator[None]:
 
 # The choice
 
-HALF, FULL = torch.bfloat16, torch.float32
+HALF, FULL, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 PLAIN = Attention(128, 1, 0.0, frozenset({"causal", "window"}))
+REFUSED = Attention(refusal="its own code")
 TABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "documents": ((PLAIN, "causal", HALF, 9), "borders", ""),
     "windows": ((PLAIN, "window", torch.float16, 8), "borders", ""),
@@ -79,26 +80,36 @@ TABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
     "wide heads": ((PLAIN._replace(head_size=288), "causal", HALF, 9), "blocks", "heads of 288"),
     "odd heads": ((PLAIN._replace(head_size=84), "causal", HALF, 9), "blocks", "heads of 84"),
     "values": ((PLAIN._replace(head_size=0), "causal", HALF, 9), "blocks", "other heads than"),
-    "dropout": ((PLAIN._replace(dropout=0.1), "causal", HALF, 9), "mask", "dropout of 0.1"),
-    "own code": ((Attention(refusal="its own code"), "causal", HALF, 9), "mask", "its own code"),
+    "own code": ((REFUSED, "causal", HALF, 9), "mask", "its own code"),
 }
+
+
+@pytest.fixture
+def hopper(monkeypatch: Any) -> None:
+    """Take the CPU for a GPU with Triton, all of whose kernels are right."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention, "has_triton", lambda: True)
+    monkeypatch.setattr(attention, "fault_of", lambda *_: "")
 
 
 @pytest.mark.parametrize("case", TABLE)
 @windows
-def test_the_kernel_of_a_mask_and_why_it_is_not_flash(case: str, monkeypatch: Any) -> None:
-    arguments, kernel, reason = TABLE[case]
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
-    chosen, why = kernel_of(*arguments)
+def test_the_kernel_of_a_mask_and_why_it_is_not_flash(
+    case: str, hopper: None, monkeypatch: Any
+) -> None:
+    (model, pattern, dtype, generation), kernel, reason = TABLE[case]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
+    chosen, why = attention.tested(model, pattern, dtype, CPU)
     assert chosen == kernel and reason in why and bool(reason) == bool(why)
     monkeypatch.setattr(attention, "has_triton", lambda: False)
-    assert kernel_of(*arguments)[0] == ("mask" if kernel == "blocks" else kernel)
+    chosen, why = attention.tested(model, pattern, dtype, CPU)
+    assert chosen == ("mask" if kernel == "blocks" else kernel)
+    assert ("no Triton" in why) == (kernel == "blocks")
 
 
-def test_without_windows_in_varlen_there_are_blocks(monkeypatch: Any) -> None:
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
+def test_without_windows_in_varlen_there_are_blocks(hopper: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "VARLEN", frozenset({"is_causal"}))
-    chosen, why = kernel_of(PLAIN, "causal", HALF, 9)
+    chosen, why = attention.tested(PLAIN, "causal", HALF, CPU)
     assert chosen == "blocks" and "no windows in varlen_attn" in why
 
 
@@ -131,26 +142,22 @@ def test_the_order_of_kernels(
     monkeypatch.setattr(own, "activate_flash_attention_impl", used.append)
     order = attention.prefer.__wrapped__(generation, dropout)
     assert order == (*first, "efficient", "math") and used == activated
-    assert set_as == [([attention.BACKENDS[name][0] for name in order], True)]
+    assert set_as == [([attention.BACKENDS[name] for name in order], True)]
 
 
 def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: Any) -> list[str]:
     spec, task, _ = tiny(name, **more)
     order = ("cuDNN", "flash", "efficient", "math")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
     monkeypatch.setattr(attention, "prefer", lambda generation, dropout: order)
-    monkeypatch.setattr(attention, "fault_of", lambda *_: "")
-    for kernel in order:
-        answer = kernel == takes
-        monkeypatch.setitem(attention.BACKENDS, kernel, (None, lambda rows, is_it=answer: is_it))
+    choice = attention.BACKENDS[takes].value
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *heads, **more: choice)
     found = task.attention()
     return list(attention.notes(found, spec, packed, HALF, torch.device("cpu")))
 
 
 @windows
-def test_the_lines_at_the_start(monkeypatch: Any) -> None:
-    borders = "flash attention within borders, without a mask"
+def test_the_lines_at_the_start(hopper: None, monkeypatch: Any) -> None:
+    borders = "flash attention within borders"
     assert lines("llama", monkeypatch, "cuDNN") == [
         "attention of whole rows: cuDNN",
         f"attention of packed documents, causal mask: {borders}",
@@ -163,8 +170,8 @@ def test_the_lines_at_the_start(monkeypatch: Any) -> None:
         "attention of whole rows: efficient: flash attention takes no heads of 12"
     ]
     assert lines("llama", monkeypatch, "efficient", attention_dropout=0.5)[1:] == [
-        "attention of packed documents, causal mask: a mask of sequence x sequence: neither flash "
-        "nor flex attention takes dropout of 0.5"
+        "attention: a mask of sequence x sequence where one is needed: neither flash nor flex "
+        "attention takes dropout of 0.5"
     ]
     assert "heads than keys" in lines("deepseek_v3", monkeypatch, "cuDNN")[0]
     for name, reason in (("gemma2", "(eager) is not"), ("falcon", "layers need it (TypeError")):
@@ -175,15 +182,15 @@ def test_the_lines_at_the_start(monkeypatch: Any) -> None:
 # The test of a kernel where it will run
 
 
+FAULT_OF = attention.fault_of.__wrapped__
+
+
 @pytest.fixture
-def hopper(monkeypatch: Any) -> None:
-    """Take the CPU for a GPU with Triton, and forget earlier tests."""
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
-    monkeypatch.setattr(attention, "fault_of", attention.fault_of.__wrapped__)
+def untested(hopper: None, monkeypatch: Any) -> None:
+    """Forget earlier tests."""
+    monkeypatch.setattr(attention, "fault_of", FAULT_OF)
 
 
-CPU = torch.device("cpu")
 DEEP = PLAIN._replace(head_size=0)
 TESTED = [
     pytest.param(PLAIN, "causal", HALF, "borders", marks=windows),
@@ -196,11 +203,12 @@ TESTED = [
 
 @pytest.mark.parametrize(("model", "pattern", "dtype", "kernel"), TESTED)
 def test_a_right_kernel_passes_its_test(
-    model: Attention, pattern: str, dtype: torch.dtype, kernel: str, hopper: None
+    model: Attention, pattern: str, dtype: torch.dtype, kernel: str, untested: None
 ) -> None:
     with on_cpu(), torch.inference_mode(), torch.autocast("cpu", HALF):
         chosen, reason = attention.tested(model, pattern, dtype, CPU)
-        assert chosen == kernel and reason == kernel_of(model, pattern, dtype, 9)[1]
+        assert chosen == kernel and "failed" not in reason
+        assert bool(reason) == (kernel == "blocks")
 
 
 def whole(q: Any, k: Any, v: Any, cuts: Any, cuts_k: Any, *more: Any, **options: Any) -> Any:
@@ -235,7 +243,7 @@ FAULTS = [
 @pytest.mark.parametrize(("kernel", "pattern", "reason"), FAULTS)
 @windows
 def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
-    kernel: Any, pattern: str, reason: str, hopper: None, monkeypatch: Any
+    kernel: Any, pattern: str, reason: str, untested: None, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     with on_cpu():

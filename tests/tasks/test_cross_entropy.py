@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -109,6 +111,55 @@ def test_all_logits_are_never_whole(monkeypatch):
     with Watch():
         plain(hidden, weight, None, targets)
     assert largest == 200 * 300
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_weights_gradient_is_the_same_in_any_chunks(dtype, monkeypatch):
+    """Of a low dtype, too: it is rounded once, at the end."""
+    gradients = []
+    for chunks in (1, 5):
+        hidden, weight, _, targets = inputs(200, 16, 300, dtype=dtype)
+        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 200 // chunks * 300 * 4)
+        loss = linear_cross_entropy(hidden, weight, None, targets)
+        gradients.append(torch.autograd.grad(loss, weight)[0])
+    torch.testing.assert_close(
+        *gradients, rtol=2**-8 if dtype == torch.bfloat16 else 1e-6, atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_chunk_makes_nothing_of_the_weights_size_and_few_of_its_own(device, dtype, monkeypatch):
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    made: list[tuple[int, ...]] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            result = function(*args, **(kwargs or {}))
+            is_new = not any(given.alias_info for given in function._schema.returns)
+            if is_new and torch.is_tensor(result):
+                made.append(tuple(result.shape))
+            return result
+
+    is_low = dtype != torch.float32
+    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 40 * 300 * 4)
+    with FakeTensorMode(), torch.device(device):
+        hidden, weight = torch.empty(200, 16, dtype=dtype), torch.empty(300, 16, dtype=dtype)
+        targets = torch.zeros(200, dtype=torch.int64)
+        # autograd would look for the GPU of fake tensors
+        context = SimpleNamespace(
+            needs_input_grad=(True, True, False), save_for_backward=lambda *_: None
+        )
+        options = cross_entropy._Options(0.0, None, with_gradients=True, words=None)
+        with Watch():
+            inputs = hidden, weight, None, targets, options
+            cross_entropy._CrossEntropy.forward(context, *inputs)
+    assert made.count((300, 16)) == 1 + is_low  # the sum in float32, and what is rounded of it
+    # the logits, in float32, too, and their gradient; a processor multiplies in float32
+    each = 3 + (device == "cpu") if is_low else 1
+    assert made.count((40, 300)) + made.count((300, 40)) == 5 * each
 
 
 def test_no_gradient_is_made_without_need():

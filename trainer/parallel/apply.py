@@ -33,13 +33,13 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel import compilation, float8, partition, shard
+from trainer.parallel import compilation, partition
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.recompute import activation_checkpointing
 from trainer.parallel.splits import matrices
-from trainer.tasks.task import ModelWithLoss, Task
+from trainer.tasks.task import Task
 
 
 def wrap_blocks(
@@ -94,27 +94,6 @@ def stages_of_rank(
         f"step by {layout.schedule.name}"
     )
     return stages, note
-
-
-def shard_and_materialise(
-    module: ModelWithLoss,
-    spec: ModelSpec,
-    ends: shard.Ends,
-    mesh: ParallelMesh,
-    reduction: torch.dtype,
-    seed: int,
-    device: torch.device,
-) -> None:
-    """Run steps 7 and 8, with FSDP2 from ZeRO-1 on; `spec` has the blocks of `module`.
-
-    `ends` are units beside the blocks; gradients are reduced in the dtype `reduction`.
-    """
-    if mesh.layout.zero_stage > 0:
-        float8.apply(module.model, spec, mesh.layout, device)
-        kind = mesh.device_mesh.device_type
-        options = shard.options_of(mesh.layout, mesh.fsdp, kind, reduction)
-        shard.apply(module, spec, ends, options)
-    give_values(module.model, spec, mesh.layout, seed, device)
 
 
 def give_values(

@@ -6,7 +6,7 @@ what is left, with tables that are tied to the head.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,16 +23,14 @@ from torch.distributed.fsdp import (
 )
 from torch.nn.parameter import UninitializedParameter
 
-from trainer.errors import ConfigError, NumericsError, Problem
+from trainer.errors import ConfigError, NumericsError, Problem, named_line
 from trainer.layout import Layout
 from trainer.models.cut import of_tokens, owns_parameters, runs_outside
 from trainer.models.materialise import on_host
 from trainer.models.names import outermost
 from trainer.models.spec import ModelSpec, Trial
 from trainer.parallel.splits.vocabulary import looks_up
-
-KEPT = {"reshard_after_forward": False}
-"""The option of a unit with which the backward pass begins: it stays gathered until then."""
+from trainer.tasks.task import ModelWithLoss
 
 
 class Ends(NamedTuple):
@@ -74,24 +72,37 @@ def options_of(
     }
 
 
-def apply(module: nn.Module, spec: ModelSpec, ends: Ends, options: dict[str, Any]) -> None:
-    """Make units of a model with its loss. Raises NumericsError if a block is none."""
-    model: Any = module.model
-    for name in spec.blocks:
-        fully_shard(model.get_submodule(name), **options)
-    apply_to_ends(model, ends, options)
-    fully_shard(module, **{**options, **KEPT})
+def apply(
+    module: ModelWithLoss,
+    spec: ModelSpec,
+    ends: Ends,
+    options: dict[str, Any],
+    wrap_rest: Callable[[nn.Module], Any] | None = None,
+) -> None:
+    """Make units of a model with its loss. Raises NumericsError if a block is none.
+
+    `wrap_rest`: another library's way to make units of the blocks, and of all that is none yet.
+    """
+    _wrap_ends(module.model, ends, options)
+    if wrap_rest is not None:
+        wrap_rest(module)
+    else:
+        for name in spec.blocks:
+            fully_shard(module.model.get_submodule(name), **options)
+        fully_shard(module, **options)
     check_units(module, spec)
+    root: Any = module
+    root.set_reshard_after_forward(False, recurse=False)
     prefetch(module, spec, ends)
 
 
-def apply_to_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:
+def _wrap_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:
     """Make units of the tables, and of the last norm with the head, where this stage has them.
 
     The backward pass needs no table, and begins with the head: neither is gathered for it.
     """
     modules = dict(model.named_modules())  # a stand-in of a stage may be for several
-    for names, more in (ends.tables, {}), (ends.head, KEPT):
+    for names, more in (ends.tables, {}), (ends.head, {"reshard_after_forward": False}):
         unit = [modules[name] for name in names if name in modules]
         unit = [module for module in unit if any(True for _ in module.parameters())]
         if not unit:
@@ -115,13 +126,14 @@ def prefetch(module: nn.Module, spec: ModelSpec, ends: Ends) -> None:
         unit.set_modules_to_forward_prefetch([following])
 
 
-def ends_of(spec: ModelSpec, layout: Layout) -> Ends:
-    """Find the ends of a model on its tiny copy.
+def ends_of(spec: ModelSpec, layout: Layout) -> tuple[Ends, tuple[str, ...]]:
+    """Find the ends of a model on its tiny copy, with a note if they are not fit to be units.
 
-    There are none if the two share a parameter, or if the model uses their weights elsewhere.
+    There are none if the two share a parameter: the root has it.
     """
     if layout.zero_stage == 0 or spec.tiny.copy is None:
-        return Ends()
+        return Ends(), ()
+    reason = "the model uses their weights elsewhere"
     try:
         small = spec.tiny.copy()
         trial, model = small.tiny.input or of_tokens(small), on_host(small).eval()
@@ -133,11 +145,13 @@ def ends_of(spec: ModelSpec, layout: Layout) -> Ends:
             tuple(outermost([name for name in own if called[name] == ["after"]])),
         )
         ties = [(_end(ends, alias), _end(ends, name)) for alias, name in spec.tied.items()]
-        if all(one == other for one, other in ties) and _are_units(small, trial, ends, output):
-            return ends
-    except Exception:  # whatever a module's own code raises
-        pass
-    return Ends()
+        if any(one != other for one, other in ties):
+            return Ends(), ()
+        if _are_units(small, trial, ends, output):
+            return ends, ()
+    except Exception as error:  # whatever a module's own code raises, as where a weight is empty
+        reason = f"{reason} ({named_line(error, 80)})"
+    return Ends(), (f"FSDP: embedding and head are in the unit of the root: {reason}",)
 
 
 def _end(ends: Ends, name: str) -> int | None:

@@ -12,15 +12,14 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
-from torch.backends import cuda
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from torch.nn.attention.varlen import varlen_attn
-from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._triton import has_triton
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -34,18 +33,19 @@ from trainer.trial.setup import own_randomness, row_of, tiny
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
 """The arguments of PyTorch's attention within borders; in 2.10 it has no window and no scale."""
 BACKENDS = {
-    "cuDNN": (SDPBackend.CUDNN_ATTENTION, cuda.can_use_cudnn_attention),
-    "flash": (SDPBackend.FLASH_ATTENTION, cuda.can_use_flash_attention),
-    "efficient": (SDPBackend.EFFICIENT_ATTENTION, cuda.can_use_efficient_attention),
-    "math": (SDPBackend.MATH, lambda *_: True),
+    "cuDNN": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 NEWER_FLASH = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
 """By the GPU's generation: the flash attention that PyTorch can call, and its module."""
 KERNELS = {
-    "borders": "flash attention within borders, without a mask",
-    "blocks": "flex attention in blocks, without a mask",
+    "borders": "flash attention within borders",
+    "blocks": "flex attention in blocks",
     "mask": "a mask of sequence x sequence",
 }
+"""What may compute packed documents and windows, the first that can."""
 _KEPT = ExitStack()
 
 
@@ -62,10 +62,12 @@ class Borders:
 
 @dataclass(frozen=True)
 class Sealed:
-    """A mask that only `attend` can read; it notes (widths of keys and values, dropout)."""
+    """A mask that only `attend` can read; it notes what it is for, and what each layer computes."""
 
     mask: torch.Tensor
-    calls: list[tuple[int, int, float]]
+    pattern: str
+    calls: list[tuple[str, int, int, float]]
+    """The pattern, the widths of keys and values, and the dropout."""
 
 
 def attend(
@@ -85,8 +87,8 @@ def attend(
     if isinstance(attention_mask, Sealed):
         if more.get("position_bias") is not None:
             raise ValueError("it adds a position bias to scores")
-        calls = attention_mask.calls
-        calls.append((key.shape[-1], value.shape[-1], more.get("dropout") or 0.0))
+        widths = key.shape[-1], value.shape[-1]
+        attention_mask.calls.append((attention_mask.pattern, *widths, more.get("dropout") or 0.0))
         attention_mask = attention_mask.mask
     if not isinstance(attention_mask, Borders):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
@@ -130,51 +132,64 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
 
     `logits(model, row, seal)` runs packed documents; `seal(pattern, mask)` replaces each mask.
     """
-    calls: list[tuple[int, int, float]] = []
-    patterns: set[str] = set()
-
-    def seal(pattern: str, mask: torch.Tensor) -> Sealed:
-        patterns.add(pattern)
-        return Sealed(mask, calls)
-
+    calls: list[tuple[str, int, int, float]] = []
     try:
         with own_randomness(), torch.no_grad():
             small, model = tiny(spec)
             found = []
-            for replaced in (lambda pattern, mask: mask, seal):
+            for seal in (lambda _, mask: mask, lambda kind, mask: Sealed(mask, kind, calls)):
                 torch.default_generator.manual_seed(1)
-                found.append(logits(model.train(), row_of(small)[None], replaced))
+                found.append(logits(model.train(), row_of(small)[None], seal))
     except Exception as error:  # whatever a model's own code raises about what is no tensor
         return Attention(refusal=f"its layers need it ({named_line(error, 80)})")
     if not calls or not torch.equal(*found):
         kind = model.config._attn_implementation  # type: ignore[union-attr]
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
-    keys, values, dropouts = map(set, zip(*calls, strict=True))
-    parts = small.language, spec.language
-    of_tiny, own = (part.attention_width // (part.heads or 1) for part in parts)
-    size = own if keys == values == {of_tiny} else 0
-    groups = spec.language.heads // (spec.language.kv_heads or 1)
-    return Attention(size, groups, max(dropouts), frozenset(patterns))
+    patterns, keys, values, dropouts = map(set, zip(*calls, strict=True))
+    of_tiny, size = (
+        part.attention_width // (part.heads or 1) for part in (small.language, spec.language)
+    )
+    if not keys == values == {of_tiny}:
+        size = 0
+    groups, dropout = spec.language.heads // (spec.language.kv_heads or 1), max(dropouts)
+    refusal = f"neither flash nor flex attention takes dropout of {dropout:g}" if dropout else ""
+    return Attention(size, groups, dropout, frozenset(patterns), refusal)
 
 
-def kernel_of(
-    model: Attention, pattern: str, dtype: torch.dtype, generation: int
+def tested(
+    model: Attention, pattern: str, dtype: torch.dtype, device: torch.device
 ) -> tuple[str, str]:
-    """Choose one of KERNELS on CUDA, with the reason why it is not the first.
+    """Choose the first of KERNELS that computes the right values on this GPU, and say why not one
+    before it.
 
-    `generation` is the major number of a GPU's compute capability.
+    Each rank chooses by itself: kernels communicate nothing, and all compute the same.
     """
     if model.refusal:
         return "mask", model.refusal
-    if model.dropout:
-        return "mask", f"neither flash nor flex attention takes dropout of {model.dropout:g}"
-    reason = "it is neither causal nor a window" if pattern == "other" else ""
-    reason = reason or _no_flash(model, dtype, generation)
-    if not reason and "window_size" not in VARLEN:
-        reason = f"torch {torch.__version__} has no windows in varlen_attn"
-    if not reason:
-        return "borders", ""
-    return ("blocks", reason) if has_triton() else ("mask", f"{reason}, and there is no Triton")
+    generation, reasons = torch.cuda.get_device_capability(device)[0], list[str]()
+    for kernel in ("borders", "blocks"):
+        reason = _unfit(kernel, model, pattern, dtype, generation)
+        if not reason:
+            fault = fault_of(kernel, model.head_size, model.groups, pattern, dtype, device)
+            if not fault:
+                return kernel, "; ".join(reasons)
+            reason = f"{KERNELS[kernel]} failed its test: {fault}"
+        reasons.append(reason)
+    return "mask", "; ".join(reasons)
+
+
+def _unfit(kernel: str, model: Attention, pattern: str, dtype: torch.dtype, generation: int) -> str:
+    """Return the reason why a kernel can't compute a pattern, or nothing.
+
+    `generation` is the major number of a GPU's compute capability.
+    """
+    if kernel == "blocks":
+        return "" if has_triton() else "there is no Triton"
+    if pattern == "other":
+        return "it is neither causal nor a window"
+    if not (reason := _no_flash(model, dtype, generation)) and "window_size" not in VARLEN:
+        return f"torch {torch.__version__} has no windows in varlen_attn"
+    return reason
 
 
 def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
@@ -187,22 +202,6 @@ def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
     if model.head_size > 256 or model.head_size % 8:
         return f"flash attention takes no heads of {model.head_size}"
     return ""
-
-
-def tested(
-    model: Attention, pattern: str, dtype: torch.dtype, device: torch.device
-) -> tuple[str, str]:
-    """Choose as `kernel_of` does, of the kernels that compute the right values on this GPU.
-
-    Each rank chooses by itself: kernels communicate nothing, and all compute the same.
-    """
-    kernel, reason = kernel_of(model, pattern, dtype, torch.cuda.get_device_capability(device)[0])
-    of = (model.head_size, model.groups, pattern, dtype, device)
-    while kernel != "mask" and (fault := fault_of(kernel, *of)):
-        name = KERNELS[kernel].partition(",")[0]
-        reason = f"{reason and reason + '; '}{name} failed its test: {fault}"
-        kernel = "blocks" if kernel == "borders" and has_triton() else "mask"
-    return kernel, reason
 
 
 @cache
@@ -218,36 +217,28 @@ def fault_of(
     length, window = 160, 7 if pattern == "window" else None
     documents = documents_of(torch.tensor([[70, 90], [41, 0]], device=device), length)
     at, number = torch.arange(length, device=device), documents.numbers
+    module: Any = SimpleNamespace(num_key_value_groups=groups, training=True)
 
     def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (q - k < (window or length)) & (number[row, q] == number[row, k])
 
-    def own(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        borders = Borders(documents.borders, length, window)
-        mask = borders if kernel == "borders" else blocks(sees, 2, length, device)
-        return attend(torch.nn.Identity(), q, k, v, mask, scaling=0.1)[0]
-
-    def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        mask = sees(at[:2, None, None, None], None, at[:, None], at)
-        with sdpa_kernel(SDPBackend.MATH):
-            out = scaled_dot_product_attention(q, k, v, mask, scale=0.1, enable_gqa=True)
-        return out.transpose(1, 2)
-
-    def computed(compute: Callable[..., torch.Tensor], *kind: Any) -> list[torch.Tensor]:
-        heads = [part.to(*kind).requires_grad_() for part in drawn]
-        out = compute(*heads)
+    def computed(mask: Any, *kind: Any) -> list[torch.Tensor]:
+        q, k, v = heads = [part.to(*kind).requires_grad_() for part in drawn]
+        out = attend(module, q, k, v, mask, scaling=0.1)[0]
         ramp = torch.linspace(-1, 1, out.numel()).to(dtype).view_as(out).to(out)
         parts = (out, *torch.autograd.grad(out, heads, ramp))
         return [part.detach().float() for part in parts]
 
     keys, values = (size, size) if size else (192, 128)  # those of DeepSeek
     shapes = (2 * groups, keys), (2, keys), (2, values)
-    with torch.autocast(device.type, enabled=False):
+    with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
         torch.default_generator.manual_seed(0)
         drawn = [torch.randn(2, heads, length, width).to(dtype) for heads, width in shapes]
-        right = computed(plain, device, torch.float32)
+        mask = sees(at[:2, None, None, None], None, at[:, None], at)
+        right = computed(mask, device, torch.float32)
         try:
-            found = computed(own, device)
+            borders = kernel == "borders" and Borders(documents.borders, length, window)
+            found = computed(borders or blocks(sees, 2, length, device), device)
         except Exception as error:  # whatever a kernel or its compiler raises
             return named_line(error, 80)
         finally:
@@ -274,7 +265,7 @@ def prefer(generation: int, dropout: float) -> tuple[str, ...]:
         attention.activate_flash_attention_impl(name)
     first = ("cuDNN", "flash") if generation >= 9 and not newer else ("flash", "cuDNN")
     order = (*first, "efficient", "math")
-    _KEPT.enter_context(sdpa_kernel([BACKENDS[name][0] for name in order], set_priority=True))
+    _KEPT.enter_context(sdpa_kernel([BACKENDS[name] for name in order], set_priority=True))
     return order
 
 
@@ -283,22 +274,23 @@ def notes(
 ) -> Iterator[str]:
     """Say which kernels run on a GPU, a line for each kind of mask, and set their order."""
     generation = torch.cuda.get_device_capability(device)[0]
-    order = prefer(generation, model.dropout)
-    heads, shared, size = spec.language.heads, spec.language.kv_heads, model.head_size
-    if size:
+    prefer(generation, model.dropout)
+    if model.head_size:
         query, key = (
-            torch.empty(1, count, 128, size, dtype=dtype, device=device, requires_grad=True)
-            for count in (heads, shared)
+            torch.empty(1, count, 128, model.head_size, dtype=dtype, device=device).requires_grad_()
+            for count in (spec.language.heads, spec.language.kv_heads)
         )
-        rows = cuda.SDPAParams(query, key, key, None, model.dropout, True, heads != shared)
-        kernel = next(name for name in order if BACKENDS[name][1](rows))
+        rows = None, model.dropout, True  # no mask, causal
+        backend = torch._fused_sdp_choice(query, key, key, *rows, enable_gqa=model.groups > 1)
+        kernel = next(name for name, own in BACKENDS.items() if own.value == backend)
         newer = attention.current_flash_attention_impl() if kernel == "flash" else None
         reason = "" if kernel in ("cuDNN", "flash") else _no_flash(model, dtype, generation)
         yield f"attention of whole rows: {newer or kernel}{reason and f': {reason}'}"
+    if model.refusal:
+        yield f"attention: {KERNELS['mask']} where one is needed: {model.refusal}"
+        return
     for pattern in sorted(model.patterns):
         if packed or pattern != "causal":
             kernel, reason = tested(model, pattern, dtype, device)
             name = f"{'packed documents' if packed else 'rows'}, {pattern} mask"
             yield f"attention of {name}: {KERNELS[kernel]}{reason and f': {reason}'}"
-    if model.refusal:
-        yield f"attention: {KERNELS['mask']} where one is needed: {model.refusal}"

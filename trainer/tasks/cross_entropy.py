@@ -68,7 +68,7 @@ def linear_cross_entropy(
     flat = flat if words is None else words.ranks.enter(flat)
     own = local(weight), None if bias is None else local(bias)
     options = _Options(smoothing, observe, torch.is_grad_enabled(), words, chunk_loss)
-    return _LinearCrossEntropy.apply(flat, *own, flat_targets, options)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(flat, *own, flat_targets, options)  # type: ignore[no-any-return]
 
 
 def linear_measured(
@@ -109,52 +109,55 @@ def logits_cross_entropy(
     """
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     options = _Options(smoothing, observe, torch.is_grad_enabled(), words)
-    return _LogitsCrossEntropy.apply(flat, flat_targets, options)  # type: ignore[no-any-return]
+    return _CrossEntropy.apply(flat, None, None, flat_targets, options)  # type: ignore[no-any-return]
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
+class _CrossEntropy(torch.autograd.Function):
+    """The summed loss of hidden states [n, h] or, without a weight, of logits [n, v]."""
+
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        hidden: torch.Tensor,
-        weight: torch.Tensor,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         options: _Options,
     ) -> torch.Tensor:
-        wide = torch.promote_types(hidden.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=hidden.device)
-        wants_hidden, wants_weight, wants_bias = (
+        wide = torch.promote_types(given.dtype, torch.float32)
+        total = torch.zeros((), dtype=wide, device=given.device)
+        wants, wants_weight, wants_bias = (
             options.with_gradients and wanted for wanted in ctx.needs_input_grad[:3]
         )
-        hidden_grad = torch.empty_like(hidden) if wants_hidden else None
+        given_grad = torch.empty_like(given) if wants else None
         # summed over chunks in full precision, rounded once at the end
-        weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias and bias is not None else None
+        weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None  # type: ignore[arg-type]
+        bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias else None  # type: ignore[arg-type]
         # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
         # than that
-        most = weight.shape[0] if options.words is None else options.words.most
-        for rows in _chunks(hidden.shape[0], most, wide, at_least=hidden.shape[1] // 2):
-            part = hidden[rows]
-            logits = F.linear(part, weight, bias).to(wide)
-            loss_of = (options.words is None and options.chunk_loss) or _chunk_loss
-            losses, grad = loss_of(logits, targets[rows], options.smoothing, options.words)
+        width, words = given.shape[1], options.words
+        count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
+        loss_of = (words is None and options.chunk_loss) or _chunk_loss
+        for rows in _chunks(len(given), words.most if words else count, wide, at_least):
+            part = given[rows]
+            logits = part if weight is None else F.linear(part, weight, bias)
+            logits = logits.to(wide, copy=weight is None)
+            losses, grad = loss_of(logits, targets[rows], options.smoothing, words)
             total += losses.sum()
             options.report(rows, losses)
-            low = grad.to(hidden.dtype)
-            if hidden_grad is not None:
-                torch.mm(low, weight, out=hidden_grad[rows])
+            low = grad.to(given.dtype)
+            if given_grad is not None and weight is None:
+                given_grad[rows] = low
+            elif given_grad is not None:
+                torch.mm(low, weight, out=given_grad[rows])  # type: ignore[arg-type]
             if weight_grad is not None:
-                if low.dtype == wide:
-                    weight_grad.addmm_(low.T, part)
-                else:
-                    weight_grad += low.T @ part
+                _add_product(weight_grad, low.T, part)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
         ctx.save_for_backward(
-            hidden_grad,
-            None if weight_grad is None else weight_grad.to(weight.dtype),
-            None if bias_grad is None or bias is None else bias_grad.to(bias.dtype),
+            given_grad,
+            None if weight_grad is None else weight_grad.to(given.dtype),
+            None if bias_grad is None else bias_grad.to(given.dtype),
         )
         return total
 
@@ -164,30 +167,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None)
 
 
-class _LogitsCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, logits: torch.Tensor, targets: torch.Tensor, options: _Options
-    ) -> torch.Tensor:
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        total = torch.zeros((), dtype=wide, device=logits.device)
-        wants_gradient = options.with_gradients and ctx.needs_input_grad[0]
-        gradient = torch.empty_like(logits) if wants_gradient else None
-        most = logits.shape[1] if options.words is None else options.words.most
-        for rows in _chunks(logits.shape[0], most, wide):
-            chunk = logits[rows].to(wide, copy=True)
-            losses, grad = _chunk_loss(chunk, targets[rows], options.smoothing, options.words)
-            total += losses.sum()
-            options.report(rows, losses)
-            if gradient is not None:
-                gradient[rows] = grad
-        ctx.save_for_backward(gradient)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
-        (gradient,) = ctx.saved_tensors
-        return _times(gradient, grad), None, None
+def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to a total of the same or a wider dtype, in place and in its precision."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # a processor has no such product
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
 def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -208,26 +193,25 @@ def _chunk_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a chunk's losses [n], and the gradient of their sum in the logits' memory [n, v]."""
     counted = targets != IGNORED
-    index, own = targets.clamp_min(0), None
+    index = targets.clamp_min(0)
+    index, own = (index, counted) if words is None else words.find(index)
+    wanted = logits.gather(1, index.unsqueeze(1)).squeeze(1).where(own, 0)
     total = logits.shape[1] if words is None else words.total
-    if words is not None:
-        index, own = words.find(index)
-    wanted = logits.gather(1, index.unsqueeze(1)).squeeze(1)
-    wanted = wanted if own is None else wanted.where(own, 0)
     if smoothing:
         wanted = (1 - smoothing) * wanted + smoothing / total * logits.sum(1)
-    log_total = torch.logsumexp(logits, dim=1)
+    # this rank's words may all be ruled out, by logits of minus infinity
+    largest = logits.amax(1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+    grad = logits.sub_(largest).exp_()
+    log_total = grad.sum(1).log() + largest.squeeze(1)
     if words is not None:
         log_totals, parts = words.gathered(log_total, wanted)
         log_total, wanted = torch.logsumexp(log_totals, 0), parts.sum(0)
     losses = torch.where(counted, log_total - wanted, 0)
-    grad = logits.sub_(log_total.unsqueeze(1)).exp_()
+    grad.mul_((largest - log_total.unsqueeze(1)).exp() * counted.unsqueeze(1))
     if smoothing:
-        grad.sub_(smoothing / total)
-    target = torch.full_like(index, smoothing - 1, dtype=grad.dtype)
-    target = target if own is None else target * own
-    grad.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
-    return losses, grad.mul_(counted.unsqueeze(1))
+        grad.sub_(smoothing / total * counted.unsqueeze(1))
+    target = (smoothing - 1) * (counted & own).to(grad.dtype)
+    return losses, grad.scatter_add_(1, index.unsqueeze(1), target.unsqueeze(1))
 
 
 class LossHead(nn.Linear):

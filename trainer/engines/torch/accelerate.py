@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -45,20 +46,17 @@ def build(job: Job) -> TorchEngine:
     layout, spec, device = job.layout, job.spec, job.machine.device
     model, dropout = wrap_blocks(spec, job.task, layout)
     float8.apply(model, spec, layout, device)
-    module: nn.Module = ModelWithLoss(model, job.task)
+    module: Any = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     if layout.zero_stage > 0:
-        # Accelerate's units go by class; it leaves modules alone that are units
-        ends = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
+        ends, more = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
+        notes = (*notes, *more)
         axes, whole = accelerator.parallelism_config, accelerator.torch_device_mesh
         shared = whole and whole[tuple(axes.fsdp_dim_names)]
         options = shard.options_of(layout, shared, device.type, job.reduction)
-        shard.apply_to_ends(model, ends, options)
-        # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
-        module = fsdp2_prepare_model(accelerator, module)
-        shard.check_units(module, spec)
-        module.set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
-        shard.prefetch(module, spec, ends)
+        # Accelerate's units go by class; it leaves modules alone that are units. `prepare` calls
+        # this, but maps an optimizer by addresses, which meta tensors lack
+        shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
         module = accelerator.prepare(module)

@@ -18,7 +18,7 @@ from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.recipes import in_torch
 from trainer.parallel import compilation, float8, shard
-from trainer.parallel.apply import shard_and_materialise, stages_of_rank, wrap_blocks
+from trainer.parallel.apply import give_values, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
@@ -116,10 +116,15 @@ def build(job: Job) -> TorchEngine:
         )
         raise ConfigError(Problem(key, seen, "a gradient of each", hint))
 
-    ends = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
+    ends, more = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
+    notes = (*notes, *more)
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
-        shard_and_materialise(module, spec, ends, mesh, job.reduction, job.seed_of_values, device)
+        if layout.zero_stage > 0:
+            float8.apply(module.model, spec, layout, device)
+            options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction)
+            shard.apply(module, spec, ends, options)
+        give_values(module.model, spec, layout, job.seed_of_values, device)
 
     forward_backward: ForwardBackward
     if layout.pipeline > 1:
