@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+
+COUNTS = re.compile(r"((^|_)heads?|^all_head_size|^(embed|inner)_dim|^(hidden|embed)_size)$")
+"""The names of what `divide_heads` divides."""
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -62,6 +66,17 @@ def has_rows(table: nn.Embedding, rows: torch.Tensor, padding: int | None) -> It
         yield
     finally:
         table._parameters["weight"], vars(table)["padding_idx"] = whole
+
+
+def divide_heads(attention: nn.Module, size: int) -> None:
+    """Let a module of attention count the heads, and their widths together, that a rank has.
+
+    transformers 5.24: families without a tensor plan make views by these numbers. Can go when they
+    make them by the shape.
+    """
+    for key, value in vars(attention).items():
+        if COUNTS.search(key) and type(value) is int and value % size == 0:
+            vars(attention)[key] = value // size
 
 
 @contextmanager

@@ -21,7 +21,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "colwise_gather_output": {"partition_type": "column", "gather_output": True},
     "rowwise": {"partition_type": "row"},
-    matrices.SUMMED: {"partition_type": "skip", "grad_allreduce": True},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
 }
 """AutoTP's rules by transformers' names for the styles."""
 
