@@ -99,9 +99,11 @@ def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...], heads: int) ->
     found = {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}
     if found:
         return found
-    for block in reversed(blocks):
-        guessed = _guessed_plan(model.get_submodule(block), heads)
-        plan |= {pattern_of(f"{block}.{name}"): style for name, style in guessed.items()}
+    guessed: dict[str, set[str]] = {}
+    for block in blocks:
+        for name, style in _guessed_plan(model.get_submodule(block), heads).items():
+            guessed.setdefault(pattern_of(f"{block}.{name}"), set()).add(style)
+    plan = {pattern: min(styles) for pattern, styles in guessed.items() if len(styles) == 1}
     return {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}
 
 

@@ -80,6 +80,21 @@ def divide_heads(attention: nn.Module, size: int) -> None:
 
 
 @contextmanager
+def has_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module have these tensors as its parameters.
+
+    PyTorch 2.15: the code of a model can't compute with a DTensor and a tensor together. Can go
+    when it can.
+    """
+    whole = dict(module._parameters)
+    module._parameters.update(parameters)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(whole)
+
+
+@contextmanager
 def has_experts(
     experts: nn.Module, parameters: Mapping[str, torch.Tensor], count: int
 ) -> Iterator[None]:
@@ -88,12 +103,10 @@ def has_experts(
     transformers 5.24: its own expert parallelism sets the same attributes, and loads a model
     whole on each rank. Can go when it splits a model on the meta device.
     """
-    whole = dict(experts._parameters)
     other = {name: vars(experts).get(name) for name in ("num_experts", "_is_expert_parallel")}
     vars(experts).update(num_experts=count, _is_expert_parallel=True)
-    experts._parameters.update(parameters)  # type: ignore[arg-type]
     try:
-        yield
+        with has_parameters(experts, parameters):
+            yield
     finally:
         vars(experts).update(other)
-        experts._parameters.update(whole)

@@ -27,7 +27,7 @@ from trainer.models.language_model import widths
 from trainer.models.names import layer_of, outermost
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.parallel.patches import divide_heads, replace_forward
+from trainer.parallel.patches import divide_heads, has_parameters, replace_forward
 from trainer.parallel.splits import experts, vocabulary
 from trainer.parallel.splits.sequence import TokenParts, with_first
 from trainer.parallel.splits.trials import Part, difference
@@ -52,8 +52,8 @@ STYLES: dict[str, _Style] = {
     "rowwise_split_input": _Style(1, whole=True),
 }
 """How linear layers are split, by transformers' names."""
-UNSPLIT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", WHOLE)
-"""The styles of modules that are whole on each rank; transformers has two for their gradients."""
+UNSPLIT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", HEADS, WHOLE)
+"""The styles of modules that are no matrix to split; their gradients are known by their place."""
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -> None:
@@ -79,7 +79,7 @@ def split(
     """Split what the plan names; from the first to the last of the blocks `divided` each rank has a
     part of the tokens.
     """
-    modules = dict(model.named_modules())
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     sequence = TokenParts(ranks) if divided else None
     entries = {name: _Entry(ranks, sequence) for name in entered_by(spec) if name in modules}
     for name, entry in entries.items():
@@ -91,6 +91,10 @@ def split(
             inner = around is not None and ".lora_B." in name
             kind = STYLES[style]._replace(inner=inner)
             _split(modules[name], kind, ranks, part, (around, sequence))
+        elif style == "colwise" and name in parameters:  # a number of each head
+            owner = modules[name.rpartition(".")[0]]
+            owner.register_parameter(name.rpartition(".")[2], part(parameters[name], 0))
+            replace_forward(owner, partial(_with_parts, owner, owner.forward))
         elif style == experts.STYLE and name in modules:
             experts.apply(modules[name], ranks, part, sequence is not None)
         elif style == HEADS and name in modules:
@@ -100,7 +104,7 @@ def split(
 
 
 def _split(
-    layer: nn.Module,
+    layer: Any,
     style: _Style,
     ranks: Exchange,
     part: Part,
@@ -115,6 +119,12 @@ def _split(
         replace_forward(layer, partial(_by_columns, layer, style, ranks, way[0]))
     else:
         replace_forward(layer, partial(_by_rows, layer, style, ranks, way[1] is not None))
+
+
+def _with_parts(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    parts = {key: local(value) for key, value in module.named_parameters(recurse=False)}
+    with has_parameters(module, parts):
+        return forward(*args, **kwargs)
 
 
 def _by_columns(
@@ -200,7 +210,7 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
         if style == WHOLE:
             base = plan[f"{layer_of(owner)}.base_layer"]
             return base.startswith("colwise") or layout.sequence_parallel
-        if style in STYLES or style == experts.STYLE:
+        if {style, plan.get(name)} & {*STYLES, experts.STYLE}:
             bias = style.startswith("rowwise") and name.endswith(".bias")
             return bias and layout.sequence_parallel
         outside = name.startswith(blocks) and not name.startswith(inside)
@@ -240,7 +250,8 @@ def _difference(spec: ModelSpec, layout: Layout) -> str | None:
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     plan, size = spec.language.tensor_plan, layout.tensor
-    modules = dict(spec.build().named_modules())
+    model = spec.build()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     if not plan:
         yield (
             "its family has no tensor plan in transformers, and its blocks have no linear layers "
@@ -248,18 +259,20 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
             "a model with `base_model_tp_plan`",
         )
     for name, style in plan.items():
-        module = modules.get(name)
-        whole = style in (*UNSPLIT, HEADS, experts.STYLE)
-        if whole or plan.get(name.rpartition(".")[0]) == experts.STYLE:
+        layer, rows = modules.get(name), style.startswith("rowwise")
+        if style in (*UNSPLIT, experts.STYLE) or plan.get(name.rpartition(".")[0]) == experts.STYLE:
             continue
-        if style not in STYLES or not isinstance(module, nn.Linear | Conv1D):
+        if style == "colwise" and name in parameters:
+            what, width = "size", len(parameters[name])
+        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
+            what, width = "in_features" if rows else "out_features", widths(layer)[not rows]
+        else:
             yield (
                 f"{name} is to be split as {style!r}",
                 f"linear layers, split as one of {', '.join(STYLES)}",
             )
             continue
-        what = "in_features" if style.startswith("rowwise") else "out_features"
-        if (width := widths(module)[what == "out_features"]) % size:
+        if width % size:
             seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
             yield seen, f"a multiple of {size}"
     yield from experts.problems(spec, size)

@@ -41,7 +41,8 @@ def difference(
     """
     small = spec.tiny.copy(split=size) if spec.tiny.copy else spec
     styles = {pattern_of(name): style for name, style in spec.language.tensor_plan.items()}
-    names = [name for name, _ in small.build().named_modules()]
+    model = small.build()
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     plan = {name: styles[pattern_of(name)] for name in names if pattern_of(name) in styles}
     small = replace(small, language=replace(small.language, tensor_plan=plan))
     slots, barrier = [torch.empty(0)] * size, Barrier(size)
