@@ -135,12 +135,12 @@ class _Pass(TorchDispatchMode):
         ids = torch.stack([self._row, self._row.flip(0)])
         try:
             with self:
-                self.loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
-                self.loss.backward()
+                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
         except BaseException:
             self._rank.barrier.abort()
             raise
-        self.gradients = gradients_of(self.model)
+        self.loss, self.gradients = loss.detach(), gradients_of(self.model)
 
     def differences(self, whole: _Pass) -> Iterator[str]:
         """Yield in words where this rank differs from one process, the first place first."""
