@@ -54,6 +54,11 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if unknown := sorted(styles - _KINDS.keys()):
         place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"
         raise ConfigError(Problem(place, seen, f"one of {', '.join(_KINDS)}", hint))
+    is_partial = matrices.has_partial_gradient(spec, layout)
+    for name in filter(is_partial, dict(spec.build().named_parameters())):
+        if name.rpartition(".")[0] not in spec.language.tensor_plan:
+            place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"{name} sees a rank's part"
+            raise ConfigError(Problem(place, seen, "a style for it in the model's plan", hint))
 
 
 def groups(layout: Layout) -> Any:

@@ -21,10 +21,10 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, listed
 from trainer.layout import Layout
 from trainer.models.language_model import widths
-from trainer.models.names import layer_of, outermost
+from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import divide_heads, has_parameters, replace_forward
@@ -177,6 +177,17 @@ class _Entry:
         It is that of all in the module, but for what layers make whole.
         """
         return given is self._entered or (self._entered is not None and not style.whole)
+
+
+def note_of(spec: ModelSpec) -> str | None:
+    """Say how a family without a plan of its own is split; None: it has one."""
+    model, plan = spec.build(), spec.language.tensor_plan
+    own: dict[str, str] = getattr(model, "tp_plan", {})
+    if any(pattern_of(layer_of(name)) in own for name in plan):
+        return None
+    inside = [name for name in plan if name.startswith(f"{spec.blocks[0]}.")]
+    styles = [f"{plan[name]}: {name.removeprefix(spec.blocks[0] + '.')}" for name in inside]
+    return f"no tensor plan in transformers; split by the shapes of layers: {listed(styles, 12)}"
 
 
 def entered_by(spec: ModelSpec) -> list[str]:
