@@ -51,14 +51,14 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         place = f"engine deepspeed: {spec.name}"
         seen = "an adapter, and AutoTP would take each of its matrices for a layer"
         raise ConfigError(Problem(place, seen, "no adapter in what it splits", hint))
+    is_partial, named = matrices.has_partial_gradient(spec, layout), spec.build().named_parameters()
+    summed = {name.rpartition(".")[0] for name, _ in named if is_partial(name)}
+    styles |= {
+        f"whole ({name.rpartition('.')[2]})" for name in summed - spec.language.tensor_plan.keys()
+    }
     if unknown := sorted(styles - _KINDS.keys()):
         place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"
         raise ConfigError(Problem(place, seen, f"one of {', '.join(_KINDS)}", hint))
-    is_partial = matrices.has_partial_gradient(spec, layout)
-    for name in filter(is_partial, dict(spec.build().named_parameters())):
-        if name.rpartition(".")[0] not in spec.language.tensor_plan:
-            place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"{name} sees a rank's part"
-            raise ConfigError(Problem(place, seen, "a style for it in the model's plan", hint))
 
 
 def groups(layout: Layout) -> Any:

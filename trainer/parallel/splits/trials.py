@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, BrokenBarrierError, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ Split = Callable[[nn.Module, ModelSpec, Exchange, Part], None]
 """Splits a model in place."""
 SECONDS = 60
 """How long a rank waits for another one's part of an exchange."""
-_drawing = Lock()
+_generator = Lock()
 
 
 def difference(
@@ -46,19 +47,13 @@ def difference(
     plan = {name: styles[pattern_of(name)] for name in names if pattern_of(name) in styles}
     small = replace(small, language=replace(small.language, tensor_plan=plan))
     slots, barrier = [torch.empty(0)] * size, Barrier(size)
-    with own_randomness():
+    with own_randomness(), ThreadPoolExecutor(size) as threads:
         whole, *parts = (_Pass(small, _Rank(n, slots, barrier)) for n in (0, *range(size)))
-        try:
-            whole.run()
-            for part in parts:
-                split(part.model, small, part.threads, part.take)
-            with ThreadPoolExecutor(size) as threads:
-                runs = [threads.submit(part.run) for part in parts]
-            errors = [error for run in runs if (error := run.exception())]
-            if errors:
-                raise next((e for e in errors if type(e) is not BrokenBarrierError), errors[0])
-        except Exception as error:  # whatever a model's own code raises
-            return f"a tiny copy of it fails in parts: {named_line(error)}"
+        errors = [whole.run(), *threads.map(lambda part: part.run(split), parts)]
+    if failed := sorted(
+        filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError)
+    ):
+        return f"a tiny copy of it fails in parts: {named_line(failed[0])}"
     for name in filter(is_partial(small), whole.gradients):
         terms = [part.gradients[name] for part in parts if name in part.gradients]
         for part in parts if terms else ():
@@ -66,31 +61,21 @@ def difference(
     return next((seen for part in parts for seen in part.differences(whole)), None)
 
 
-class _Rank:
-    """The group of ranks that are threads, as one of them sees it."""
+class _Rank(Exchange):
+    """The exchanges of a rank that is a thread."""
+
+    group: Any
 
     def __init__(self, rank: int, slots: list[torch.Tensor], barrier: Barrier) -> None:
-        self._rank, self._slots, self.barrier = rank, slots, barrier
+        def all_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+            slots[rank] = tensor
+            barrier.wait(SECONDS)
+            given = list(slots)
+            barrier.wait(SECONDS)
+            return given
 
-    def rank(self) -> int:
-        return self._rank
-
-    def size(self) -> int:
-        return len(self._slots)
-
-    def all(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """Return what each rank gives. Collective."""
-        self._slots[self._rank] = tensor
-        self.barrier.wait(SECONDS)
-        given = list(self._slots)
-        self.barrier.wait(SECONDS)
-        return given
-
-
-class _Threads(Exchange):
-    """Exchanges of ranks that are threads."""
-
-    group: Any  # a `_Rank`
+        sizes = {"rank": lambda: rank, "size": lambda: len(slots)}
+        super().__init__(SimpleNamespace(**sizes, all=all_of, abort=barrier.abort))  # type: ignore[arg-type]
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.group.all(tensor)).sum(0)
@@ -108,11 +93,10 @@ class _Pass(TorchDispatchMode):
     Notes what modules give, and for which shapes numbers are drawn in which module.
     """
 
-    def __init__(self, spec: ModelSpec, rank: _Rank) -> None:
+    def __init__(self, spec: ModelSpec, ranks: _Rank) -> None:
         super().__init__()
-        self.model, self.threads = drawn(spec).train(), _Threads(rank)  # type: ignore[arg-type]
-        self._row, self._rank = row_of(spec)[:-1], rank
-        self.loss, self.gradients = torch.empty(0), dict[str, torch.Tensor]()
+        self.model, self.gradients = drawn(spec).train(), dict[str, torch.Tensor]()
+        self._spec, self._ranks, self._loss = spec, ranks, torch.empty(0)
         self._outputs, self._dims = dict[str, torch.Tensor](), dict[nn.Parameter, int]()
         self._draws, self._places = list[tuple[str, list[int]]](), [""]
         self._state = torch.Generator().manual_seed(1).get_state()
@@ -120,27 +104,30 @@ class _Pass(TorchDispatchMode):
             module.register_forward_pre_hook(lambda *_, name=name: self._places.append(name))
             module.register_forward_hook(self._leave)
 
-    def take(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
-        """Return this rank's part of a parameter."""
-        part = nn.Parameter(self._chunk(whole.data, dim), requires_grad=whole.requires_grad)
-        self._dims[part] = dim
-        return part
-
-    def _chunk(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
-        parts = (whole,) if dim is None else whole.chunk(self._rank.size(), dim)
-        return parts[self._rank.rank() if dim is not None else 0].clone()
-
-    def run(self) -> None:
+    def run(self, split: Split | None = None) -> Exception | None:
         """Run both passes on two rows, the number of whose tokens two ranks do not divide."""
-        ids = torch.stack([self._row, self._row.flip(0)])
+        row = row_of(self._spec)[:-1]
+        ids = torch.stack([row, row.flip(0)])
         try:
+            if split is not None:
+                split(self.model, self._spec, self._ranks, self._take)
             with self:
                 loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
                 loss.backward()
-        except BaseException:
-            self._rank.barrier.abort()
-            raise
-        self.loss, self.gradients = loss.detach(), gradients_of(self.model)
+        except Exception as error:  # whatever a model's own code raises
+            self._ranks.group.abort()
+            return error
+        self._loss, self.gradients = loss.detach(), gradients_of(self.model)
+        return None
+
+    def _take(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
+        part = nn.Parameter(self._own(whole.data, dim), requires_grad=whole.requires_grad)
+        self._dims[part] = dim
+        return part
+
+    def _own(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
+        group = self._ranks.group
+        return whole if dim is None else whole.chunk(group.size(), dim)[group.rank()].clone()
 
     def differences(self, whole: _Pass) -> Iterator[str]:
         """Yield in words where this rank differs from one process, the first place first."""
@@ -151,33 +138,27 @@ class _Pass(TorchDispatchMode):
                     f"{shape} on a rank, where one process draws for {expected}"
                 )
         dims = {name: self._dims.get(p) for name, p in self.model.named_parameters()}
-        gradients = {name: self._chunk(g, dims[name]) for name, g in whole.gradients.items()}
-        wrong = differing(
-            {"": self.loss} | dict(reversed(self.gradients.items())),
-            {"": whole.loss} | dict(reversed(gradients.items())),
-            10 * TOLERANCE,
-        )
-        if wrong is None:
-            return
-        for name, output in whole._outputs.items():
+        ours = {"": self._loss} | dict(reversed(self.gradients.items()))
+        theirs = {name: self._own(g, dims[name]) for name, g in reversed(whole.gradients.items())}
+        wrong = differing(ours, {"": whole._loss} | theirs, 10 * TOLERANCE)
+        for name, output in whole._outputs.items() if wrong else ():
             given = self._outputs.get(name, output)
-            like = output if given.shape == output.shape else self.threads.divide(output, 1)
+            like = output if given.shape == output.shape else self._ranks.divide(output, 1)
             if given.shape == like.shape and differing({"": given}, {"": like}, 10 * TOLERANCE):
                 yield f"{pattern_of(name)} gives something else on ranks that have a part each"
-        name, error = wrong
-        what = f"the gradient of {pattern_of(name)}" if name else "the loss"
-        yield f"{what} is another on ranks that have a part each, by {error:.1e}"
+        if wrong:
+            what = f"the gradient of {pattern_of(wrong[0])}" if wrong[0] else "the loss"
+            yield f"{what} is another on ranks that have a part each, by {wrong[1]:.1e}"
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        first = output[0] if isinstance(output, tuple) else output
+        first, name = output[0] if isinstance(output, tuple) else output, self._places.pop()
         if torch.is_tensor(first) and first.is_floating_point() and first.dim() > 1:
-            self._outputs[self._places[-1]] = first.detach()
-        self._places.pop()
+            self._outputs[name] = first.detach()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
-        with _drawing:
+        with _generator:
             torch.set_rng_state(self._state)
             result = func(*args, **(kwargs or {}))
             state, self._state = self._state, torch.get_rng_state()
