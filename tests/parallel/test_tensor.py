@@ -84,7 +84,7 @@ PLACE = "tensor_parallel.autotp_size: "
     ("model", "size", "text"),
     [
         (
-            family("diffllama"),
+            family("diffllama", num_key_value_heads=4),
             2,
             (
                 PLACE + "diffllama: model.layers.*.self_attn.o_proj gives something else on ranks "

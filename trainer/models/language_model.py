@@ -98,7 +98,8 @@ def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...], heads: int) ->
     plan = {pattern: style for pattern, style in model.tp_plan.items() if style}
     found = {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}
     if found:
-        return found
+        stacks = {name for name, style in found.items() if style == "moe_tp_experts"}
+        return {n: style for n, style in found.items() if n.rpartition(".")[0] not in stacks}
     guessed: dict[str, set[str]] = {}
     for block in blocks:
         for name, style in _guessed_plan(model.get_submodule(block), heads).items():
@@ -149,7 +150,7 @@ def _guessed_plan(block: nn.Module, heads: int) -> dict[str, str]:
         columns = [n for n in sizes if n not in plan and sizes[n] == (hidden, width)]
         rows = [n for n in sizes if n not in plan and sizes[n] == (width, hidden)]
         homes = [block.get_submodule(name.rpartition(".")[0]) for name in columns]
-        if rows or width > hidden:
+        if columns and (rows or width > hidden):
             pair(columns, rows, bool(rows) and not any(_has(home, {width}) for home in homes))
     pair([], [n for n in sizes if n not in plan and sizes[n][1] == hidden <= sizes[n][0]], False)
     return plan

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
@@ -39,8 +40,6 @@ class _Style(NamedTuple):
     dim: int
     whole: bool = False
     """True if what it gives, or gets, is whole."""
-    inner: bool = False
-    """True for an adapter's second matrix: the gradient of what it gets stays a rank's term."""
     width: int = 0
     """The width of what all ranks give."""
 
@@ -81,16 +80,16 @@ def split(
     """
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     sequence = TokenParts(ranks) if divided else None
-    entries = {name: _Entry(ranks, sequence) for name in entered_by(spec) if name in modules}
+    regions = {name: terms for name, terms in entered_by(spec).items() if name in modules}
+    entries = {name: _Entry(ranks, sequence, terms) for name, terms in regions.items()}
     for name, entry in entries.items():
         modules[name].register_forward_pre_hook(entry.enter, with_kwargs=True)
         modules[name].register_forward_hook(entry.leave)
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
-            around = next((entries[at] for at in entries if f"{name}.".startswith(f"{at}.")), None)
-            inner = around is not None and ".lora_B." in name
-            kind = STYLES[style]._replace(inner=inner)
-            _split(modules[name], kind, ranks, part, (around, sequence))
+            around = [entry for at, entry in entries.items() if f"{name}.".startswith(f"{at}.")]
+            entry = around[0] if around else _Entry(ranks, sequence, False)
+            _split(modules[name], STYLES[style], ranks, part, entry)
         elif style == "colwise" and name in parameters:  # a number of each head
             owner = modules[name.rpartition(".")[0]]
             owner.register_parameter(name.rpartition(".")[2], part(parameters[name], 0))
@@ -103,22 +102,14 @@ def split(
         sequence.apply(model, divided)
 
 
-def _split(
-    layer: Any,
-    style: _Style,
-    ranks: Exchange,
-    part: Part,
-    way: tuple[_Entry | None, TokenParts | None],
-) -> None:
+def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry) -> None:
     style = style._replace(width=widths(layer)[1])
     for key, parameter in list(layer.named_parameters(recurse=False)):
         if style.dim == 0 or key == "weight":
             turned = isinstance(layer, Conv1D) and key == "weight"
             layer.register_parameter(key, part(parameter, style.dim ^ turned))
-    if style.dim == 0:
-        replace_forward(layer, partial(_by_columns, layer, style, ranks, way[0]))
-    else:
-        replace_forward(layer, partial(_by_rows, layer, style, ranks, way[1] is not None))
+    forward = _by_columns if style.dim == 0 else _by_rows
+    replace_forward(layer, partial(forward, layer, style, ranks, entry))
 
 
 def _with_parts(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -128,22 +119,21 @@ def _with_parts(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw
 
 
 def _by_columns(
-    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry | None, given: torch.Tensor
+    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
 ) -> torch.Tensor:
     """Return this rank's columns, or all."""
-    if not style.inner and (entry is None or not entry.covers(given, style)):
-        given = ranks.enter(given)
+    given = entry.entered(given, style)
     output = _product(layer, given, None if layer.bias is None else local(layer.bias))
     return ranks.join(output, -1, style.width) if style.whole else output
 
 
 def _by_rows(
-    layer: nn.Linear, style: _Style, ranks: Exchange, parts: bool, given: torch.Tensor
+    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
 ) -> torch.Tensor:
-    """Return the sum over the ranks, or if they have `parts` of the tokens, this rank's of it."""
+    """Return the sum over the ranks, of which one with a part of the sequence keeps that part."""
     given = ranks.divide(given, -1) if style.whole else given
     term = _product(layer, given)
-    output = ranks.divide_leaving(term, 1) if parts else ranks.leave(term)
+    output = ranks.leave(term) if entry.sequence is None else ranks.divide_leaving(term, 1)
     return output if layer.bias is None else output + layer.bias
 
 
@@ -155,28 +145,39 @@ def _product(
 
 
 class _Entry:
-    """The way of hidden states into a module with split layers: their gradient is summed once."""
+    """The way of hidden states into a module with split layers: their gradient is summed once.
 
-    def __init__(self, ranks: Exchange, sequence: TokenParts | None) -> None:
-        self._enter = ranks.enter if sequence is None else sequence.join
+    With `terms` all that the module computes is a rank's term of what it gives.
+    """
+
+    def __init__(self, ranks: Exchange, sequence: TokenParts | None, terms: bool) -> None:
+        self._ranks, self.sequence, self._terms = ranks, sequence, terms
+        self._given: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        def entering(given: torch.Tensor) -> torch.Tensor:
-            self._entered = self._enter(given)
-            return self._entered
+        def entering(hidden: torch.Tensor) -> torch.Tensor:
+            if self.sequence is not None:
+                hidden = self.sequence.join(hidden, self._terms)
+            elif self._terms:
+                hidden = self._ranks.enter(hidden)
+            self._given, self._entered = hidden, hidden if self._terms else None
+            return hidden
 
         return with_first(entering, args, kwargs)
 
     def leave(self, *_: Any) -> None:
-        self._entered = None
+        self._given = self._entered = None
 
-    def covers(self, given: torch.Tensor, style: _Style) -> bool:
-        """Return True if the gradient of what a layer gets is summed on the way in.
-
-        It is that of all in the module, but for what layers make whole.
-        """
-        return given is self._entered or (self._entered is not None and not style.whole)
+    def entered(self, given: torch.Tensor, style: _Style) -> torch.Tensor:
+        """Return what a layer gets, once its gradient is summed over the ranks."""
+        if self._terms and self._given is not None and not style.whole:
+            return given
+        if given is not self._given:
+            return self._ranks.enter(given)
+        if self._entered is None:
+            self._entered = self._ranks.enter(given)
+        return self._entered
 
 
 def note_of(spec: ModelSpec) -> str | None:
@@ -190,17 +191,21 @@ def note_of(spec: ModelSpec) -> str | None:
     return f"no tensor plan in transformers; split by the shapes of layers: {listed(styles, 12)}"
 
 
-def entered_by(spec: ModelSpec) -> list[str]:
-    """List the modules that hidden states enter whole: those with layers split by columns.
+def entered_by(spec: ModelSpec) -> dict[str, bool]:
+    """Return the modules that hidden states enter whole: those with layers split by columns.
 
-    Where that is a block, they enter its layers.
+    Where that is a block, they enter its layers. True: what the module computes is a rank's term.
     """
-    found: dict[str, None] = {}
+    found: dict[str, bool] = {}
     for name, style in spec.language.tensor_plan.items():
         layer, region = layer_of(name), layer_of(name).rpartition(".")[0]
         if style.startswith("colwise"):
-            found[layer if region in spec.blocks else region] = None
-    return outermost(list(found))
+            at = layer if region in spec.blocks else region
+            found[at] = found.get(at, False) or style == "colwise"
+    regions = {
+        at: [f"{other}.".startswith(f"{at}.") for other in found] for at in outermost([*found])
+    }
+    return {at: any(compress(found.values(), inside)) for at, inside in regions.items()}
 
 
 def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], bool]:
@@ -209,10 +214,9 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
     It has where a module sees some heads, or a part of the sequence, or is an adapter's first
     matrix, which a matrix split by columns follows.
     """
-    plan, entered = spec.language.tensor_plan, entered_by(spec)
-    inside = tuple(f"{name}." for name in entered)
-    columns = [f"{name}." for name, style in plan.items() if style == "colwise"]
-    terms = tuple(at for at in inside if any(name.startswith(at) for name in columns))
+    plan, regions = spec.language.tensor_plan, entered_by(spec)
+    inside = tuple(f"{name}." for name in regions)
+    terms = tuple(f"{name}." for name, is_term in regions.items() if is_term)
     blocks = tuple(f"{name}." for name in spec.blocks)
 
     def partial_gradient(name: str) -> bool:
@@ -220,7 +224,7 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
         style = plan.get(owner, "")
         if style == WHOLE:
             base = plan[f"{layer_of(owner)}.base_layer"]
-            return base.startswith("colwise") or layout.sequence_parallel
+            return base == "colwise" or (base.startswith("rowwise") and layout.sequence_parallel)
         if {style, plan.get(name)} & {*STYLES, experts.STYLE}:
             bias = style.startswith("rowwise") and name.endswith(".bias")
             return bias and layout.sequence_parallel
@@ -271,7 +275,7 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         )
     for name, style in plan.items():
         layer, rows = modules.get(name), style.startswith("rowwise")
-        if style in (*UNSPLIT, experts.STYLE) or plan.get(name.rpartition(".")[0]) == experts.STYLE:
+        if style in (*UNSPLIT, experts.STYLE):
             continue
         if style == "colwise" and name in parameters:
             what, width = "size", len(parameters[name])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from trainer.parallel.patches import replace_forward
 
 def with_first(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any) -> Any:
     """Return the arguments of a module with its hidden state, the first one, changed."""
-    if args:
-        return (change(args[0]), *args[1:]), kwargs
-    first = "hidden_states" if "hidden_states" in kwargs else next(iter(kwargs))
-    return args, {**kwargs, first: change(kwargs[first])}
+    named = kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    first = args[0] if args else named
+    changed = change(first)
+    values = (changed if value is first else value for value in (*args, *kwargs.values()))
+    return tuple(islice(values, len(args))), dict(zip(kwargs, values, strict=True))
 
 
 class TokenParts:
@@ -46,9 +48,10 @@ class TokenParts:
             if isinstance(module, nn.Dropout):
                 replace_forward(module, partial(self._dropped, module))
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
-        """Return whole rows, of which each rank uses all for a part of the products."""
-        return self._ranks.join_entering(part, 1, self._length)
+    def join(self, part: torch.Tensor, terms: bool) -> torch.Tensor:
+        """Return whole rows, of which each rank uses all: for its terms, or for the same."""
+        join = self._ranks.join_entering if terms else self._ranks.join
+        return join(part, 1, self._length)
 
     def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def divide(hidden: torch.Tensor) -> torch.Tensor:
