@@ -149,9 +149,9 @@ def _guessed_plan(block: nn.Module, heads: int) -> dict[str, str]:
     for width in {gives for given, gives in sizes.values() if given == hidden != gives}:
         columns = [n for n in sizes if n not in plan and sizes[n] == (hidden, width)]
         rows = [n for n in sizes if n not in plan and sizes[n] == (width, hidden)]
-        homes = [block.get_submodule(name.rpartition(".")[0]) for name in columns]
+        around = [block.get_submodule(name.rpartition(".")[0]) for name in columns]
         if columns and (rows or width > hidden):
-            pair(columns, rows, bool(rows) and not any(_has(home, {width}) for home in homes))
+            pair(columns, rows, bool(rows) and not any(_has(module, {width}) for module in around))
     pair([], [n for n in sizes if n not in plan and sizes[n][1] == hidden <= sizes[n][0]], False)
     return plan
 

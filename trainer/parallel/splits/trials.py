@@ -48,7 +48,7 @@ def difference(
     small = replace(small, language=replace(small.language, tensor_plan=plan))
     slots, barrier = [torch.empty(0)] * size, Barrier(size)
     with own_randomness(), ThreadPoolExecutor(size) as threads:
-        whole, *parts = (_Pass(small, _Rank(n, slots, barrier)) for n in (0, *range(size)))
+        whole, *parts = (_Pass(small, _RankThread(n, slots, barrier)) for n in (0, *range(size)))
         errors = [whole.run(), *threads.map(lambda part: part.run(split), parts)]
     if failed := sorted(
         filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError)
@@ -61,7 +61,7 @@ def difference(
     return next((seen for part in parts for seen in part.differences(whole)), None)
 
 
-class _Rank(Exchange):
+class _RankThread(Exchange):
     """The exchanges of a rank that is a thread."""
 
     group: Any
@@ -93,7 +93,7 @@ class _Pass(TorchDispatchMode):
     Notes what modules give, and for which shapes numbers are drawn in which module.
     """
 
-    def __init__(self, spec: ModelSpec, ranks: _Rank) -> None:
+    def __init__(self, spec: ModelSpec, ranks: _RankThread) -> None:
         super().__init__()
         self.model, self.gradients = drawn(spec).train(), dict[str, torch.Tensor]()
         self._spec, self._ranks, self._loss = spec, ranks, torch.empty(0)
