@@ -9,7 +9,7 @@ import pytest
 
 from tests.run.test_layout import layout
 from tests.support.layouts import FAMILIES, SPLIT, SPLIT_4, TIED, WITHOUT_WORDS, family
-from tests.support.training import GPT2, Case, assert_same, spec_of, train_by_engine, train_plainly
+from tests.support.training import Case, assert_same, spec_of, train_by_engine, train_plainly
 from trainer.config import load
 from trainer.engines import ENGINES, select
 from trainer.errors import ConfigError
@@ -36,7 +36,7 @@ def test_an_engine_that_comes_after_has_groups_of_its_own(pools):
 @pytest.mark.parametrize("name", WITHOUT_WORDS)
 def test_a_plan_that_it_has_no_words_for_is_refused(name):
     model = {key: value for key, value in FAMILIES[name].items() if "pdrop" not in key}
-    with pytest.raises(ConfigError, match=r'rowwise_split_input.*Set trainer.engine to "mesh"'):
+    with pytest.raises(ConfigError, match=r'split as .*Set trainer.engine to "mesh"'):
         ENGINES["deepspeed"].check(spec_of(model), TWO_RANKS)
 
 
@@ -84,9 +84,12 @@ PLACE = "tensor_parallel.autotp_size: "
     ("model", "size", "text"),
     [
         (
-            GPT2,
+            family("diffllama", num_key_value_heads=4),
             2,
-            PLACE + "gpt2: its family has no tensor plan in transformers; expected a model with",
+            (
+                PLACE + "diffllama: model.layers.*.self_attn.o_proj gives something else on ranks "
+                "that have a part each; expected what one process computes"
+            ),
         ),
         (family("llama"), 4, "llama: 2 key-value heads = 0 x 4 + 2; expected a multiple of 4"),
         (family("llama"), 3, "llama: 4 attention heads = 1 x 3 + 1; expected a multiple of 3"),
@@ -109,7 +112,7 @@ PLACE = "tensor_parallel.autotp_size: "
             "6 experts = 1 x 4 + 2; expected a multiple of 4",
         ),
     ],
-    ids=["no plan", "key-value heads", "heads", "width", "dropout", "experts"],
+    ids=["guessed", "key-value heads", "heads", "width", "dropout", "experts"],
 )
 def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, text):
     from trainer.parallel.splits.matrices import check

@@ -25,7 +25,7 @@ from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
 from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.splits.experts import STYLE as EXPERTS
-from trainer.parallel.splits.matrices import STYLES, SUMMED
+from trainer.parallel.splits.matrices import STYLES
 from trainer.tools.planner.simulate import Workload
 
 
@@ -73,7 +73,7 @@ def sizes_of(spec: ModelSpec) -> Sizes:
     of = {name: style for name, style in own.items() if name in modules}
     split = [name for name, style in of.items() if style in STYLES]
     experts = [name for name, style in of.items() if style == EXPERTS]
-    summed = [name for name, style in of.items() if style == SUMMED]
+    summed = [name for name, style in of.items() if style == "replicated_with_grad_allreduce"]
     embedding = _count(model.get_input_embeddings())  # type: ignore[operator]
     return Sizes(
         blocks=len(blocks),

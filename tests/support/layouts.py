@@ -43,9 +43,11 @@ FAMILIES = {
     "olmo2": family("olmo2"),
     "phi3": family("phi3", resid_pdrop=0.1, embd_pdrop=0.1),
     "gpt_neox": family("gpt_neox", hidden_dropout=0.1),
+    "opt": family("opt", ffn_dim=48, word_embed_proj_dim=32, max_position_embeddings=64),
+    "gpt2": GPT2,
 }
-WITHOUT_WORDS = ("olmo2", "phi3")
-"""Families whose plan has a style that AutoTP lacks."""
+WITHOUT_WORDS = ("olmo2", "phi3", "opt", "gpt2")
+"""Families whose plan has a style that AutoTP lacks; the last two have none in transformers."""
 
 # tied tables, dropout, ragged samples, clipping, accumulation
 DATA = Case()
@@ -171,6 +173,7 @@ LAYOUTS = {
     "tensor, sequence": replace(SPLIT, more=PARTS),
     "tensor, sequence, gpt_neox": replace(SPLIT, more=PARTS, model=FAMILIES["gpt_neox"]),
     "tensor, sequence, olmo2": replace(SPLIT, more=PARTS, model=FAMILIES["olmo2"]),
+    "tensor x zero3, sequence, gpt2": replace(SPLIT_4, zero_stage=3, more=PARTS, model=GPT2),
     "tensor x zero3, sequence, phi3, full": replace(
         SPLIT_4, zero_stage=3, recompute="full", more=PARTS, model=FAMILIES["phi3"]
     ),

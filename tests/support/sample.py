@@ -100,6 +100,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "does[mesh-pipeline, Interleaved1F1B]",
         "does[deepspeed-tensor, qwen3]",
         "does[mesh-tensor, qwen3]",
+        "does[mesh-tensor, opt]",
         "does[accelerate-hsdp, zero3]",
         "does[mesh-hsdp, zero3]",
         "does[deepspeed-pipeline x zero1]",

@@ -15,7 +15,9 @@ from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, StateTensor, renamed
 
 WHOLE = "whole"
-"""The style of a tensor plan entry that every rank holds whole; the others are transformers'."""
+"""The style of a tensor plan entry that every rank holds whole."""
+HEADS = "heads"
+"""The style of a module that counts the heads of a rank; the other styles are transformers'."""
 ONE_FILE = 250_000_000
 """The most parameters of an own module whose weights are saved as one file: 1 GB in float32."""
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+
+COUNTS = re.compile(r"((^|_)heads?|^all_head_size|^(embed|inner)_dim|^(hidden|embed)_size)$")
+"""The names of what `divide_heads` divides."""
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
@@ -64,6 +68,32 @@ def has_rows(table: nn.Embedding, rows: torch.Tensor, padding: int | None) -> It
         table._parameters["weight"], vars(table)["padding_idx"] = whole
 
 
+def divide_heads(attention: nn.Module, size: int) -> None:
+    """Let a module of attention count the heads, and their widths together, that a rank has.
+
+    transformers 5.24: families without a tensor plan make views by these numbers. Can go when they
+    make them by the shape.
+    """
+    for key, value in vars(attention).items():
+        if COUNTS.search(key) and type(value) is int and value % size == 0:
+            vars(attention)[key] = value // size
+
+
+@contextmanager
+def has_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
+    """Let a module have these tensors as its parameters.
+
+    PyTorch 2.15: the code of a model can't compute with a DTensor and a tensor together. Can go
+    when it can.
+    """
+    whole = dict(module._parameters)
+    module._parameters.update(parameters)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        module._parameters.update(whole)
+
+
 @contextmanager
 def has_experts(
     experts: nn.Module, parameters: Mapping[str, torch.Tensor], count: int
@@ -73,12 +103,10 @@ def has_experts(
     transformers 5.24: its own expert parallelism sets the same attributes, and loads a model
     whole on each rank. Can go when it splits a model on the meta device.
     """
-    whole = dict(experts._parameters)
     other = {name: vars(experts).get(name) for name in ("num_experts", "_is_expert_parallel")}
     vars(experts).update(num_experts=count, _is_expert_parallel=True)
-    experts._parameters.update(parameters)  # type: ignore[arg-type]
     try:
-        yield
+        with has_parameters(experts, parameters):
+            yield
     finally:
         vars(experts).update(other)
-        experts._parameters.update(whole)

@@ -16,7 +16,7 @@ SAMPLE = {
     "gemma3_text": "pipeline",  # two kinds of windows
     "gemma4_text": "tensor",  # other heads in some layers
     "opt": "pipeline",  # learned positions
-    "phi3": "tensor",  # merged projections
+    "deepseek_v2": "tensor",  # latent attention, routed experts
     "deepseek_v4": "pipeline",  # several hidden states
     "roc_bert": "pipeline",  # its last stage has the tied table of embeddings that others lack
     "camembert": "ZeRO-3",  # numbers its positions from behind the padding's

@@ -21,7 +21,7 @@ _KINDS: dict[str, dict[str, Any]] = {
     "colwise": {"partition_type": "column"},
     "colwise_gather_output": {"partition_type": "column", "gather_output": True},
     "rowwise": {"partition_type": "row"},
-    matrices.SUMMED: {"partition_type": "skip", "grad_allreduce": True},
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
 }
 """AutoTP's rules by transformers' names for the styles."""
 
@@ -51,6 +51,11 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         place = f"engine deepspeed: {spec.name}"
         seen = "an adapter, and AutoTP would take each of its matrices for a layer"
         raise ConfigError(Problem(place, seen, "no adapter in what it splits", hint))
+    is_partial, named = matrices.has_partial_gradient(spec, layout), spec.build().named_parameters()
+    summed = {name.rpartition(".")[0] for name, _ in named if is_partial(name)}
+    styles |= {
+        f"whole ({name.rpartition('.')[2]})" for name in summed - spec.language.tensor_plan.keys()
+    }
     if unknown := sorted(styles - _KINDS.keys()):
         place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"
         raise ConfigError(Problem(place, seen, f"one of {', '.join(_KINDS)}", hint))

@@ -106,7 +106,8 @@ def build(job: Job) -> TorchEngine:
     layout, device = job.layout, job.machine.device
     mesh = parallel_mesh_of(layout, device)
     if layout.tensor > 1:
-        notes = (vocabulary.note_of(job.spec, layout.tensor), *notes)
+        splits = vocabulary.note_of(job.spec, layout.tensor), matrices.note_of(job.spec)
+        notes = (*filter(None, splits), *notes)
     splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
     if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`

@@ -8,28 +8,30 @@ part of the tokens (`splits/sequence.py`).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, listed
 from trainer.layout import Layout
+from trainer.models.language_model import widths
 from trainer.models.names import layer_of, outermost, pattern_of
-from trainer.models.spec import WHOLE, ModelSpec
+from trainer.models.spec import HEADS, WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.parallel.patches import replace_forward
-from trainer.parallel.splits import experts, trials, vocabulary
-from trainer.parallel.splits.sequence import TokenParts
-from trainer.trial.draws import DrawWatch
-from trainer.trial.setup import tiny
+from trainer.parallel.patches import divide_heads, has_parameters, replace_forward
+from trainer.parallel.splits import experts, vocabulary
+from trainer.parallel.splits.sequence import TokenParts, with_first
+from trainer.parallel.splits.trials import Part, difference
 
 
 class _Style(NamedTuple):
@@ -38,8 +40,8 @@ class _Style(NamedTuple):
     dim: int
     whole: bool = False
     """True if what it gives, or gets, is whole."""
-    inner: bool = False
-    """True for an adapter's second matrix: the gradient of what it gets stays a rank's term."""
+    width: int = 0
+    """The width of what all ranks give."""
 
 
 STYLES: dict[str, _Style] = {
@@ -49,8 +51,8 @@ STYLES: dict[str, _Style] = {
     "rowwise_split_input": _Style(1, whole=True),
 }
 """How linear layers are split, by transformers' names."""
-SUMMED = "replicated_with_grad_allreduce"
-"""The style of a module whole on every rank that sees some heads: its gradients are summed."""
+UNSPLIT = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", HEADS, WHOLE)
+"""The styles of modules that are no matrix to split; their gradients are known by their place."""
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -> None:
@@ -58,90 +60,152 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -
 
     `stage` has the numbers of the blocks that this rank will run.
     """
-    modules, along = dict(model.named_modules()), mesh.device_mesh["tensor"]
-    ranks = Exchange(mesh.axis("tensor"))
-    sequence = TokenParts(ranks) if mesh.layout.sequence_parallel else None
-    entries = {name: _Entry(ranks, sequence) for name in entered_by(spec)}
+    along = mesh.device_mesh["tensor"]
+
+    def part(whole: nn.Parameter, dim: int) -> nn.Parameter:
+        data = distribute_tensor(whole.data, along, [Shard(dim)], src_data_rank=None)
+        return nn.Parameter(data, requires_grad=whole.requires_grad)
+
+    divided = [spec.blocks[at] for at in stage] if mesh.layout.sequence_parallel else []
+    split(model, spec, Exchange(mesh.axis("tensor")), part, divided)
+    if vocabulary.whole_because(model, spec, mesh.layout.tensor) is None:
+        vocabulary.apply(model, along)
+
+
+def split(
+    model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part, divided: Sequence[str]
+) -> None:
+    """Split what the plan names; from the first to the last of the blocks `divided` each rank has a
+    part of the tokens.
+    """
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    sequence = TokenParts(ranks) if divided else None
+    regions = {name: terms for name, terms in entered_by(spec).items() if name in modules}
+    entries = {name: _Entry(ranks, sequence, terms) for name, terms in regions.items()}
     for name, entry in entries.items():
         modules[name].register_forward_pre_hook(entry.enter, with_kwargs=True)
         modules[name].register_forward_hook(entry.leave)
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
-            around = next((entries[at] for at in entries if f"{name}.".startswith(f"{at}.")), None)
-            inner = around is not None and ".lora_B." in name
-            _split(modules[name], STYLES[style]._replace(inner=inner), along, around)
-        elif style == experts.STYLE:
-            experts.apply(modules[name], along, sequence is not None)
+            around = [entry for at, entry in entries.items() if f"{name}.".startswith(f"{at}.")]
+            entry = around[0] if around else _Entry(ranks, sequence, False)
+            _split(modules[name], STYLES[style], ranks, part, entry)
+        elif style == "colwise" and name in parameters:  # a number of each head
+            owner = modules[name.rpartition(".")[0]]
+            owner.register_parameter(name.rpartition(".")[2], part(parameters[name], 0))
+            replace_forward(owner, partial(_with_parts, owner, owner.forward))
+        elif style == experts.STYLE and name in modules:
+            experts.apply(modules[name], ranks, part, sequence is not None)
+        elif style == HEADS and name in modules:
+            divide_heads(modules[name], ranks.group.size())
     if sequence is not None:
-        sequence.apply(model, [spec.blocks[index] for index in stage])
-    if vocabulary.whole_because(model, spec, mesh.layout.tensor) is None:
-        vocabulary.apply(model, along)
+        sequence.apply(model, divided)
 
 
-def _split(layer: nn.Module, style: _Style, mesh: DeviceMesh, entry: _Entry | None) -> None:
-    assert isinstance(layer, nn.Linear)
+def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry) -> None:
+    style = style._replace(width=widths(layer)[1])
     for key, parameter in list(layer.named_parameters(recurse=False)):
         if style.dim == 0 or key == "weight":
-            part = distribute_tensor(parameter.data, mesh, [Shard(style.dim)], src_data_rank=None)
-            layer.register_parameter(key, nn.Parameter(part, requires_grad=parameter.requires_grad))
-    ranks = Exchange(mesh.get_group())
+            turned = isinstance(layer, Conv1D) and key == "weight"
+            layer.register_parameter(key, part(parameter, style.dim ^ turned))
     forward = _by_columns if style.dim == 0 else _by_rows
     replace_forward(layer, partial(forward, layer, style, ranks, entry))
 
 
+def _with_parts(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    parts = {key: local(value) for key, value in module.named_parameters(recurse=False)}
+    with has_parameters(module, parts):
+        return forward(*args, **kwargs)
+
+
 def _by_columns(
-    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry | None, given: torch.Tensor
+    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
 ) -> torch.Tensor:
     """Return this rank's columns, or all."""
-    if not style.inner and (entry is None or given is not entry.entered):
-        given = ranks.enter(given)
-    bias = None if layer.bias is None else local(layer.bias)
-    output = F.linear(given, local(layer.weight), bias)
-    return ranks.join(output, -1, layer.out_features) if style.whole else output
+    given = entry.entered(given, style)
+    output = _product(layer, given, None if layer.bias is None else local(layer.bias))
+    return ranks.join(output, -1, style.width) if style.whole else output
 
 
 def _by_rows(
-    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry | None, given: torch.Tensor
+    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum over the ranks, of which one with a part of the sequence keeps that part."""
     given = ranks.divide(given, -1) if style.whole else given
-    term = F.linear(given, local(layer.weight))
-    parts = entry is not None and entry.sequence is not None
-    output = ranks.divide_leaving(term, 1) if parts else ranks.leave(term)
+    term = _product(layer, given)
+    output = ranks.leave(term) if entry.sequence is None else ranks.divide_leaving(term, 1)
     return output if layer.bias is None else output + layer.bias
 
 
-class _Entry:
-    """The way of hidden states into a module with split layers: their gradient is summed once."""
+def _product(
+    layer: nn.Linear, given: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    weight = local(layer.weight)
+    return F.linear(given, weight.T if isinstance(layer, Conv1D) else weight, bias)
 
-    def __init__(self, ranks: Exchange, sequence: TokenParts | None) -> None:
-        self._ranks, self.sequence = ranks, sequence
-        self.entered: torch.Tensor | None = None
+
+class _Entry:
+    """The way of hidden states into a module with split layers: their gradient is summed once.
+
+    With `terms` all that the module computes is a rank's term of what it gives.
+    """
+
+    def __init__(self, ranks: Exchange, sequence: TokenParts | None, terms: bool) -> None:
+        self._ranks, self.sequence, self._terms = ranks, sequence, terms
+        self._given: torch.Tensor | None = None
+        self._entered: torch.Tensor | None = None
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        given = args[0] if args else next(iter(kwargs.values()))
-        self.entered = (
-            self._ranks.enter(given) if self.sequence is None else self.sequence.join(given)
-        )
-        if args:
-            return (self.entered, *args[1:]), kwargs
-        return args, {**kwargs, next(iter(kwargs)): self.entered}
+        def entering(hidden: torch.Tensor) -> torch.Tensor:
+            if self.sequence is not None:
+                hidden = self.sequence.join(hidden, self._terms)
+            elif self._terms:
+                hidden = self._ranks.enter(hidden)
+            self._given, self._entered = hidden, hidden if self._terms else None
+            return hidden
+
+        return with_first(entering, args, kwargs)
 
     def leave(self, *_: Any) -> None:
-        self.entered = None
+        self._given = self._entered = None
+
+    def entered(self, given: torch.Tensor, style: _Style) -> torch.Tensor:
+        """Return what a layer gets, once its gradient is summed over the ranks."""
+        if self._terms and self._given is not None and not style.whole:
+            return given
+        if given is not self._given:
+            return self._ranks.enter(given)
+        if self._entered is None:
+            self._entered = self._ranks.enter(given)
+        return self._entered
 
 
-def entered_by(spec: ModelSpec) -> list[str]:
-    """List the modules that hidden states enter whole: those with layers split by columns.
+def note_of(spec: ModelSpec) -> str | None:
+    """Say how a family without a plan of its own is split; None: it has one."""
+    model, plan = spec.build(), spec.language.tensor_plan
+    own: dict[str, str] = getattr(model, "tp_plan", {})
+    if any(pattern_of(layer_of(name)) in own for name in plan):
+        return None
+    inside = [name for name in plan if name.startswith(f"{spec.blocks[0]}.")]
+    styles = [f"{plan[name]}: {name.removeprefix(spec.blocks[0] + '.')}" for name in inside]
+    return f"no tensor plan in transformers; split by the shapes of layers: {listed(styles, 12)}"
 
-    Where that is a block, they enter its layers.
+
+def entered_by(spec: ModelSpec) -> dict[str, bool]:
+    """Return the modules that hidden states enter whole: those with layers split by columns.
+
+    Where that is a block, they enter its layers. True: what the module computes is a rank's term.
     """
-    found: dict[str, None] = {}
+    found: dict[str, bool] = {}
     for name, style in spec.language.tensor_plan.items():
         layer, region = layer_of(name), layer_of(name).rpartition(".")[0]
         if style.startswith("colwise"):
-            found[layer if region in spec.blocks else region] = None
-    return outermost(list(found))
+            at = layer if region in spec.blocks else region
+            found[at] = found.get(at, False) or style == "colwise"
+    regions = {
+        at: [f"{other}.".startswith(f"{at}.") for other in found] for at in outermost([*found])
+    }
+    return {at: any(compress(found.values(), inside)) for at, inside in regions.items()}
 
 
 def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], bool]:
@@ -150,19 +214,22 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
     It has where a module sees some heads, or a part of the sequence, or is an adapter's first
     matrix, which a matrix split by columns follows.
     """
-    plan = spec.language.tensor_plan
-    inside = tuple(f"{name}." for name in entered_by(spec))
+    plan, regions = spec.language.tensor_plan, entered_by(spec)
+    inside = tuple(f"{name}." for name in regions)
+    terms = tuple(f"{name}." for name, is_term in regions.items() if is_term)
     blocks = tuple(f"{name}." for name in spec.blocks)
 
     def partial_gradient(name: str) -> bool:
-        style = plan.get(name.rpartition(".")[0], "")
+        owner = name.rpartition(".")[0]
+        style = plan.get(owner, "")
         if style == WHOLE:
-            base = plan[f"{layer_of(name.rpartition('.')[0])}.base_layer"]
-            return base.startswith("colwise") or layout.sequence_parallel
-        if style == SUMMED or not layout.sequence_parallel:
-            return style == SUMMED
+            base = plan[f"{layer_of(owner)}.base_layer"]
+            return base == "colwise" or (base.startswith("rowwise") and layout.sequence_parallel)
+        if {style, plan.get(name)} & {*STYLES, experts.STYLE}:
+            bias = style.startswith("rowwise") and name.endswith(".bias")
+            return bias and layout.sequence_parallel
         outside = name.startswith(blocks) and not name.startswith(inside)
-        return outside and not style or (style.startswith("rowwise") and name.endswith(".bias"))
+        return name.startswith(terms) or (outside and layout.sequence_parallel)
 
     return partial_gradient if layout.tensor > 1 else lambda name: False
 
@@ -175,41 +242,56 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         Problem(place, re.sub(r"\.\d+\.", ".*.", seen), expected, hint)
         for seen, expected in _problems(spec, layout)
     )
-    if not problems and layout.sequence_parallel:
-        place = f"tensor_parallel.sequence_parallel: {spec.name}"
-        hint = "Set it to false: each rank then works on whole rows between the split matrices."
-        found = list(trials.undivided(spec, entered_by))
-        if spec.language.own_loss:
-            found.append("the model adds a loss over all tokens of its own")
-        problems = {
-            Problem(place, seen, "work on each token by itself", hint): None for seen in found
-        }
+    if not problems and (seen := _difference(spec, layout)):
+        if layout.sequence_parallel and not _difference(
+            spec, replace(layout, sequence_parallel=False)
+        ):
+            place = f"tensor_parallel.sequence_parallel: {spec.name}"
+            hint = "Set it to false: each rank then works on whole rows between the split matrices."
+        problems = {Problem(place, seen, "what one process computes", hint): None}
     if problems:
         raise ConfigError(*problems)
 
 
+def _difference(spec: ModelSpec, layout: Layout) -> str | None:
+    """Try the split on as few ranks as divide those of the layout evenly."""
+    size = next(n for n in range(2, layout.tensor + 1) if layout.tensor % n == 0)
+
+    def parts(model: nn.Module, small: ModelSpec, ranks: Exchange, part: Part) -> None:
+        split(model, small, ranks, part, small.blocks if layout.sequence_parallel else ())
+
+    return difference(spec, size, parts, lambda small: has_partial_gradient(small, layout))
+
+
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     plan, size = spec.language.tensor_plan, layout.tensor
-    modules = dict(spec.build().named_modules())
+    model = spec.build()
+    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     if not plan:
-        yield "its family has no tensor plan in transformers", "a model with `base_model_tp_plan`"
+        yield (
+            "its family has no tensor plan in transformers, and its blocks have no linear layers "
+            "to make one of",
+            "a model with `base_model_tp_plan`",
+        )
     for name, style in plan.items():
-        module = modules.get(name)
-        if style in (WHOLE, experts.STYLE) or plan.get(name.rpartition(".")[0]) == experts.STYLE:
+        layer, rows = modules.get(name), style.startswith("rowwise")
+        if style in (*UNSPLIT, experts.STYLE):
             continue
-        if style != SUMMED and (style not in STYLES or type(module) is not nn.Linear):
+        if style == "colwise" and name in parameters:
+            what, width = "size", len(parameters[name])
+        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
+            what, width = "in_features" if rows else "out_features", widths(layer)[not rows]
+        else:
             yield (
                 f"{name} is to be split as {style!r}",
                 f"linear layers, split as one of {', '.join(STYLES)}",
             )
-        elif isinstance(module, nn.Linear):
-            what = "in_features" if style.startswith("rowwise") else "out_features"
-            width = getattr(module, what)
-            if width % size:
-                seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
-                yield seen, f"a multiple of {size}"
+            continue
+        if width % size:
+            seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
+            yield seen, f"a multiple of {size}"
     yield from experts.problems(spec, size)
-    regions = dict.fromkeys(_region(name) for name, style in plan.items() if style == "colwise")
+    regions = {layer_of(name).rpartition(".")[0] for name in plan if plan[name] == "colwise"}
     if any("att" in region for region in regions):
         counts = {
             "attention heads": spec.language.heads,
@@ -219,58 +301,3 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
             if heads % size:
                 seen = f"{heads} {what} = {heads // size} x {size} + {heads % size}"
                 yield seen, f"a multiple of {size}"
-    drawing = _drawing(spec) if plan else set()
-    for region in regions:
-        yield from _inside(region, modules[region], spec)
-        if pattern_of(region) in drawing:
-            seen = (
-                f"{region} draws random numbers (dropout) inside what is split: each rank would "
-                "draw others than one process"
-            )
-            yield seen, "a model config without that dropout"
-    if plan and all(name in modules for name in entered_by(spec)):
-        for name in trials.bypassed(spec, entered_by):
-            yield f"{name} uses its input beside the layers that are split", "no other use of it"
-
-
-def _region(name: str) -> str:
-    """Return the module in which a layer's matrix is split."""
-    return layer_of(name).rpartition(".")[0]
-
-
-def _inside(name: str, region: nn.Module, spec: ModelSpec) -> Iterator[tuple[str, str]]:
-    """Yield parameters that see a part of the activations and are not in the plan."""
-    for key, _ in region.named_parameters():
-        owner = f"{name}.{key}".rpartition(".")[0]
-        if owner not in spec.language.tensor_plan:
-            yield (
-                f"{name}.{key} works on a part of the activations, and the plan does not say how",
-                "a plan for it",
-            )
-
-
-def _drawing(spec: ModelSpec) -> set[str]:
-    """Find the patterns of modules that draw random numbers between split matrices.
-
-    Tried on a tiny copy. Draws for the residual stream are the same on all ranks, by their seed.
-    """
-    small, model = tiny(spec)
-    place = ""
-
-    def move(to: str) -> Callable[..., None]:
-        def hook(*_: object) -> None:
-            nonlocal place
-            place = to
-
-        return hook
-
-    modules = dict(model.named_modules())
-    for name, style in small.language.tensor_plan.items():
-        if style in ("colwise", "rowwise") and name in modules:
-            region = pattern_of(_region(name)) if style == "colwise" else ""
-            modules[name].register_forward_hook(move(region))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), DrawWatch(lambda: place) as watch:
-        model.train()(
-            input_ids=torch.arange(1, 9)[None] % small.language.vocabulary, use_cache=False
-        )
-    return watch.places

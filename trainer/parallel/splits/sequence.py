@@ -7,7 +7,9 @@ which no token sees.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -18,6 +20,15 @@ from trainer.distributed.exchange import Exchange
 from trainer.parallel.patches import replace_forward
 
 
+def with_first(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any) -> Any:
+    """Return the arguments of a module with its hidden state, the first one, changed."""
+    named = kwargs.get("hidden_states", next(iter(kwargs.values()), None))
+    first = args[0] if args else named
+    changed = change(first)
+    values = (changed if value is first else value for value in (*args, *kwargs.values()))
+    return tuple(islice(values, len(args))), dict(zip(kwargs, values, strict=True))
+
+
 class TokenParts:
     """The parts of a micro-batch's rows: hidden states [batch, part, width]."""
 
@@ -26,7 +37,7 @@ class TokenParts:
         self._length = 0
         """The number of tokens of the rows in the forward pass that runs."""
 
-    def apply(self, model: nn.Module, blocks: list[str]) -> None:
+    def apply(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Divide hidden states where they enter the first block, and join what the last gives.
 
         In between dropout draws for whole rows, of which this rank's part counts.
@@ -37,15 +48,17 @@ class TokenParts:
             if isinstance(module, nn.Dropout):
                 replace_forward(module, partial(self._dropped, module))
 
-    def join(self, part: torch.Tensor) -> torch.Tensor:
-        """Return whole rows, of which each rank uses all for a part of the products."""
-        return self._ranks.join_entering(part, 1, self._length)
+    def join(self, part: torch.Tensor, terms: bool) -> torch.Tensor:
+        """Return whole rows, of which each rank uses all: for its terms, or for the same."""
+        join = self._ranks.join_entering if terms else self._ranks.join
+        return join(part, 1, self._length)
 
     def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else next(iter(kwargs.values()))
-        self._length = hidden.shape[1]
-        part = self._ranks.divide(hidden, 1)
-        return ((part, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): part})
+        def divide(hidden: torch.Tensor) -> torch.Tensor:
+            self._length = hidden.shape[1]
+            return self._ranks.divide(hidden, 1)
+
+        return with_first(divide, args, kwargs)
 
     def _joined(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         part, *rest = output if isinstance(output, tuple) else (output,)

@@ -1,138 +1,167 @@
-"""Trials of what splits rely on, with a tiny copy of the model on the host."""
+"""The trial of a split: a tiny copy on ranks that are threads, against the whole copy."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
-from functools import partial
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from threading import Barrier, BrokenBarrierError, Lock
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
+from trainer.distributed.exchange import Exchange, Move
 from trainer.errors import named_line
-from trainer.models.names import pattern_of
+from trainer.models.names import differing, gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
-from trainer.parallel.patches import replace_forward
-from trainer.trial.draws import DrawWatch
-from trainer.trial.setup import row_of, tiny
+from trainer.trial.setup import TOLERANCE, drawn, own_randomness, row_of
 
-TOLERANCE = 1e-4
-Entries = Callable[[ModelSpec], Sequence[str]]
-"""Lists the modules that hidden states enter whole."""
+Part = Callable[[nn.Parameter, int], nn.Parameter]
+"""Returns this rank's part of a whole parameter, along a dimension."""
+Split = Callable[[nn.Module, ModelSpec, Exchange, Part], None]
+"""Splits a model in place."""
+SECONDS = 60
+"""How long a rank waits for another one's part of an exchange."""
+_generator = Lock()
 
 
-def bypassed(spec: ModelSpec, entries: Entries) -> Iterator[str]:
-    """Yield the modules, by pattern, whose input counts in other ways than by their split layers.
+def difference(
+    spec: ModelSpec,
+    size: int,
+    split: Split,
+    is_partial: Callable[[ModelSpec], Callable[[str], bool]],
+) -> str | None:
+    """Return in words where a tiny copy on `size` ranks first differs from the whole, or None.
 
-    Their gradient is a sum over the ranks, and what comes another way would count on each.
+    Compares loss, gradients, and where random numbers are drawn. `is_partial` returns whether each
+    rank has a term of the gradient of a whole parameter of a model, by name.
     """
-    small, model = tiny(spec)
-    leaves: dict[str, torch.Tensor] = {}
-    found: dict[str, None] = {}
-
-    def start(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            given = leaves[name] = _first(args, kwargs).detach().requires_grad_()
-            return _with_first(args, kwargs, given)
-
-        return hook
-
-    def end(name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            total, leaf = _first(output, {}).sum(), leaves[name]
-            if (
-                torch.autograd.grad(total, leaf, retain_graph=True, allow_unused=True)[0]
-                is not None
-            ):
-                found[pattern_of(name)] = None
-
-        return hook
-
-    modules = dict(model.named_modules())
-    for name in entries(small):
-        modules[name].register_forward_pre_hook(start(name), with_kwargs=True)
-        modules[name].register_forward_hook(end(name))
-    for name in small.language.tensor_plan:
-        if name in modules:
-            modules[name].register_forward_pre_hook(lambda _, args: (args[0].detach(), *args[1:]))
-    model.eval()(input_ids=row_of(small)[None], use_cache=False)
-    yield from found
+    small = spec.tiny.copy(split=size) if spec.tiny.copy else spec
+    styles = {pattern_of(name): style for name, style in spec.language.tensor_plan.items()}
+    model = small.build()
+    names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
+    plan = {name: styles[pattern_of(name)] for name in names if pattern_of(name) in styles}
+    small = replace(small, language=replace(small.language, tensor_plan=plan))
+    slots, barrier = [torch.empty(0)] * size, Barrier(size)
+    with own_randomness(), ThreadPoolExecutor(size) as threads:
+        whole, *parts = (_Pass(small, _RankThread(n, slots, barrier)) for n in (0, *range(size)))
+        errors = [whole.run(), *threads.map(lambda part: part.run(split), parts)]
+    if failed := sorted(
+        filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError)
+    ):
+        return f"a tiny copy of it fails in parts: {named_line(failed[0])}"
+    for name in filter(is_partial(small), whole.gradients):
+        terms = [part.gradients[name] for part in parts if name in part.gradients]
+        for part in parts if terms else ():
+            part.gradients[name] = torch.stack(terms).sum(0)
+    return next((seen for part in parts for seen in part.differences(whole)), None)
 
 
-def undivided(spec: ModelSpec, entries: Entries) -> Iterator[str]:
-    """Yield in words what in the blocks, outside the modules that hidden states enter whole, can't
-    run on a part of a row's tokens.
+class _RankThread(Exchange):
+    """The exchanges of a rank that is a thread."""
+
+    group: Any
+
+    def __init__(self, rank: int, slots: list[torch.Tensor], barrier: Barrier) -> None:
+        def all_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+            slots[rank] = tensor
+            barrier.wait(SECONDS)
+            given = list(slots)
+            barrier.wait(SECONDS)
+            return given
+
+        sizes = {"rank": lambda: rank, "size": lambda: len(slots)}
+        super().__init__(SimpleNamespace(**sizes, all=all_of, abort=barrier.abort))  # type: ignore[arg-type]
+
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.group.all(tensor)).sum(0)
+
+    def _gathered(self, dim: int, length: int) -> Move:
+        return lambda part: torch.cat(self.group.all(part), dim).narrow(dim, 0, length)
+
+    def _scattered(self, dim: int) -> Move:
+        return lambda term: self._part(self._sum(term), dim)
+
+
+class _Pass(TorchDispatchMode):
+    """A forward and backward pass, in which all ranks draw the same random numbers.
+
+    Notes what modules give, and for which shapes numbers are drawn in which module.
     """
-    small, model = tiny(spec)
-    modules, inner, ids = dict(model.named_modules()), entries(small), row_of(small)[None]
-    recorded: dict[str, tuple[torch.Tensor, Any]] = {}
-    found: dict[str, None] = {}
 
-    def note(_: nn.Module, args: Any, kwargs: Any, output: Any, *, name: str) -> None:
-        recorded[name] = _first(args, kwargs), output
+    def __init__(self, spec: ModelSpec, ranks: _RankThread) -> None:
+        super().__init__()
+        self.model, self.gradients = drawn(spec).train(), dict[str, torch.Tensor]()
+        self._spec, self._ranks, self._loss = spec, ranks, torch.empty(0)
+        self._outputs, self._dims = dict[str, torch.Tensor](), dict[nn.Parameter, int]()
+        self._draws, self._places = list[tuple[str, list[int]]](), [""]
+        self._state = torch.Generator().manual_seed(1).get_state()
+        for name, module in self.model.named_modules():
+            module.register_forward_pre_hook(lambda *_, name=name: self._places.append(name))
+            module.register_forward_hook(self._leave)
 
-    def compare(name: str, ours: torch.Tensor, whole: torch.Tensor) -> None:
-        if not torch.allclose(ours, _half(whole), rtol=TOLERANCE, atol=TOLERANCE):
-            found[f"{pattern_of(name)} mixes tokens outside its split matrices"] = None
+    def run(self, split: Split | None = None) -> Exception | None:
+        """Run both passes on two rows, the number of whose tokens two ranks do not divide."""
+        row = row_of(self._spec)[:-1]
+        ids = torch.stack([row, row.flip(0)])
+        try:
+            if split is not None:
+                split(self.model, self._spec, self._ranks, self._take)
+            with self:
+                loss = self.model(input_ids=ids, labels=ids, use_cache=False).loss
+                loss.backward()
+        except Exception as error:  # whatever a model's own code raises
+            self._ranks.group.abort()
+            return error
+        self._loss, self.gradients = loss.detach(), gradients_of(self.model)
+        return None
 
-    def repeat(*args: Any, name: str, **kwargs: Any) -> Any:
-        given, output = recorded[name]
-        compare(name, _first(args, kwargs), given)
-        return (_half(output[0]), *output[1:]) if isinstance(output, tuple) else _half(output)
+    def _take(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
+        part = nn.Parameter(self._own(whole.data, dim), requires_grad=whole.requires_grad)
+        self._dims[part] = dim
+        return part
 
-    def halve(_: nn.Module, args: Any, kwargs: Any) -> Any:
-        return _with_first(args, kwargs, _half(_first(args, kwargs)))
+    def _own(self, whole: torch.Tensor, dim: int | None) -> torch.Tensor:
+        group = self._ranks.group
+        return whole if dim is None else whole.chunk(group.size(), dim)[group.rank()].clone()
 
-    def end(_: nn.Module, inputs: Any, output: Any, *, name: str) -> Any:
-        compare(name, _first(output, {}), _first(recorded[name][1], {}))
-        return recorded[name][1]
+    def differences(self, whole: _Pass) -> Iterator[str]:
+        """Yield in words where this rank differs from one process, the first place first."""
+        for (place, shape), (_, expected) in zip(self._draws, whole._draws, strict=False):
+            if shape != expected:
+                yield (
+                    f"{pattern_of(place)} draws random numbers (dropout) inside what is split: for "
+                    f"{shape} on a rank, where one process draws for {expected}"
+                )
+        dims = {name: self._dims.get(p) for name, p in self.model.named_parameters()}
+        ours = {"": self._loss} | dict(reversed(self.gradients.items()))
+        theirs = {name: self._own(g, dims[name]) for name, g in reversed(whole.gradients.items())}
+        wrong = differing(ours, {"": whole._loss} | theirs, 10 * TOLERANCE)
+        for name, output in whole._outputs.items() if wrong else ():
+            given = self._outputs.get(name, output)
+            like = output if given.shape == output.shape else self._ranks.divide(output, 1)
+            if given.shape == like.shape and differing({"": given}, {"": like}, 10 * TOLERANCE):
+                yield f"{pattern_of(name)} gives something else on ranks that have a part each"
+        if wrong:
+            what = f"the gradient of {pattern_of(wrong[0])}" if wrong[0] else "the loss"
+            yield f"{what} is another on ranks that have a part each, by {wrong[1]:.1e}"
 
-    with torch.no_grad(), ExitStack() as hooks:
-        for name in (*inner, *small.blocks):
-            hook = partial(note, name=name)
-            hooks.enter_context(modules[name].register_forward_hook(hook, with_kwargs=True))
-        model.eval()(input_ids=ids, use_cache=False)
-    for name in inner:
-        replace_forward(modules[name], partial(repeat, name=name))
-    for name in small.blocks:
-        modules[name].register_forward_pre_hook(halve, with_kwargs=True)
-        modules[name].register_forward_hook(partial(end, name=name))
-    try:
-        with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
-    except Exception as error:  # whatever a model's own code raises
-        found[f"a block fails on a part of a row: {named_line(error)}"] = None
-    yield from found
-    yield from _draws(spec)
+    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        first, name = output[0] if isinstance(output, tuple) else output, self._places.pop()
+        if torch.is_tensor(first) and first.is_floating_point() and first.dim() > 1:
+            self._outputs[name] = first.detach()
 
-
-def _draws(spec: ModelSpec) -> Iterator[str]:
-    """Yield blocks that draw random numbers in other ways than by `nn.Dropout`."""
-    small, model = tiny(spec)
-    places = [""]
-    for name, module in model.named_modules():
-        if name in small.blocks or isinstance(module, nn.Dropout):
-            at = "" if isinstance(module, nn.Dropout) else pattern_of(name)
-            module.register_forward_pre_hook(lambda *_, at=at: places.append(at))
-            module.register_forward_hook(lambda *_: places.__delitem__(-1))
-    with torch.random.fork_rng(devices=[]), torch.no_grad(), DrawWatch(lambda: places[-1]) as watch:
-        model.train()(input_ids=row_of(small)[None], use_cache=False)
-    for place in sorted(watch.places - {""}):
-        yield f"{place} draws random numbers (dropout) by a function, not by a module nn.Dropout"
-
-
-def _first(args: Any, kwargs: Any) -> torch.Tensor:
-    """Return the hidden state: the first argument, or of what a module gives the first tensor."""
-    if torch.is_tensor(args):
-        return args
-    return args[0] if args else next(iter(kwargs.values()))  # type: ignore[no-any-return]
-
-
-def _half(hidden: torch.Tensor) -> torch.Tensor:
-    return hidden[:, : hidden.shape[1] // 2]
-
-
-def _with_first(args: Any, kwargs: Any, hidden: torch.Tensor) -> Any:
-    """Return the arguments with another hidden state."""
-    return ((hidden, *args[1:]), kwargs) if args else (args, {**kwargs, next(iter(kwargs)): hidden})
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **(kwargs or {}))
+        with _generator:
+            torch.set_rng_state(self._state)
+            result = func(*args, **(kwargs or {}))
+            state, self._state = self._state, torch.get_rng_state()
+        if not torch.equal(state, self._state):
+            self._draws.append((self._places[-1], list(tree_leaves(result)[0].shape)))
+        return result
