@@ -326,6 +326,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_verify.py": (
         "named[norm_of_one_rank]",
         "passes[fsdp-",
+        "of_pytorch[ZeRO-3]",
         "seeds",
         "smallest",
         "of_the_run",
