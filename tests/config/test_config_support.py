@@ -99,7 +99,9 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"communication_data_type": "bf16"}, "would add gradients up in bfloat16"),
+        ({"communication_data_type": "bf16"}, None),
+        ({"communication_data_type": "bf16", "pipeline": {"stages": 2}}, None),
+        ({"communication_data_type": "fp16"}, "need a loss scale"),
         (
             {
                 "communication_data_type": "bf16",

@@ -309,7 +309,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "pipeline[1F1B-2]",
         "has_to_be[mesh-2]",
         "nowhere_else",
-        "asked_for[mesh-2]",
+        "asked_for[mesh-2-1]",
     ),
     "test_sparse_gradients.py": ("process[mesh DDP]", "refuses", "loaded[mesh ZeRO-3]"),
     "test_stall.py": (

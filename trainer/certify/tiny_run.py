@@ -177,7 +177,8 @@ def _in_precision(config: Config, precision: str) -> Change:
         if section == "fp16":  # at the default of 2^16 the first steps would be skipped
             small.append("fp16.initial_scale_power=8")
     reduced = config.settings.get("communication_data_type")
-    if precision == "float32" and reduced in ("bf16", "fp16"):
+    low = f"{reduced}.enabled=true" in small
+    if reduced in ("bf16", "fp16") and not low:
         notes.append(f"gradients reduced in float32 in place of {reduced}")
         small.append("communication_data_type=fp32")
     return small, notes

@@ -26,15 +26,15 @@ def refusals(config: Config) -> dict[str, str]:
 
 
 def _reduction(settings: Json) -> str | None:
-    """Return a sentence if FSDP2 can't reduce gradients in the precision that is asked for."""
+    """Return a sentence if gradients can't be reduced in the precision that is asked for."""
     kind = settings.get("communication_data_type")
     if kind == "fp16":
-        return "Gradients reduced in float16 need a loss scale, which FSDP2 does not bring."
+        return "Gradients reduced in float16 need a loss scale, which DDP and FSDP2 do not bring."
     sharded = settings.get("zero_optimization", {}).get("stage", 0) > 0
-    if kind == "bf16" and (not sharded or settings.get("pipeline", {}).get("stages", 1) > 1):
+    if kind == "bf16" and sharded and settings.get("pipeline", {}).get("stages", 1) > 1:
         return (
-            "With communication_data_type bf16, DDP and pipelines would add gradients up in "
-            "bfloat16, too; ZeRO without pipeline stages adds them up in float32."
+            "With communication_data_type bf16, a pipeline with ZeRO would add gradients up in "
+            "bfloat16, too; without ZeRO or pipeline stages they are added up in float32."
         )
     return None
 
