@@ -243,6 +243,7 @@ def layout_of(case: Case) -> Any:
         compile=case.compile,
         float8=case.float8,
         sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
+        updated="bfloat16" if case.more.get("bf16", {}).get("bf16_optimizer_states") else "float32",
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout

@@ -55,6 +55,8 @@ def refusal(layout: Layout) -> str | None:
             "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
             "1F1B."
         )
+    if layout.updated != "float32" and layout.float8 != "none":
+        return "float8 products are proven beside float32 weights; set bf16_optimizer_states false."
     if layout.precision == "float16":
         return (
             "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
