@@ -416,13 +416,11 @@ class MuonOfTorch(torch.optim.AdamW):
         for group in everything:
             [parameter] = group["params"]
             if group["muon"] and parameter.grad is not None:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                tensors = parameter.detach(), parameter.grad, state["momentum_buffer"]
-                weights, gradients, buffers = ([*t] if t.ndim == 3 else [t] for t in tensors)
+                zeros = torch.zeros_like(parameter)
+                buffer = self.state[parameter].setdefault("momentum_buffer", zeros)
+                tensors = parameter.detach(), parameter.grad, buffer
                 chosen: Any = self._muon | {key: group[key] for key in ("lr", "weight_decay")}
-                muon(weights, gradients, buffers, **chosen, has_complex=False)
+                muon(*([*t] if t.ndim == 3 else [t] for t in tensors), **chosen, has_complex=False)
 
 
 def optimizer_of(own: Learner, small: Tiny, blocks: Sequence[str]) -> torch.optim.Optimizer:

@@ -178,10 +178,9 @@ def _in_precision(config: Config, precision: str) -> Change:
             small.append("fp16.initial_scale_power=8")
     reduced = config.settings.get("communication_data_type")
     if config.settings.get("bf16", {}).get("bf16_master_weights_and_grads") is True:
-        notes.append("float32 weights and optimizer state beside those in bfloat16")
         small += ["bf16.bf16_optimizer_states=false", "bf16.bf16_master_weights_and_grads=false"]
-    low = f"{reduced}.enabled=true" in small
-    if reduced in ("bf16", "fp16") and not low:
+        notes.append("float32 weights and optimizer state in place of bfloat16 alone")
+    if reduced in ("bf16", "fp16") and f"{reduced}.enabled=true" not in small:
         notes.append(f"gradients reduced in float32 in place of {reduced}")
         small.append("communication_data_type=fp32")
     return small, notes

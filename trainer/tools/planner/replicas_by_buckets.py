@@ -16,7 +16,6 @@ from torch import nn
 
 FIRST_BUCKET = 1 << 20
 """Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`): sending starts early."""
-BUCKET = 25 << 20
 
 
 class BucketedReplica(nn.Module):
@@ -34,7 +33,7 @@ class BucketedReplica(nn.Module):
         self._place: dict[nn.Parameter, tuple[int, int]] = {}
         """Parameter -> its bucket, and its offset in it."""
         self._wanted: list[int] = []
-        for group in _divided(list(reversed(learned)), BUCKET):
+        for group in _divided(list(reversed(learned)), 25 << 20):
             offset = 0
             for parameter in group:
                 self._place[parameter] = (len(self._buckets), offset)
@@ -49,8 +48,7 @@ class BucketedReplica(nn.Module):
         return self.module(*arguments)
 
     def register_comm_hook(self, *_: Any) -> None:
-        """Send in bfloat16: the one hook that engines take does so."""
-        self._sent = torch.bfloat16
+        self._sent = torch.bfloat16  # as the one hook does that engines take
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
