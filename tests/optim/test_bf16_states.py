@@ -39,7 +39,8 @@ CASES = {
 def train_in_bfloat16(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]:
     """Train in one process with PyTorch's AdamW over bfloat16; return losses and weights.
 
-    The gradients of data ranks are averaged in float32, those of micro-batches added in bfloat16.
+    The gradients of data ranks are averaged in float32; those of micro-batches are added up in
+    bfloat16, or with replicas of shards, which FSDP2 adds up at the end, in float32.
     """
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import Placement, materialise
@@ -55,7 +56,8 @@ def train_in_bfloat16(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
     module.train()
     for step in range(STEPS):
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
-        total, added = 0.0, [torch.zeros_like(p) for p in parameters]
+        between = torch.float32 if case.replicate > 1 else torch.bfloat16
+        total, added = 0.0, [torch.zeros(p.shape, dtype=between) for p in parameters]
         for index in range(case.accumulation):
             sums = [torch.zeros(p.shape) for p in parameters]
             for rank in range(case.data_ranks):
@@ -68,11 +70,13 @@ def train_in_bfloat16(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
                 ):
                     one += gradient
             for one, gradient in zip(added, sums, strict=True):
-                one += (gradient / case.data_ranks).bfloat16()
+                one += (gradient / case.data_ranks).to(between)
         losses.append(total / counted)
         for parameter, gradient in zip(parameters, added, strict=True):
-            parameter.grad = gradient
-        norms = torch.stack(torch._foreach_norm(added, 2, torch.float64)).float()
+            parameter.grad = gradient.bfloat16()
+        norms = torch.stack(
+            torch._foreach_norm([p.grad for p in parameters], 2, torch.float64)
+        ).float()
         torch.nn.utils.clip_grads_with_norm_(parameters, case.clip, norms.norm())
         optimizer.step()
     return losses, {name: p.detach().float() for name, p in model.named_parameters()}
