@@ -47,7 +47,7 @@ class BucketedReplica(nn.Module):
     def forward(self, *arguments: Any) -> Any:
         return self.module(*arguments)
 
-    def register_comm_hook(self, *_: Any) -> None:
+    def register_comm_hook(self, *_: Any, **__: Any) -> None:
         self._sent = torch.bfloat16  # as the one hook does that engines take
 
     @contextmanager
