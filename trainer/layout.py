@@ -98,6 +98,8 @@ class Layout(MeshSizes):
     """How the factors of float8 products are scaled, in large linear layers of blocks."""
     sequence_parallel: bool = False
     """True if between the split matrices each tensor rank has a part of each row's tokens."""
+    updated: Precision = "float32"
+    """The precision of the weights that are updated, and of the optimizer's state."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -200,6 +202,8 @@ class Layout(MeshSizes):
             words.append(f"recompute {self.recompute}")
         if self.compile == "blocks":
             words.append("compiled blocks")
+        if self.updated != "float32":
+            words.append(f"updated in {self.updated}")
         if self.float8 != "none":
             words.append(f"float8 {self.float8}")
         return ", ".join(words)
@@ -208,7 +212,8 @@ class Layout(MeshSizes):
 def layout_of(config: Config, world_size: int) -> Layout:
     """Build the layout of a resolved config for `world_size` processes, or raise ConfigError."""
     settings = config.settings
-    zero = settings.get("zero_optimization", {})
+    zero, precision = settings.get("zero_optimization", {}), _precision(config)
+    states = settings.get("bf16", {}).get("bf16_optimizer_states") is True
     layout = Layout(
         **vars(mesh_sizes(config, world_size)),
         micro_batch=settings["train_micro_batch_size_per_gpu"],
@@ -216,7 +221,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         zero_stage=zero.get("stage", 0),
         offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
-        precision=_precision(config),
+        precision=precision,
         recompute=_recompute(config.trainer.activation_checkpointing),
         schedule=replace(
             PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
@@ -226,6 +231,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         compile=config.trainer.compile,
         float8=config.trainer.float8,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
+        updated="bfloat16" if states and precision == "bfloat16" else "float32",
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout

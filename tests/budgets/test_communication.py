@@ -63,6 +63,7 @@ HALF = {"precision": "bfloat16"}
 HSDP = {**HALF, "replicate": 2, "shard": 4}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ddp": dict(replicate=8),
+    "ddp, gradients in bfloat16": dict(replicate=8, reduced="bf16"),
     "ddp, moe": dict(replicate=8, model=MOE),
     "ddp, sliding": dict(replicate=8, model=SLIDING),
     "zero1": dict(zero_stage=1, shard=8, **HALF),
@@ -88,6 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor x zero3, moe": dict(tensor=2, zero_stage=3, shard=2, model=MOE, **HALF),
     "tensor, sequence parallel": dict(tensor=4, sequence_parallel=True),
     "tensor x ddp": dict(tensor=2, replicate=2),
+    "tensor x ddp, gradients in bfloat16": dict(tensor=2, replicate=2, reduced="bf16"),
     "tensor x zero1": dict(tensor=2, zero_stage=1, shard=2, **HALF),
     "tensor x zero2": dict(tensor=2, zero_stage=2, shard=2, **HALF),
     "tensor x zero3": dict(tensor=2, zero_stage=3, shard=2, **HALF),
@@ -118,7 +120,7 @@ def offered() -> dict[str, dict[str, Any]]:
     """Every layout with one and with four micro-batches, under each engine that offers it."""
     found = {}
     for name, case in LAYOUTS.items():
-        for engine in ENGINES:
+        for engine in ENGINES if "reduced" not in case else ("mesh", "accelerate"):
             job = {"model": LLAMA, **case, "engine": engine}
             if engine == "deepspeed" and case.get("zero_stage") == 3:
                 job["more"] = ONE_BY_ONE

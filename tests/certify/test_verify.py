@@ -972,6 +972,43 @@ def test_what_is_computed_again_raises_no_alarm(pools, tmp_path, recompute):
         assert passed, table
 
 
+MUON = {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.1}
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+MUON_ON: dict[str, tuple[int, str, tuple[int, int, int], dict[str, Any]]] = {
+    "ZeRO-3": (2, "mesh", (3, 1, 1), {}),
+    "tensor": (4, "mesh", (2, 1, 2), LLAMA),
+    "pipeline": (4, "mesh", (2, 2, 1), {}),
+    "experts": (3, "accelerate", (3, 1, 1), {"model": {"config": EXPERTS}}),
+}
+"""Ranks, the engine, the ZeRO stage, stages and tensor ranks, and more of the config."""
+
+
+def shards_orthogonalised(engine: str) -> Any:
+    """Each rank orthogonalises its own rows, in place of the whole matrix."""
+    from trainer.optim.muon import LOW, Muon
+
+    def updates(self, parameters, directions):
+        return [self._orthogonal(d.to(LOW)) if d.numel() else d for d in directions]
+
+    return mock.patch.object(Muon, "_updates", updates)
+
+
+@pytest.mark.parametrize("layout", MUON_ON)
+def test_muon_is_compared_with_that_of_pytorch(pools, tmp_path, layout):
+    size, engine, sizes, more = MUON_ON[layout]
+    path = Path(config(tmp_path, engine, *sizes, **more))
+    optimizer = {"optimizer": {"type": "Muon", "params": MUON}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | optimizer))
+    arguments = {"path": str(path), "world_size": size}
+    for passed, _, table in pools[size].run(certified, **arguments):
+        assert passed, table
+    if layout == "ZeRO-3":
+        for passed, first, table in pools[size].run(
+            certified, fault=shards_orthogonalised.__name__, **arguments
+        ):
+            assert (passed, first) == (False, "update"), table
+
+
 def test_a_low_precision_is_allowed_its_rounding_and_no_more(pools, tmp_path):
     path = config(tmp_path, "mesh", 2)
     overrides = ["bf16.enabled=true", "optimizer.params.lr=1e-5"]

@@ -72,10 +72,6 @@ def test_what_is_only_deepspeeds_own_is_noted_where_the_user_wrote_it(tmp_path: 
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"zero_optimization": {"stage": 3, "zero_quantized_gradients": True}},
         {"zero_optimization": {"stage": 2, "zenflow": {"topk_ratio": 0.1}}},
-        {
-            "bf16": {"enabled": True, "bf16_master_weights_and_grads": True},
-            "zero_optimization": {"stage": 2},
-        },
     ],
 )
 def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
@@ -99,7 +95,9 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({"communication_data_type": "bf16"}, "would add gradients up in bfloat16"),
+        ({"communication_data_type": "bf16"}, None),
+        ({"communication_data_type": "bf16", "pipeline": {"stages": 2}}, None),
+        ({"communication_data_type": "fp16"}, "need a loss scale"),
         (
             {
                 "communication_data_type": "bf16",
@@ -119,6 +117,30 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
 def test_a_low_precision_of_communication_is_refused_where_sums_would_be_in_it(
     tmp_path: Path, content: dict[str, Any], reason: str | None
 ) -> None:
+    config = resolve(compile_(tmp_path, content), RuntimeFacts(2, None, None, False, "cpu"))
+    refused = support.refusals(config)
+    assert set(refused) == ({"accelerate", "mesh"} if reason else set())
+    assert all(str(reason) in text for text in refused.values())
+
+
+LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
+STATES = LOW | {"bf16_optimizer_states": True}
+
+
+@pytest.mark.parametrize(
+    ("bf16", "sums", "reason"),
+    [
+        (LOW, None, "no float32 state beside bfloat16 weights"),
+        (STATES, "fp32", "adds gradients up in the weights' bfloat16"),
+        (STATES, "bf16", None),
+        (STATES | {"enabled": False}, None, None),
+    ],
+)
+def test_weights_and_state_in_low_precision_are_kept_so_or_refused(
+    tmp_path: Path, bf16: dict[str, Any], sums: str | None, reason: str | None
+) -> None:
+    content = {"zero_optimization": {"stage": 2}, "bf16": bf16}
+    content |= {"data_types": {"grad_accum_dtype": sums}} if sums else {}
     config = resolve(compile_(tmp_path, content), RuntimeFacts(2, None, None, False, "cpu"))
     refused = support.refusals(config)
     assert set(refused) == ({"accelerate", "mesh"} if reason else set())

@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.optim.test_muon import MUON as OF_MUON
+from tests.optim.test_muon import finely
 from tests.support.pool import Pools
 from tests.support.training import LLAMA, TRAIN_BATCH, Case, build, data_rank_of, shares, task_of
 
@@ -115,23 +117,24 @@ def advance(engine: Any, case: Case, first: int) -> Losses:
 
 
 def all_to_all(
-    pools: Pools, folder: Path, pairs: set[tuple[str, str]]
+    pools: Pools, folder: Path, pairs: set[tuple[str, str]], cases: dict[str, Case] = LAYOUTS
 ) -> dict[str, dict[str, float]]:
     """Return by [from][to] the largest relative error of a loss, against a run in `to` alone."""
-    folders = {name: folder / str(index) for index, name in enumerate(LAYOUTS)}
+    folders = {name: folder / str(index) for index, name in enumerate(cases)}
     used = {name for pair in pairs for name in pair}
     # one pool is alive at a time
     by_size = sorted(
-        ((n, case) for n, case in LAYOUTS.items() if n in used), key=lambda item: item[1].world_size
+        ((n, case) for n, case in cases.items() if n in used), key=lambda item: item[1].world_size
     )
     whole = {
-        name: pools[case.world_size].run(save, case=case, folder=folders[name])[0]
+        name: pools[case.world_size].run(finely, train=save, case=case, folder=folders[name])[0]
         for name, case in by_size
     }
-    table: dict[str, dict[str, float]] = {name: {} for name in LAYOUTS}
+    table: dict[str, dict[str, float]] = {name: {} for name in cases}
     for after, case in by_size:
-        wanted = {before: folders[before] for before in LAYOUTS if (before, after) in pairs}
-        for losses in pools[case.world_size].run(resume, case=case, folders=wanted):
+        wanted = {before: folders[before] for before in cases if (before, after) in pairs}
+        arguments: dict[str, Any] = {"train": resume, "case": case, "folders": wanted}
+        for losses in pools[case.world_size].run(finely, **arguments):
             for before, found in losses.items():
                 error = max(abs(a - b) / abs(b) for a, b in zip(found, whole[after], strict=True))
                 table[before][after] = max(error, table[before].get(after, 0.0))
@@ -184,6 +187,23 @@ def test_any_layout_goes_on_in_any_other(pools, tmp_path, pairs):
     }
     assert found.keys() == pairs
     assert {pair: error for pair, error in found.items() if not error <= 1e-5} == {}
+
+
+MUON = {
+    "one process": replace(ONE, zero_stage=0),
+    "`accelerate` FSDP on 2": replace(TWO, engine="accelerate", zero_stage=3),
+    "`mesh` 2 stages x ZeRO-2 on 4": replace(FOUR, pipeline=2),
+    "`mesh` HSDP on 4": replace(FOUR, replicate=2, zero_stage=3),
+    "`mesh` 2-way tensor x ZeRO-2 on 4": replace(FOUR, tensor=2),
+}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_muon_goes_on_in_another_layout(pools, tmp_path, step):
+    """Its momentum is a whole matrix's, and its matrices have no count of updates."""
+    cases = {name: replace(case, optimizer=OF_MUON) for name, case in MUON.items()}
+    table = all_to_all(pools, tmp_path, ring(list(MUON), step), cases)
+    assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

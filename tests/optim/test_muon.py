@@ -99,6 +99,11 @@ def test_it_updates_the_matrices_of_blocks_and_no_others():
     }
 
 
+EXPERTS = {
+    **LLAMA,
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+    **{"moe_intermediate_size": 16, "attention_dropout": 0.0},
+}
 SPLIT = {**LLAMA, "attention_dropout": 0.0}
 LAYOUTS = {
     "ddp": Case("mesh", zero_stage=0),
@@ -108,8 +113,11 @@ LAYOUTS = {
     "tensor": Case("mesh", zero_stage=0, tensor=2, model=SPLIT),
     "pipeline": Case("mesh", zero_stage=2, pipeline=2),
     "offload": Case("mesh", zero_stage=3, offload_optimizer="cpu"),
+    "experts": Case("mesh", zero_stage=3, model=EXPERTS),
 }
 FOUR = {
+    "experts, hsdp": Case("accelerate", world_size=4, zero_stage=3, replicate=2, model=EXPERTS),
+    "experts x tensor": Case("mesh", world_size=4, zero_stage=3, tensor=2, model=EXPERTS),
     "hsdp": Case("mesh", world_size=4, zero_stage=3, replicate=2),
     "accelerate, hsdp": Case("accelerate", world_size=4, zero_stage=2, replicate=2),
     "zero3 x tensor": Case("mesh", world_size=4, zero_stage=3, tensor=2, model=SPLIT),
@@ -134,16 +142,16 @@ def in_float32(
     return x.T if len(gradient) > gradient.shape[1] else x
 
 
-def finely(train: Any, case: Case) -> Any:
+def finely(train: Any, **arguments: Any) -> Any:
     """Train with an iteration in float32. Runs on each rank of a pool, too."""
     fine = patch("torch.optim._muon._zeropower_via_newtonschulz", in_float32)
     with fine, patch("trainer.optim.muon.LOW", torch.float32):
-        return train(case)
+        return train(**arguments)
 
 
 @pytest.mark.parametrize("name", [*LAYOUTS, *FOUR])
 def test_trains_as_one_process_does(pools, name):
     case = replace((LAYOUTS | FOUR)[name], optimizer=MUON)
-    reference = finely(train_plainly, case)
+    reference = finely(train_plainly, case=case)
     for outcome in pools[case.world_size].run(finely, train=train_by_engine, case=case):
         assert_same(outcome, reference, 2e-5)

@@ -246,11 +246,19 @@ def test_embedding_and_head_are_units_where_the_model_needs_their_weights_nowher
 LOW = {"communication_data_type": "bf16"}
 
 
-@pytest.mark.parametrize(("engine", "stage"), [("mesh", 2), ("mesh", 3), ("accelerate", 3)])
-def test_gradients_are_reduced_in_the_precision_that_is_asked_for(pools, engine, stage):
-    case = replace(MESH, engine=engine, zero_stage=stage, micro_batch=4, top=LOW)
+@pytest.mark.parametrize(
+    ("engine", "stage", "tensor"),
+    [
+        *(("mesh", 2, 1), ("mesh", 3, 1), ("accelerate", 3, 1)),
+        *(("mesh", 0, 1), ("accelerate", 0, 1), ("mesh", 0, 2)),
+    ],
+)
+def test_gradients_are_reduced_in_the_precision_that_is_asked_for(pools, engine, stage, tensor):
+    model = LLAMA | ({"attention_dropout": 0.0} if tensor > 1 else {})
+    sizes: Any = {"world_size": 2 * tensor, "tensor": tensor, "model": model}
+    case = replace(MESH, engine=engine, zero_stage=stage, micro_batch=4, top=LOW, **sizes)
     reference = train_plainly(case)
-    for outcome in pools[2].run(train_by_engine, case=case):
+    for outcome in pools[2 * tensor].run(train_by_engine, case=case):
         found, exact = outcome.gradients[0], reference.gradients[0]
         for name, gradient in found.items():
             assert torch.equal(gradient, gradient.bfloat16().float()), name

@@ -47,6 +47,7 @@ def plan(tmp_path):
         accumulation=1,
         zero=None,
         attention=None,
+        bf16=None,
         **section,
     ) -> Plan:
         known = {"config": model} | ({"attention": attention} if attention else {})
@@ -55,7 +56,7 @@ def plan(tmp_path):
             "train_micro_batch_size_per_gpu": micro_batch,
             "gradient_accumulation_steps": accumulation,
             "gradient_clipping": 1.0,
-            "bf16": {"enabled": True},
+            "bf16": {"enabled": True} | (bf16 or {}),
             "zero_optimization": zero or {"stage": 0},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
             "trainer": {
@@ -100,6 +101,16 @@ def test_zero(plan, stage, published):
     assert 7.5 * (state + gradients) / parameters == pytest.approx(published, rel=0.02)
     if stage == 1:
         assert kinds["temporaries"] == pytest.approx(gradients, rel=0.01)
+
+
+def test_weights_and_state_in_bfloat16_take_6_bytes_and_not_12(plan):
+    """On FSDP2, which has no other weights than those that are updated."""
+    low = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    options = dict(zero={"stage": 3}, engine="mesh")
+    for bytes_each, bf16 in (12, {}), (6, low):
+        kinds = of(plan(LLAMA | SMALL, 1, 8, bf16=bf16, **options), "step 2").by_kind
+        kept = 8 * (kinds["weights"] + kinds["optimizer"])
+        assert kept == pytest.approx(bytes_each * 328_256, rel=0.02)
 
 
 def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):

@@ -153,7 +153,7 @@ def expected(
 ) -> Tally:
     """Return what a rank of a pipeline stage sends in a step: count and bytes of each kind.
 
-    `reduced`: the dtype in which FSDP reduces gradients.
+    `reduced`: the dtype in which DDP and FSDP reduce gradients.
     """
     found = Tally()
     if layout.pipeline > 1 and layout.schedule.name != "1F1B":
@@ -285,7 +285,7 @@ def _torch(
     units = list(_units(layout, sizes, stage, levers, engine))
     everything = sum(unit.size for unit in units)
     if layout.zero_stage == 0:  # DDP: all gradients once, in buckets of 25 MB, of which here is one
-        found.add("all-reduce", _axes(layout, "replicate"), "float32", 1, 4 * everything)
+        found.add("all-reduce", _axes(layout, "replicate"), low, 1, WIDTH[low] * everything)
     else:
         shard, width = _axes(layout, "shard"), WIDTH[layout.precision]
         for unit in units:

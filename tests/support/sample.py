@@ -310,7 +310,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "pipeline[1F1B-2]",
         "has_to_be[mesh-2]",
         "nowhere_else",
-        "asked_for[mesh-2]",
+        "asked_for[mesh-2-1]",
     ),
     "test_sparse_gradients.py": ("process[mesh DDP]", "refuses", "loaded[mesh ZeRO-3]"),
     "test_stall.py": (
@@ -327,6 +327,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_verify.py": (
         "named[norm_of_one_rank]",
         "passes[fsdp-",
+        "of_pytorch[ZeRO-3]",
         "seeds",
         "smallest",
         "of_the_run",

@@ -243,6 +243,7 @@ def layout_of(case: Case) -> Any:
         compile=case.compile,
         float8=case.float8,
         sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
+        updated="bfloat16" if case.more.get("bf16", {}).get("bf16_optimizer_states") else "float32",
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout
@@ -391,16 +392,16 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
     """Train with Hugging Face's forward, PyTorch's loss and AdamW, and our order of seeds."""
+    from trainer.certify.reference import matrices_of
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
-    from trainer.optim.muon import hidden_matrices
     from trainer.parallel.forward_backward import Dropout
 
     spec = spec_in(case, path)
     model = spec.build()
     materialise(model, spec, seed=seed)
     dropout = Dropout(model, spec)
-    optimizer = plain_optimizer(case, model, hidden_matrices(spec))
+    optimizer = plain_optimizer(case, model, matrices_of(model, spec.blocks))
     outcome = Outcome([], [], [], {})
     task = task_of(spec)
     lengths: list[int] = []

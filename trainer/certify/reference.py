@@ -14,7 +14,7 @@ import copy
 import hashlib
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -30,7 +30,6 @@ from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
-from trainer.optim.muon import hidden_matrices
 from trainer.parallel import float8
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
@@ -132,7 +131,7 @@ class Reference(ABC):
         for index, name in enumerate(spec.blocks):
             self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
         self._listener, self._outputs = Listener([self.model]), Outputs()
-        self._optimizer = optimizer_of(self.model, small, own.groups, hidden_matrices(spec))
+        self._optimizer = optimizer_of(own, small, spec.blocks)
         self._scheduler = scheduler_of(self._optimizer, small.config)
 
     @abstractmethod
@@ -341,11 +340,12 @@ class Reference(ABC):
 
     def _update(self, step: int, gradients: Tensors, norm: float) -> None:
         limit = float(self._small.config.settings["gradient_clipping"])
-        share = min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0
         for name, parameter in self._named.items():
             parameter.grad = None
             if (gradient := gradients.get(name)) is not None:
-                parameter.grad = gradient.reshape(parameter.shape).to(self._device) * share
+                parameter.grad = gradient.reshape(parameter.shape).to(self._device, copy=True)
+        if limit > 0:  # to the last bit, as Muon rounds to 16 of them
+            nn.utils.clip_grads_with_norm_(self._named.values(), limit, torch.tensor(norm))
         groups = self._optimizer.param_groups
         if step >= self._small.steps:
             for group in groups:
@@ -385,11 +385,19 @@ def seed_of(*parts: int | str) -> int:
     return int.from_bytes(digest[:8], "little") // 2
 
 
-class MuonOfTorch(torch.optim.AdamW):
-    """`torch.optim.Muon`'s update in groups that have `muon`, of each expert; else AdamW.
+def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:
+    """Return the weights that Muon updates, by docs/optimizers.md."""
+    found = set[str]()
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if not isinstance(module, nn.Embedding | nn.Conv1d):
+                own = module.named_parameters(name, recurse=False)
+                found |= {key for key, p in own if p.ndim in (2, 3) and 1 not in p.shape[-2:]}
+    return found
 
-    Each parameter is a group by itself.
-    """
+
+class MuonOfTorch(torch.optim.AdamW):
+    """`torch.optim.Muon`'s update, of each expert, in groups of one that have `muon`; else AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], **params: Any) -> None:
         halves = {True: params.pop("muon_lr", None), False: params.pop("adam_lr", None)}
@@ -409,49 +417,40 @@ class MuonOfTorch(torch.optim.AdamW):
         for group in everything:
             [parameter] = group["params"]
             if group["muon"] and parameter.grad is not None:
-                state = self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(parameter)
-                tensors = parameter.detach(), parameter.grad, state["momentum_buffer"]
-                weights, gradients, buffers = ([*t] if t.ndim == 3 else [t] for t in tensors)
+                zeros = torch.zeros_like(parameter)
+                buffer = self.state[parameter].setdefault("momentum_buffer", zeros)
+                tensors = parameter.detach(), parameter.grad, buffer
                 chosen: Any = self._muon | {key: group[key] for key in ("lr", "weight_decay")}
-                muon(weights, gradients, buffers, **chosen, has_complex=False)
+                muon(*([*t] if t.ndim == 3 else [t] for t in tensors), **chosen, has_complex=False)
 
 
-def optimizer_of(
-    model: nn.Module,
-    small: Tiny,
-    own: Mapping[str, tuple[float, float | None]],
-    matrices: Collection[str] = (),
-) -> torch.optim.Optimizer:
-    """Build PyTorch's optimizer, each parameter a group, with the config's parameters, DeepSpeed's
-    defaults and Trainer's groups. Muon updates `matrices`."""
+def optimizer_of(own: Learner, small: Tiny, blocks: Sequence[str]) -> torch.optim.Optimizer:
+    """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
+    defaults and Trainer's groups. Each parameter is a group by itself.
+    """
     from transformers import Trainer
 
     wanted, section = small.config.optimizer, small.config.trainer
+    matrices = matrices_of(own.model, blocks) if wanted.type == "Muon" else set[str]()
     decoupled = wanted.type == "Adam" and wanted.params.get("adam_w_mode", True)
     params = {key: value for key, value in wanted.params.items() if key not in NOT_OF_TORCH}
     params = {"weight_decay": 0.0, **params, "foreach": False}
-    named = dict(model.named_parameters())
+    named = dict(own.model.named_parameters())
     decayed = set(named)
     if section.weight_decay_excludes != "nothing":
-        decayed &= set(Trainer.get_decay_parameter_names(None, model))
+        decayed &= set(Trainer.get_decay_parameter_names(None, own.model))
     groups = []
     for key, parameter in named.items():
-        multiplier, decay = own.get(key, (1.0, None))
+        multiplier, decay = own.groups.get(key, (1.0, None))
         if decay is None:
             decay = params["weight_decay"] if key in decayed else 0.0
         group = {"params": [parameter], "lr": params["lr"], "lr_multiplier": multiplier}
-        groups.append({**group, "weight_decay": decay})
+        groups.append({**group, "weight_decay": decay, "muon": key in matrices})
     if build := NAMED["optimizer"].get(wanted.type):
         return build(groups, **wanted.params)  # type: ignore[no-any-return]
-    if wanted.type == "Muon":
-        halves = [
-            {**group, "muon": key in matrices} for key, group in zip(named, groups, strict=True)
-        ]
-        return MuonOfTorch(halves, **params)
     name = "AdamW" if decoupled else wanted.type
-    return getattr(torch.optim, name)(groups, **params)  # type: ignore[no-any-return]
+    kind: Any = MuonOfTorch if matrices else getattr(torch.optim, name)
+    return kind(groups, **params)  # type: ignore[no-any-return]
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:

@@ -181,7 +181,10 @@ def _in_precision(config: Config, precision: str) -> Change:
         if section == "fp16":  # at the default of 2^16 the first steps would be skipped
             small.append("fp16.initial_scale_power=8")
     reduced = config.settings.get("communication_data_type")
-    if precision == "float32" and reduced in ("bf16", "fp16"):
+    if config.settings.get("bf16", {}).get("bf16_master_weights_and_grads") is True:
+        small += ["bf16.bf16_optimizer_states=false", "bf16.bf16_master_weights_and_grads=false"]
+        notes.append("float32 weights and optimizer state in place of bfloat16 alone")
+    if reduced in ("bf16", "fp16") and f"{reduced}.enabled=true" not in small:
         notes.append(f"gradients reduced in float32 in place of {reduced}")
         small.append("communication_data_type=fp32")
     return small, notes

@@ -84,9 +84,9 @@ def _lost(
         if location == OPTIMIZER:
             keys.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
     states = {name: found - {WEIGHT, MASTER} for name, found in keys.items()}
-    wanted = {STEP} if any(STEP in found for found in states.values()) else set[str]()
+    counted = [found - {STEP} for found in states.values() if STEP in found]  # Muon counts none
     names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(stateless)
-    return sorted(name for name in names if not states.get(name) or not wanted <= states[name])
+    return sorted(n for n in names if not states.get(n) or states[n] in counted)
 
 
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:

@@ -9,32 +9,57 @@ from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.grammar import Key, show
 from trainer.config.keys import KEYS
 from trainer.config.read import Json, leaves
+from trainer.config.rules import SAME
 
 OTHERS = ("accelerate", "mesh")
 """The engines that do not honour DeepSpeed's own keys."""
+_SUMS = "data_types.grad_accum_dtype"
 
 
 def refusals(config: Config) -> dict[str, str]:
     """Return a sentence for each engine that would compute other numbers than are asked for."""
+    low = _is_low(config.settings)
     strange = [
         f"It does not honour {path} {show(value)}: {key.instead}."
         for path, value, key in _own(config)
-        if key.changes_numbers
+        if key.changes_numbers and not (path == _SUMS and low)
     ]
-    strange += filter(None, [_reduction(config.settings)])
+    strange += filter(None, [_reduction(config.settings), _updated(config.settings)])
     return dict.fromkeys(OTHERS, " ".join(strange)) if strange else {}
 
 
+def _is_low(settings: Json) -> bool:
+    """Return True if bfloat16 weights are updated."""
+    bf16 = settings.get("bf16", {})
+    return all(bf16.get(key) is True for key in ("enabled", "bf16_master_weights_and_grads"))
+
+
+def _updated(settings: Json) -> str | None:
+    """Return a sentence if PyTorch can't keep the optimizer's state as is asked for."""
+    if not _is_low(settings):
+        return None
+    if settings["bf16"].get("bf16_optimizer_states") is not True:
+        return (
+            "PyTorch's optimizers keep no float32 state beside bfloat16 weights; set "
+            "bf16.bf16_optimizer_states to true, too, or bf16.bf16_master_weights_and_grads to "
+            "false."
+        )
+    sums = settings.get("data_types", {}).get("grad_accum_dtype")
+    if sums and sums.removeprefix("torch.") not in SAME["bf16"]:
+        return f"It adds gradients up in the weights' bfloat16, and {_SUMS} is {sums}."
+    return None
+
+
 def _reduction(settings: Json) -> str | None:
-    """Return a sentence if FSDP2 can't reduce gradients in the precision that is asked for."""
+    """Return a sentence if gradients can't be reduced in the precision that is asked for."""
     kind = settings.get("communication_data_type")
     if kind == "fp16":
-        return "Gradients reduced in float16 need a loss scale, which FSDP2 does not bring."
+        return "Gradients reduced in float16 need a loss scale, which DDP and FSDP2 do not bring."
     sharded = settings.get("zero_optimization", {}).get("stage", 0) > 0
-    if kind == "bf16" and (not sharded or settings.get("pipeline", {}).get("stages", 1) > 1):
+    if kind == "bf16" and sharded and settings.get("pipeline", {}).get("stages", 1) > 1:
         return (
-            "With communication_data_type bf16, DDP and pipelines would add gradients up in "
-            "bfloat16, too; ZeRO without pipeline stages adds them up in float32."
+            "With communication_data_type bf16, a pipeline with ZeRO would add gradients up in "
+            "bfloat16, too; without ZeRO or pipeline stages they are added up in float32."
         )
     return None
 

@@ -46,7 +46,7 @@ class Job:
 
     @property
     def reduction(self) -> torch.dtype:
-        """The dtype in which FSDP reduces gradients; DeepSpeed reads the key itself."""
+        """The dtype in which DDP and FSDP reduce gradients; DeepSpeed reads the key itself."""
         low = self.deepspeed.get("communication_data_type") == "bf16"
         return torch.bfloat16 if low else torch.float32
 

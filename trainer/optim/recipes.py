@@ -91,7 +91,7 @@ ROWS: dict[str, Classes] = {
 
 _OTHER = "; the mesh engine has PyTorch's own"
 _KERNEL = Lack("DeepSpeed's kernel is one of its own", refused=False)
-_FLOAT32 = Lack("its state is float32, as what it updates", True, refused=False)
+_FLOAT32 = Lack("its state has the precision of what it updates", True, refused=False)
 _AMSGRAD = Lack("DeepSpeed's kernel has no AMSGrad; torch_adam true has PyTorch's", False)
 _TORCH_ADAM = {
     "bias_correction": Lack(

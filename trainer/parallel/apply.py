@@ -99,10 +99,11 @@ def stages_of_rank(
 def give_values(
     model: nn.Module, spec: ModelSpec, layout: Layout, seed: int, device: torch.device
 ) -> None:
-    """Run step 8: materialise this rank's parameters in float32; offloaded ones stay on the host.
+    """Run step 8: materialise this rank's parameters; offloaded ones stay on the host.
 
     The base of an adapter is kept in the precision in which it computes.
     """
     storage = torch.device("cpu") if layout.offloads else device
-    placement = Placement(device, storage=storage, base_dtype=getattr(torch, layout.precision))
+    dtype, base = getattr(torch, layout.updated), getattr(torch, layout.precision)
+    placement = Placement(device, dtype, storage, base)
     materialise(model, spec, seed=seed, placement=placement)

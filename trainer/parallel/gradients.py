@@ -33,10 +33,12 @@ class GradientSync:
         modules: Sequence[nn.Module],
         spec: ModelSpec,
         mesh: ParallelMesh,
+        reduction: torch.dtype = torch.float32,
         *,
         averages: bool = False,
     ) -> None:
-        """Find the parameters to reduce; `averages` is True where no DDP averages over replicas."""
+        """Find the parameters to reduce: between replicas in `reduction`, if `averages` is True,
+        or tensor ranks or stages leave it to this."""
         layout = mesh.layout
         pairs = [pair for module in modules for pair in module.named_parameters()]
         named = [(name, p) for name, p in pairs if p.requires_grad]
@@ -44,7 +46,7 @@ class GradientSync:
         self._averaged = replicas and (averages or layout.pipeline * layout.tensor > 1)
         is_partial = has_partial_gradient(spec, layout)
         self._partial = [p for name, p in named if is_partial(bare_name(name))]
-        self._mesh = mesh
+        self._mesh, self._reduction = mesh, reduction
         self.parameters = [p for _, p in named]
         tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()
         self._pair: Any = None
@@ -62,7 +64,8 @@ class GradientSync:
         """Make the gradients of all copies of a parameter equal. Collective."""
         if self._averaged:
             gradients = [local(p.grad) for p in self.parameters if p.grad is not None]
-            add_up(gradients, self._mesh.group("replica"), self._mesh.size("replica"))
+            size = self._mesh.size("replica")
+            add_up(gradients, self._mesh.group("replica"), size, self._reduction)
         if self._partial:
             gradients = [local(p.grad) for p in self._partial if p.grad is not None]
             add_up(gradients, self._mesh.axis("tensor"))
@@ -142,9 +145,15 @@ def on_both(pair: Any, names: Iterable[str]) -> list[str]:
 
 
 def add_up(
-    gradients: list[torch.Tensor], group: dist.ProcessGroup | None, divisor: int = 1
+    gradients: list[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    divisor: int = 1,
+    reduction: torch.dtype = torch.float32,
 ) -> None:
-    """Sum gradients in place, in buckets of one dtype, divided by `divisor`. Collective."""
+    """Sum gradients in place, in buckets of one dtype, divided by `divisor`. Collective.
+
+    Those in float32 are sent in the dtype `reduction`.
+    """
     for dtype in {gradient.dtype for gradient in gradients}:
         bucket: list[torch.Tensor] = []
         alike = [gradient for gradient in gradients if gradient.dtype == dtype]
@@ -152,6 +161,7 @@ def add_up(
             bucket.append(gradient)
             if index + 1 == len(alike) or sum(g.nbytes for g in bucket) >= BUCKET_BYTES:
                 flat = _flatten_dense_tensors(bucket)
+                flat = flat.to(reduction) if dtype == torch.float32 else flat
                 dist.all_reduce(flat, group=group)
                 flat /= divisor
                 torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))

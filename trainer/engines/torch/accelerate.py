@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.engines.engine import EngineKind, Job, recipe_of
@@ -92,6 +93,7 @@ def _accelerator(job: Job) -> Any:
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from accelerate.utils import (
+        DDPCommunicationHookType,
         DistributedDataParallelKwargs,
         FullyShardedDataParallelPlugin,
         ParallelismConfig,
@@ -103,8 +105,9 @@ def _accelerator(job: Job) -> Any:
     _let_shard(layout, cpu)
     if layout.zero_stage == 0:
         # DDP itself then determines which parameters have a gradient on any rank
+        hook = DDPCommunicationHookType("bf16" if job.reduction == torch.bfloat16 else "no")
         kwargs = DistributedDataParallelKwargs(
-            find_unused_parameters=job.sparse, broadcast_buffers=False
+            comm_hook=hook, find_unused_parameters=job.sparse, broadcast_buffers=False
         )
         return Accelerator(cpu=cpu, kwargs_handlers=[kwargs])
     plugin = FullyShardedDataParallelPlugin(

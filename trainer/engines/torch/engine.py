@@ -44,7 +44,8 @@ class TorchEngine(NormalisedEngine):
         self._used = used
         compiles = job.layout.compile == "blocks"
         self._reports = compilation.Reports(job.machine) if compiles else None
-        self._sync = GradientSync(modules, job.spec, mesh, averages=used is not None)
+        averages = used is not None
+        self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
         self._norm = GradientNorm(
             self._sync.parameters, self._sync.counted, mesh, job.machine.device
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.engines.engine import EngineKind, Job, recipe_of
@@ -54,6 +55,8 @@ def refusal(layout: Layout) -> str | None:
             "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
             "1F1B."
         )
+    if layout.updated != "float32" and layout.float8 != "none":
+        return "float8 products are proven beside float32 weights; set bf16_optimizer_states false."
     if layout.precision == "float16":
         return (
             "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
@@ -141,18 +144,20 @@ def build(job: Job) -> TorchEngine:
         # FSDP, and `GradientSync` for tensor ranks and sparse models, average gradients themselves
         replicas = layout.replicate > 1 and layout.zero_stage == 0
         by_ddp = replicas and layout.tensor == 1 and not job.sparse
-        wrapped = _replicated(module, device) if by_ddp else module
+        wrapped = _replicated(module, job) if by_ddp else module
         forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
 
 
-def _replicated(module: ModelWithLoss, device: torch.device) -> nn.Module:
-    devices = [device.index] if device.index is not None else None
+def _replicated(module: ModelWithLoss, job: Job) -> nn.Module:
+    index = job.machine.device.index
     # all ranks have the same buffers already: `RunningStatistics` keeps them so
-    return DistributedDataParallel(
-        module, device_ids=devices, gradient_as_bucket_view=True, broadcast_buffers=False
-    )
+    options: Any = {"device_ids": None if index is None else [index], "broadcast_buffers": False}
+    replica = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    if job.reduction == torch.bfloat16:
+        replica.register_comm_hook(None, bf16_compress_hook)
+    return replica
 
 
 KIND = EngineKind(refusal, in_torch, build, check, ready)

@@ -89,7 +89,8 @@ class ClosedForm:
 
     def _state(self, layout: Layout) -> float:
         """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3)."""
-        weights, optimizer = (4, 8) if layout.precision == "float32" else (2, 12)
+        state = 12 if layout.updated == "float32" else 6
+        weights, optimizer = (4, 8) if layout.precision == "float32" else (2, state)
         learned = self.learned / self.parameters
         sizes = {3: weights, 2: weights * learned, 1: optimizer * learned}
         # gradients are made on the device, wherever they are kept

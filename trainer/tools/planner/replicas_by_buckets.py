@@ -22,23 +22,18 @@ class BucketedReplica(nn.Module):
     """A replacement of `DistributedDataParallel` for tensors without values."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        *_: Any,
-        gradient_as_bucket_view: bool = False,
-        bucket_cap_mb: int = 25,
-        **__: Any,
+        self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, **__: Any
     ) -> None:
         super().__init__()
         self.module = module
         self._views = gradient_as_bucket_view
-        self._syncs = True
+        self._syncs, self._sent = True, torch.float32
         learned = [p for p in module.parameters() if p.requires_grad]
         self._buckets: list[torch.Tensor] = []
         self._place: dict[nn.Parameter, tuple[int, int]] = {}
         """Parameter -> its bucket, and its offset in it."""
         self._wanted: list[int] = []
-        for group in _divided(list(reversed(learned)), bucket_cap_mb << 20):
+        for group in _divided(list(reversed(learned)), 25 << 20):
             offset = 0
             for parameter in group:
                 self._place[parameter] = (len(self._buckets), offset)
@@ -51,6 +46,9 @@ class BucketedReplica(nn.Module):
 
     def forward(self, *arguments: Any) -> Any:
         return self.module(*arguments)
+
+    def register_comm_hook(self, *_: Any, **__: Any) -> None:
+        self._sent = torch.bfloat16  # as the one hook does that engines take
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -71,7 +69,7 @@ class BucketedReplica(nn.Module):
             parameter.grad = view
         self._missing[index] -= 1
         if self._missing[index] == 0:
-            dist.all_reduce(self._buckets[index])
+            dist.all_reduce(self._buckets[index].to(self._sent))
             self._missing[index] = self._wanted[index]
 
 
