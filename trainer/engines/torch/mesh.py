@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.engines.engine import EngineKind, Job, recipe_of
+from trainer.engines.engine import EngineKind, Job, on_mesh, recipe_of
 from trainer.engines.torch.engine import TorchEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -105,6 +105,7 @@ def build(job: Job) -> TorchEngine:
     job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
     mesh = parallel_mesh_of(layout, device)
+    job = on_mesh(job, mesh)
     if layout.tensor > 1:
         notes = (vocabulary.note_of(job.spec, layout.tensor), *notes)
     splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
