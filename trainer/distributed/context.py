@@ -44,10 +44,10 @@ class ContextRanks:
         """The number of tokens that attention sees: a multiple of the ranks."""
         return -(-self._length // self.size) * self.size
 
-    def start(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of the position ids of rows that come next."""
-        self._length = positions.shape[1]
-        return self.part(positions).contiguous()
+    def start(self, length: int) -> int:
+        """Begin a forward pass over rows of so many tokens; return `row`."""
+        self._length = length
+        return self.row
 
     def __deepcopy__(self, memo: Any) -> ContextRanks:
         return self  # a copy of a model has the same ranks
@@ -104,11 +104,21 @@ class ContextRanks:
         """Draw for whole rows, of which this rank's part counts: as one process draws."""
         if not self or not module.training or not module.p or given.ndim < 2:
             return dropout(given)
-        ones = given.new_ones(len(given), self._length, *given.shape[2:])
-        return given * self.part(dropout(ones))
+        return given * self.of_rows(lambda whole: dropout(torch.ones_like(whole)), given)
+
+    def of_rows(
+        self, draw: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
+    ) -> torch.Tensor:
+        """Return this rank's part of what is drawn for rows like those of `given`."""
+        return self.part(draw(given.new_empty(len(given), self._length, *given.shape[2:])))
 
     def _rotated(
-        self, forward: Callable[..., Any], hidden: torch.Tensor, position_ids: Any, *more: Any, **kinds: Any
+        self,
+        forward: Callable[..., Any],
+        hidden: torch.Tensor,
+        position_ids: Any,
+        *more: Any,
+        **kinds: Any,
     ) -> Any:
         """Compute rotary embeddings as for the whole row, and return this rank's part."""
         if not self:

@@ -121,7 +121,7 @@ def _context_ranks(layout: Layout, mesh: DeviceMesh) -> ContextRanks | None:
     rows = ranks_along(mesh, REDUCTIONS["batch"])
     size = layout.context
     parts = [row[i : i + size] for row in rows for i in range(0, len(row), size)]
-    group, _ = dist.new_subgroups_by_enumeration(parts)
+    group: Any = dist.new_subgroups_by_enumeration(parts)[0]
     return ContextRanks(Exchange(group))
 
 

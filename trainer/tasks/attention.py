@@ -82,7 +82,7 @@ def attend(
     Of ranks that share rows, each computes it over whole rows, for a part of the heads.
     """
     ranks: ContextRanks | None = getattr(module, ATTRIBUTE, None)
-    compute = partial(_attended, module, attention_mask=attention_mask, **more)
+    compute: Any = partial(_attended, module, attention_mask=attention_mask, **more)
     if not ranks:
         return compute(query, key, value)
     return ranks.attended(compute, query, key, value)

@@ -204,11 +204,12 @@ class CausalLM:
     ) -> Any:
         """Call the model's forward, whole or below the head; packed documents are kept apart."""
         ids, lengths, arguments = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
-        documents = None if lengths is None else documents_of(lengths, ids.shape[1])
+        row = self._context.start(ids.shape[1]) if self._context else ids.shape[1]
+        documents = None if lengths is None else documents_of(lengths, row)
         if self._context:
             places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
             places = documents.positions if documents else places
-            arguments["position_ids"] = self._context.start(places)
+            arguments["position_ids"] = self._context.part(places).contiguous()
         elif documents:
             arguments["position_ids"] = documents.positions
         if documents and "flash" in model.config._attn_implementation:  # type: ignore[operator,union-attr]
@@ -216,7 +217,8 @@ class CausalLM:
             arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
             arguments |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
-            self._noise.start(documents.lengths if documents else batch["lengths"])
+            lengths = documents.lengths if documents else batch["lengths"]
+            self._noise.start(lengths, self._context)
         with self._masks.of(documents, self._context):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 

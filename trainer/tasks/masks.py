@@ -106,7 +106,7 @@ class Masks:
 
 def _of_whole_rows(wanted: dict[str, Any], length: int) -> dict[str, Any]:
     """Return a mask's arguments for whole rows, of which the model has a part."""
-    found = {**wanted, **{k: length for k in ("kv_length", "q_length") if k in wanted}}
+    found = {**wanted, **dict.fromkeys({"kv_length", "q_length"} & wanted.keys(), length)}
     if "cache_position" in wanted:  # transformers before 5.4
         device = wanted["cache_position"].device
         found["cache_position"] = torch.arange(length, device=device)

@@ -67,7 +67,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     with redirect_stdout(io.StringIO()):  # it prints its topology
         module = PipelineModule(
             layers,
-            topology=PipeDataParallelTopology(num_pp=layout.pipeline, num_dp=layout.averaging_ranks),
+            topology=PipeDataParallelTopology(
+                num_pp=layout.pipeline, num_dp=layout.averaging_ranks
+            ),
             partition_method="uniform",
             loss_fn=layer.loss,
         )
