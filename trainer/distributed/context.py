@@ -29,7 +29,7 @@ class ContextRanks:
 
     def __init__(self, exchange: Exchange) -> None:
         self._exchange = exchange
-        self.size = exchange.group.size()
+        self.size = self._multiple = exchange.group.size()
         self.rank = exchange.group.rank()
         self._divides = False
         self._length = 0
@@ -42,7 +42,7 @@ class ContextRanks:
     @property
     def row(self) -> int:
         """The number of tokens that attention sees: a multiple of the ranks."""
-        return -(-self._length // self.size) * self.size
+        return -(-self._length // self._multiple) * self._multiple
 
     def start(self, length: int) -> int:
         """Begin a forward pass over rows of so many tokens; return `row`."""
@@ -65,7 +65,7 @@ class ContextRanks:
         """Return this rank's tokens of whole rows, filled up to a multiple of the ranks."""
         if not self:
             return whole
-        missing = -whole.shape[dim] % self.size
+        missing = -whole.shape[dim] % self._multiple
         if missing:
             ends = [0] * (2 * (whole.ndim - dim - 1)) + [0, missing]
             whole = F.pad(whole, ends, value=fill)
@@ -86,6 +86,10 @@ class ContextRanks:
         parts = [self._exchange.swap(heads, 1, 2) for heads in (query, key, value)]
         output, weights = compute(*parts)
         return self._exchange.swap(output, 1, 2), weights
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        """Return whole rows, from each rank's part."""
+        return self._exchange.join(part, 1, self._length)
 
     def prepare(self, model: nn.Module) -> None:
         """Let attention, dropout and rotary embeddings of a model know that rows are divided."""
@@ -123,5 +127,5 @@ class ContextRanks:
         """Compute rotary embeddings as for the whole row, and return this rank's part."""
         if not self:
             return forward(hidden, position_ids, *more, **kinds)
-        whole = self._exchange.join(position_ids, 1, self._length)
+        whole = self.joined(position_ids)
         return tree_map(self.part, forward(hidden, whole, *more, **kinds))

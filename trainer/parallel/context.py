@@ -21,7 +21,7 @@ def check(spec: ModelSpec, task: Any, layout: Layout, packed: bool) -> None:
     hint = "Remove it, or set it to 1: each rank then has whole rows."
     problems = [Problem(place, seen, expected, hint) for seen, expected in _problems(spec, layout)]
     if not problems and (seen := _difference(spec, task, packed)):
-        problems = [Problem(place, seen, "what each token needs from others by attention", hint)]
+        problems = [Problem(place, seen, "tokens that meet in attention alone", hint)]
     if problems:
         raise ConfigError(*problems)
 
@@ -49,7 +49,8 @@ class _Recorded(ContextRanks):
     """Attends over whole rows at first, and keeps it; then gives each of two ranks its part."""
 
     def __init__(self) -> None:
-        self.size, self.rank, self._divides, self._length = 1, 0, True, 0
+        self.size, self.rank, self._multiple = 1, 0, 2
+        self._divides, self._length = True, 0
         self._calls: list[tuple[torch.Tensor, ...]] = []
         self._next = 0
 
@@ -77,12 +78,13 @@ class _Recorded(ContextRanks):
         self._next += 1
         return self.part(output), None
 
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            self._whole = part
+        return self._whole
+
     def __len__(self) -> int:
         return len(self._calls)
-
-    @property
-    def row(self) -> int:
-        return -(-self._length // 2) * 2
 
 
 def _difference(spec: ModelSpec, task: Any, packed: bool) -> str:
