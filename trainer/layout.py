@@ -150,7 +150,7 @@ class Layout(MeshSizes):
 
     def data_rank(self, rank: int) -> int:
         """Return the index of the share of the samples that process `rank` trains on."""
-        return rank // self.tensor % self.data_ranks
+        return rank // self.tensor % self.averaging_ranks // self.context
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Return the position of process `rank` on each axis."""
@@ -191,6 +191,7 @@ class Layout(MeshSizes):
         words = [
             mesh,
             f"ZeRO-{self.zero_stage}",
+            *([f"rows over {self.context} ranks"] if self.context > 1 else []),
             *(["sequence parallel"] if self.sequence_parallel else []),
             *(f"{what} on {device}" for what, device in offloads.items() if device != "none"),
             self.precision,

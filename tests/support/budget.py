@@ -53,6 +53,8 @@ class Sizes:
     summed: int
     """The values of a block's norms that see some heads."""
     hidden: int
+    attended: int
+    """The values of a token's queries, keys, values and attention output in a block."""
     words: int
     tied: bool
 
@@ -88,9 +90,15 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         rows=sum(own[name].startswith("rowwise") for name in split) + len(experts),
         chosen=len(experts) and model.config.num_experts_per_tok,  # type: ignore[union-attr]
         hidden=spec.language.hidden_size or 0,
+        attended=_attended(spec),
         words=spec.language.vocabulary,
         tied=bool(spec.tied),
     )
+
+
+def _attended(spec: ModelSpec) -> int:
+    model = spec.language
+    return 2 * model.attention_width * (model.heads + model.kv_heads) // model.heads
 
 
 def _modules(block: nn.Module) -> int:
@@ -161,6 +169,7 @@ def expected(
     if engine == "deepspeed":
         levers = BEFORE
     words = layout.tensor if levers.tensor else 1
+    length //= layout.context
 
     def rows(matrix: int) -> int:
         """Divide a table's rows by the tensor ranks; those of a shard are filled up with zeros."""
@@ -195,6 +204,12 @@ def _activations(
     """Add hidden states, of micro-batch x length x hidden size, that go from stage to stage."""
     m, width = layout.accumulation, WIDTH[layout.precision]
     hidden = layout.micro_batch * length * sizes.hidden * width
+    if layout.context > 1:
+        # queries, keys, values and output, in both passes (Ulysses, arXiv 2309.14509, section 3.2)
+        tokens, axis = layout.micro_batch * length, "shard" if layout.shard > 1 else "replicate"
+        size = tokens * sizes.attended // layout.tensor * width
+        count = m * sizes.blocks
+        found.add("all-to-all", (axis,), layout.precision, 8 * count, 2 * count * size)
     if layout.tensor > 1:
         _split(found, layout, sizes, stage, length, levers)
     ends = (stage > 0) + (stage + 1 < layout.pipeline)  # one receives, the other sends, and back

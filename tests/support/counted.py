@@ -34,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from tests.support.training import LLAMA, Case, spec_of, task_of
 from trainer.engines import ENGINES, Job, Machine
 from trainer.errors import ConfigError, Problem
-from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
+from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import Update
@@ -109,7 +109,7 @@ def layout_of(
     engine: str = "mesh", recompute: str = "none", schedule: str = "1F1B", **sizes: Any
 ) -> Layout:
     """Describe a layout; what is not given is 1. Raises ConfigError if it is not run."""
-    axes = dict.fromkeys(("pipeline", "replicate", "shard", "tensor"), 1)
+    axes = dict.fromkeys(AXES, 1)
     batches = {"micro_batch": 1, "accumulation": 1, "zero_stage": 0, "precision": "float32"}
     layout = Layout(
         **{**axes, **batches, **sizes},

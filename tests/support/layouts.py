@@ -59,6 +59,7 @@ SPLIT_4 = replace(SPLIT, world_size=4, micro_batch=2)
 EXPERTS = family(
     "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16
 )
+CONTEXT = Case(context=2, micro_batch=4, model=TIED)
 PARTS = {"tensor_parallel": {"sequence_parallel": True}}
 BIASED_4 = FAMILIES["llama, biases"] | {"num_key_value_heads": 4}
 
@@ -185,6 +186,32 @@ LAYOUTS = {
         SPLIT, model=EXPERTS | {"output_router_logits": True}
     ),
     "tensor x zero3, experts, sequence": replace(SPLIT_4, zero_stage=3, more=PARTS, model=EXPERTS),
+    "context": CONTEXT,
+    "context x zero3, gpt2, full": replace(
+        CONTEXT, zero_stage=3, recompute="full", model=GPT2 | {"attn_pdrop": 0.0}
+    ),
+    "context, ddp": replace(CONTEXT, zero_stage=0),
+    "context x hsdp, experts": replace(
+        CONTEXT, world_size=4, replicate=2, micro_batch=2, zero_stage=3, model=EXPERTS
+    ),
+    "context over four, zero3": replace(
+        CONTEXT, world_size=4, context=4, zero_stage=3, model=TIED | {"num_key_value_heads": 4}
+    ),
+    "pipeline x context": replace(
+        CONTEXT,
+        world_size=4,
+        pipeline=2,
+        micro_batch=2,
+        zero_stage=0,
+        model=TIED | {"num_hidden_layers": 4},
+    ),
+    "tensor x context, sequence, phi3": replace(
+        CONTEXT,
+        world_size=4,
+        tensor=2,
+        more=PARTS,
+        model=FAMILIES["phi3"] | {"num_key_value_heads": 4},
+    ),
     "four tensor ranks, zero2, sequence, biases": replace(
         SPLIT_4, tensor=4, zero_stage=2, more=PARTS, model=BIASED_4
     ),

@@ -64,6 +64,7 @@ class Case:
     replicate: int = 1
     """Replicas among the data ranks; without ZeRO all of them."""
     tensor: int = 1
+    context: int = 1
     zero_stage: int = 2
     micro_batch: int = 2
     precision: str = "float32"
@@ -103,7 +104,7 @@ class Case:
 
     @property
     def data_ranks(self) -> int:
-        return self.world_size // (self.pipeline * self.tensor)
+        return self.world_size // (self.pipeline * self.tensor * self.context)
 
     @property
     def accumulation(self) -> int:
@@ -130,6 +131,7 @@ class Case:
             "optimizer": self.optimizer,
             "zero_optimization": zero,
             **({"tensor_parallel": {"autotp_size": self.tensor}} if self.tensor > 1 else {}),
+            **({"sequence_parallel_size": self.context} if self.context > 1 else {}),
             **precision.get(self.precision, {}),
             **self.top,
         }
@@ -209,7 +211,7 @@ def shares(case: Case, step: int, data_rank: int) -> list[list[dict[str, np.ndar
 
 
 def data_rank_of(case: Case, rank: int) -> int:
-    return rank // case.tensor % case.data_ranks
+    return rank // case.tensor % (case.data_ranks * case.context) // case.context
 
 
 def device_here() -> torch.device:
@@ -226,12 +228,14 @@ def device_here() -> torch.device:
 def layout_of(case: Case) -> Any:
     from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 
-    replicate = case.replicate if case.zero_stage else case.data_ranks
+    averaging = case.data_ranks * case.context
+    replicate = case.replicate if case.zero_stage else averaging
     layout = Layout(
         pipeline=case.pipeline,
         replicate=replicate,
-        shard=case.data_ranks // replicate,
+        shard=averaging // replicate,
         tensor=case.tensor,
+        context=case.context,
         micro_batch=case.micro_batch,
         accumulation=case.accumulation,
         zero_stage=case.zero_stage,

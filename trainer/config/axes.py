@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.config.compiled import Config
 from trainer.errors import ConfigError, Problem
@@ -17,11 +17,18 @@ class MeshSizes:
     replicate: int
     shard: int
     tensor: int
+    context: int = field(default=1, kw_only=True)
+    """The ranks along `replicate` x `shard` that share samples, each with a part of their tokens."""
+
+    @property
+    def averaging_ranks(self) -> int:
+        """The number of processes over which gradients are averaged."""
+        return self.replicate * self.shard
 
     @property
     def data_ranks(self) -> int:
         """The number of groups of processes that see different samples."""
-        return self.replicate * self.shard
+        return self.averaging_ranks // self.context
 
 
 def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = None) -> MeshSizes:
@@ -42,7 +49,12 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
     ranks = world_size // (pipeline * tensor)
     inside = ranks_inside(local_world_size or world_size, tensor, ranks)
     replicate, shard = _data_axes(config, ranks, inside)
-    return MeshSizes(pipeline, replicate, shard, tensor)
+    context = _size(config.settings.get("sequence_parallel_size", 1))
+    if ranks % context:
+        seen = f"{ranks} data-parallel processes are not divisible by {context}"
+        expected = f"a divisor of {ranks}"
+        raise ConfigError(Problem("sequence_parallel_size", seen, expected))
+    return MeshSizes(pipeline, replicate, shard, tensor, context=context)
 
 
 def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:

@@ -82,9 +82,9 @@ def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
     local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
     sizes, machines = mesh_sizes(config, facts.world_size, local), facts.world_size // local
     config = _with_note(config, _crossing(sizes.tensor, local, machines))
-    inside = ranks_inside(local, sizes.tensor, sizes.data_ranks)
+    inside = ranks_inside(local, sizes.tensor, sizes.averaging_ranks)
     if mesh.shard == "node":
-        lone = machines > 1 and inside == sizes.data_ranks > 1
+        lone = machines > 1 and inside == sizes.averaging_ranks > 1
         note = f"a node has no two ranks to shard over: shards over all {inside}" if lone else None
     elif (
         config.trainer.engine not in ("accelerate", "mesh")
@@ -93,7 +93,7 @@ def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
         or sizes.pipeline > 1
     ):
         return config
-    elif sizes.shard == 1 or inside == sizes.data_ranks or facts.world_size % local:
+    elif sizes.shard == 1 or inside == sizes.averaging_ranks or facts.world_size % local:
         return config  # nothing to shard over within one; or machines of other sizes, refused later
     else:
         note = f"shards within each machine ({inside} ranks) and replicates across {machines}"

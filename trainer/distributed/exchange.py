@@ -49,6 +49,22 @@ class Exchange:
         """Return this rank's part of the sum of the ranks' terms: `leave`, `divide`."""
         return _exchanged(term, self._scattered(dim), self._gathered(dim, term.shape[dim]))
 
+    def swap(self, part: torch.Tensor, split: int, joined: int) -> torch.Tensor:
+        """Return this rank's part of dimension `split`, with the ranks' parts of `joined` joined.
+
+        One all-to-all (Ulysses, arXiv 2309.14509, section 3.1).
+        """
+        return _exchanged(part, self._swapped(split, joined), self._swapped(joined, split))
+
+    def _swapped(self, split: int, joined: int) -> Move:
+        def swapped(part: torch.Tensor) -> torch.Tensor:
+            size, name = self.group.size(), self.group.group_name
+            parts = part.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
+            found = _ops.all_to_all_single(parts, [1] * size, [1] * size, name)
+            return _ops.wait_tensor(found).movedim(0, joined).flatten(joined, joined + 1)  # type: ignore[no-any-return]
+
+        return swapped
+
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
         total = _ops.all_reduce(tensor.contiguous(), "sum", self.group.group_name)
         return _ops.wait_tensor(total)  # type: ignore[no-any-return]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import Update
 from trainer.optim.recipes import No, Recipe
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.state import StateTensor
 from trainer.supervise.process import Machine
 from trainer.tasks.task import Batch, Task
@@ -52,8 +53,8 @@ class Job:
 
     @property
     def sparse(self) -> bool:
-        """True if a data rank may lack a gradient that another has."""
-        return bool(self.spec.training.sparse) and self.layout.data_ranks > 1
+        """True if a rank may lack a gradient that another has."""
+        return bool(self.spec.training.sparse) and self.layout.averaging_ranks > 1
 
     @property
     def data_rank(self) -> int:
@@ -149,6 +150,14 @@ class EngineKind:
         lambda layout, device, settings: None
     )
     """Raises ConfigError if this machine lacks something that the engine needs."""
+
+
+def on_mesh(job: Job, mesh: ParallelMesh) -> Job:
+    """Return the job with a task that knows which ranks share its rows."""
+    if mesh.context is None:
+        return job
+    task: Any = job.task
+    return replace(job, task=task.divided(mesh.context))
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.seeding import step_seed
-from trainer.engines.engine import Job, Metrics, Observer
+from trainer.engines.engine import Job, Metrics, Observer, on_mesh
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import set_update
 from trainer.parallel.batch_norm import RunningStatistics
@@ -51,8 +51,9 @@ def evaluated(
     """Sum the measures and the targets of each rank's micro-batches over all ranks. Collective."""
     batches, sums = iter(micro_batches), []
     while part := list(islice(batches, AT_ONCE)):
-        targets = counted_here(task, part, mesh).double()
-        sums.append(torch.cat([evaluate(part).double(), targets[None]]))
+        with mesh.dividing_rows():
+            targets = counted_here(task, part, mesh).double()
+            sums.append(torch.cat([evaluate(part).double(), targets[None]]))
     totals = mesh.sum(torch.stack(sums).sum(0), "loss")
     return totals[:-1], totals[-1]
 
@@ -86,7 +87,7 @@ class NormalisedEngine(ABC):
         state: TrainingState,
         notes: tuple[str, ...],
     ) -> None:
-        self.job = job
+        self.job = on_mesh(job, mesh)
         self.notes = notes
         self._mesh = mesh
         self._runner = runner
@@ -101,6 +102,12 @@ class NormalisedEngine(ABC):
         micro_batches: Sequence[Batch],
         update: Update,
         observe: Observer | None = None,
+    ) -> Metrics:
+        with self._mesh.dividing_rows():
+            return self._step(step, micro_batches, update, observe)
+
+    def _step(
+        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None
     ) -> Metrics:
         job, mesh = self.job, self._mesh
         set_update(self._optimizer.param_groups, update)

@@ -13,6 +13,7 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut, of_tokens
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
+from trainer.parallel import context
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing
 from trainer.trial.findings import Findings, applied
@@ -78,6 +79,9 @@ def check_layout(
         raise _refused(spec, "processes", seen, expected)
     if layout.pipeline > 1:
         _check_pipeline(spec, findings)
+    if layout.context > 1:
+        key = "sequence_parallel_size"
+        _try(key, spec, lambda: context.check(spec, task, layout, packed))
     if layout.recompute.mode != "none":
         key = "trainer.activation_checkpointing"
         _try(key, spec, lambda: _check_recompute(spec, task, layout, packed))

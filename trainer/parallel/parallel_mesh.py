@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -14,7 +15,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.distributed.context import ContextRanks
 from trainer.distributed.dtensor import local
+from trainer.distributed.exchange import Exchange
 from trainer.distributed.ranks import Ranks
 from trainer.errors import NumericsError, Problem
 from trainer.layout import AXES, Layout
@@ -44,6 +47,8 @@ class ParallelMesh:
     """All axes, with those of size 1."""
     groups: Mapping[str, dist.ProcessGroup | None]
     """The process group of each reduction; None if this rank is alone in it."""
+    context: ContextRanks | None = None
+    """The ranks that share rows with this one; None if it has whole rows."""
 
     def group(self, reduction: str) -> dist.ProcessGroup | None:
         """Return the ranks with which this one reduces; None if it is alone."""
@@ -78,6 +83,10 @@ class ParallelMesh:
         """True if this rank holds the last stage, which computes the loss."""
         return self.layout.stages - 1 in self.stages
 
+    def dividing_rows(self) -> Any:
+        """Wrap forward and backward passes in which ranks that share rows have a part of each."""
+        return self.context.dividing() if self.context is not None else nullcontext()
+
     @property
     def fsdp(self) -> DeviceMesh:
         """The mesh over which FSDP shards: `shard`, or `replicate` x `shard` (HSDP)."""
@@ -102,7 +111,18 @@ def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
     """Make the process groups of a layout. Collective."""
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    return ParallelMesh(layout, mesh, groups_of(mesh))
+    return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh))
+
+
+def _context_ranks(layout: Layout, mesh: DeviceMesh) -> ContextRanks | None:
+    """Make the group of neighbours on `replicate` x `shard` that share rows. Collective."""
+    if layout.context == 1:
+        return None
+    rows = ranks_along(mesh, REDUCTIONS["batch"])
+    size = layout.context
+    parts = [row[i : i + size] for row in rows for i in range(0, len(row), size)]
+    group: Any = dist.new_subgroups_by_enumeration(parts)[0]
+    return ContextRanks(Exchange(group))
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:

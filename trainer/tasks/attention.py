@@ -10,7 +10,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -25,6 +25,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from trainer.distributed.context import ATTRIBUTE, ContextRanks
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
 from trainer.tasks.documents import documents_of
@@ -80,8 +81,24 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention, [batch, heads, sequence, width] -> [batch, sequence, heads, width].
 
-    Transformers' own code computes it under any mask but borders.
+    Of ranks that share rows, each computes it over whole rows, for a part of the heads.
     """
+    ranks: ContextRanks | None = getattr(module, ATTRIBUTE, None)
+    compute: Any = partial(_attended, module, attention_mask=attention_mask, **more)
+    if not ranks:
+        return compute(query, key, value)
+    return ranks.attended(compute, query, key, value)
+
+
+def _attended(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: Any,
+    **more: Any,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Compute attention by transformers' own code under any mask but borders."""
     if isinstance(attention_mask, BlockMask):
         return flex_attention_forward(module, query, key, value, attention_mask, **more)
     if isinstance(attention_mask, Sealed):

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.distributed.context import ContextRanks
 from trainer.distributed.words import words_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
@@ -54,6 +55,7 @@ class CausalLM:
         self._smoothing, self._trains = 0.0, False
         self._noise: EmbeddingNoise | None = None
         self._correct: torch.Tensor | None = None
+        self._context: ContextRanks | None = None
         self.by_source: LossBySource | None = None
 
     @classmethod
@@ -86,6 +88,15 @@ class CausalLM:
         """Return the same task, which also sums the training loss by source."""
         return changed(self, by_source=LossBySource(sources))
 
+    def divided(self, ranks: ContextRanks | None) -> CausalLM:
+        """Return the same task for ranks that share rows."""
+        return changed(self, _context=ranks)
+
+    def _own(self, batch: Batch, name: str) -> torch.Tensor:
+        """Return this rank's part of the rows of ids or targets."""
+        ranks, fills = self._context, {"input_ids": self._padding_id, "targets": IGNORED}
+        return ranks.part(batch[name], fill=fills[name]) if ranks else batch[name]
+
     def prepare(self, model: nn.Module) -> nn.Module:
         """Put a head that can return the loss in the place of the model's own."""
         if self._fused_head:
@@ -98,6 +109,8 @@ class CausalLM:
             self._noise.add_to(model)
         if self._own_loss:
             replace_loss(model, self._mean)
+        if self._context is not None:
+            self._context.prepare(model)
         return model
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
@@ -128,8 +141,8 @@ class CausalLM:
         return {**sample, "targets": np.full_like(sample["targets"], IGNORED)}
 
     def shape(self, batch: Batch) -> tuple[int, int]:
-        """Return [batch, sequence]."""
-        rows, length = batch["input_ids"].shape
+        """Return [batch, sequence], of this rank's part of the rows."""
+        rows, length = self._own(batch, "input_ids").shape
         return rows, length
 
     def hidden_shape(self, batch: Batch, block: int) -> tuple[int, ...]:
@@ -138,7 +151,7 @@ class CausalLM:
         return (*self.shape(batch), self._hidden_size)
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
-        longest = max(self.shape(batch)[1] for batch in batches)
+        longest = max(batch["input_ids"].shape[1] for batch in batches)
         fills = {"input_ids": self._padding_id, "targets": IGNORED}
 
         def filled(batch: Batch, name: str) -> torch.Tensor:
@@ -148,7 +161,7 @@ class CausalLM:
         return [{**batch, **{name: filled(batch, name) for name in fills}} for batch in batches]
 
     def targets(self, batch: Batch) -> torch.Tensor:
-        return (batch["targets"] != IGNORED).sum()
+        return (self._own(batch, "targets") != IGNORED).sum()
 
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]
@@ -168,10 +181,11 @@ class CausalLM:
         if self._own_loss:
             return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
-            return _head(model)(self.hidden(model, batch), batch["targets"])  # type: ignore[no-any-return]
+            return _head(model)(self.hidden(model, batch), self._own(batch, "targets"))  # type: ignore[no-any-return]
         smoothing, observe = (self._smoothing, self._observe) if model.training else (0.0, None)
         logits, words = self.logits(model, batch), words_of_head(_head(model))
-        return logits_cross_entropy(logits, batch["targets"], smoothing, observe, words)
+        targets = self._own(batch, "targets")
+        return logits_cross_entropy(logits, targets, smoothing, observe, words)
 
     def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of the model's own `forward(labels=...)`."""
@@ -190,17 +204,23 @@ class CausalLM:
     ) -> Any:
         """Call the model's forward, whole or below the head; packed documents are kept apart."""
         ids, lengths, arguments = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
-        documents = None if lengths is None else documents_of(lengths, ids.shape[1])
-        if documents:
+        row = self._context.start(ids.shape[1]) if self._context else ids.shape[1]
+        documents = None if lengths is None else documents_of(lengths, row)
+        if self._context:
+            places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
+            places = documents.positions if documents else places
+            arguments["position_ids"] = self._context.part(places).contiguous()
+        elif documents:
             arguments["position_ids"] = documents.positions
         if documents and "flash" in model.config._attn_implementation:  # type: ignore[operator,union-attr]
             # no document is longer than the row: finding the longest would wait for the device
             arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
             arguments |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
-            self._noise.start(documents.lengths if documents else batch["lengths"])
-        with self._masks.of(documents):
-            return forward(input_ids=ids, use_cache=False, **arguments)
+            lengths = documents.lengths if documents else batch["lengths"]
+            self._noise.start(lengths, self._context)
+        with self._masks.of(documents, self._context):
+            return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 
     def _choose(self, pattern: str, device: torch.device, dtype: torch.dtype) -> str:
         """Return the kernel of masks of this pattern."""
@@ -214,7 +234,7 @@ class CausalLM:
         The model is in evaluation mode.
         """
         if not self._fused_head and not self._own_loss:
-            logits, targets = self.logits(model, batch), batch["targets"]
+            logits, targets = self.logits(model, batch), self._own(batch, "targets")
             words = words_of_head(_head(model))
             loss = logits_cross_entropy(logits, targets, words=words)
             return torch.stack([loss, count_correct(logits, targets, words)])

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
+from trainer.distributed.context import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.tasks.attention import Borders, blocks
 from trainer.tasks.documents import PackedDocuments
@@ -40,21 +41,28 @@ class Masks:
         self._made: dict[Any, tuple[dict[str, Any], Any, int]] = {}
 
     @contextmanager
-    def of(self, documents: PackedDocuments | None) -> Iterator[None]:
+    def of(
+        self, documents: PackedDocuments | None, ranks: ContextRanks | None = None
+    ) -> Iterator[None]:
         """Wrap forward passes in which a token sees only its own document; without `documents`, a
-        row is one.
+        row is one. Ranks that share rows have a part of each; masks are those of whole rows.
 
         Flash attention uses no mask: it gets the borders, and a model that does not pass them on to
         it is refused.
         """
         is_packed = _refuse if documents else lambda *_: False
-        with masks_made_by(lambda make: self._once(make, documents), is_packed):
+        with masks_made_by(lambda make: self._once(make, documents, ranks), is_packed):
             yield
 
     def _once(
-        self, make: Callable[..., torch.Tensor | None], documents: PackedDocuments | None
+        self,
+        make: Callable[..., torch.Tensor | None],
+        documents: PackedDocuments | None,
+        ranks: ContextRanks | None,
     ) -> Callable[..., Any]:
         def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> Any:
+            if ranks:
+                wanted = _of_whole_rows(wanted, ranks.row)
             window, length = wanted.get("local_size"), wanted["kv_length"]
             if documents:
                 wanted["allow_is_causal_skip"] = False
@@ -94,6 +102,15 @@ class Masks:
             return blocks(apart, rows, length, place)
         mask = masking_utils.sdpa_mask(mask_function=apart, **wanted)
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
+
+
+def _of_whole_rows(wanted: dict[str, Any], length: int) -> dict[str, Any]:
+    """Return a mask's arguments for whole rows, of which the model has a part."""
+    found = {**wanted, **dict.fromkeys({"kv_length", "q_length"} & wanted.keys(), length)}
+    if "cache_position" in wanted:  # transformers before 5.4
+        device = wanted["cache_position"].device
+        found["cache_position"] = torch.arange(length, device=device)
+    return found
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

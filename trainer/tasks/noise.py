@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.distributed.context import ContextRanks
 from trainer.models.spec import ModelSpec
 
 
@@ -23,10 +24,14 @@ class EmbeddingNoise:
     def __init__(self, alpha: float) -> None:
         self._alpha = alpha
         self._lengths = torch.ones(())
+        self._ranks: ContextRanks | None = None
 
-    def start(self, lengths: torch.Tensor) -> None:
-        """Set L for the next micro-batch, by row or token: [batch, 1 or sequence]."""
-        self._lengths = lengths
+    def start(self, lengths: torch.Tensor, ranks: ContextRanks | None = None) -> None:
+        """Set L for the next micro-batch, by row or token: [batch, 1 or sequence].
+
+        `ranks` share its rows.
+        """
+        self._lengths, self._ranks = lengths, ranks
 
     def add_to(self, model: nn.Module) -> None:
         """Add noise to the model's input embeddings in training, from now on."""
@@ -38,8 +43,16 @@ class EmbeddingNoise:
         model.get_input_embeddings().register_forward_hook(add)  # type: ignore[operator]
 
     def _noisy(self, embedded: torch.Tensor) -> torch.Tensor:
-        noise = torch.rand(embedded.shape, device=embedded.device).mul_(2).sub_(1)
-        largest = self._alpha / (self._lengths.clamp_min(1) * embedded.shape[-1]).sqrt()
+        def drawn(like: torch.Tensor) -> torch.Tensor:
+            return torch.rand(like.shape, device=like.device).mul_(2).sub_(1)
+
+        lengths = self._lengths
+        if self._ranks:
+            noise = self._ranks.of_rows(drawn, embedded)
+            lengths = self._ranks.part(lengths) if lengths.shape[1] > 1 else lengths
+        else:
+            noise = drawn(embedded)
+        largest = self._alpha / (lengths.clamp_min(1) * embedded.shape[-1]).sqrt()
         return embedded + noise.mul_(largest[..., None]).to(embedded.dtype)
 
 

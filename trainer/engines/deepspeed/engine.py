@@ -24,7 +24,7 @@ from trainer.engines.deepspeed.machine import (
     runtime_config,
 )
 from trainer.engines.deepspeed.tensor import Split
-from trainer.engines.engine import EngineKind, Job, Observer, recipe_of
+from trainer.engines.engine import EngineKind, Job, Observer, on_mesh, recipe_of
 from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -55,7 +55,7 @@ def refusal(layout: Layout) -> str | None:
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
-    if (split or (flat and layout.data_ranks > 1)) and Version(version("deepspeed")) < OLDEST:
+    if (split or (flat and layout.averaging_ranks > 1)) and Version(version("deepspeed")) < OLDEST:
         needs = "Pipelines, tensor parallelism and ZeRO-1 and 2 over several ranks need"
         return f"{needs} DeepSpeed {OLDEST}; this is {version('deepspeed')}."
     if layout.tensor > 1 and (reason := tensor.refusal(layout)):
@@ -112,6 +112,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
 
     layout, dtype = job.layout, DTYPES[job.layout.precision]
     mesh, mpu = parallel_mesh_of(layout, job.machine.device), None
+    job = on_mesh(job, mesh)
     model, dropout = wrap_blocks(job.spec, job.task, layout)
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:

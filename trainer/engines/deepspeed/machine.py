@@ -50,6 +50,9 @@ def has_plain_optimizer(layout: Layout) -> bool:
 def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
     """Return the resolved JSON as this machine needs it, with the same numerical results."""
     config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
+    # to DeepSpeed the ranks that share rows are ranks as all are: they average gradients
+    config.pop("sequence_parallel_size", None)
+    config["train_batch_size"] *= job.layout.context
     kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
     params = dict(recipe.params)
     if kind in ("Adam", "AdamW"):

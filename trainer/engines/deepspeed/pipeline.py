@@ -17,7 +17,7 @@ from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.deepspeed.machine import DTYPES
 from trainer.engines.deepspeed.tensor import Split
-from trainer.engines.engine import Job
+from trainer.engines.engine import Job, on_mesh
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import Placement, materialise
@@ -50,6 +50,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     layout, device = job.layout, job.machine.device
     mesh = parallel_mesh_of(layout, device)
+    job = on_mesh(job, mesh)
     rank = mesh.rank("pipeline")
 
     blank: list[tuple[nn.Module, ModelSpec]] = []
@@ -66,7 +67,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     with redirect_stdout(io.StringIO()):  # it prints its topology
         module = PipelineModule(
             layers,
-            topology=PipeDataParallelTopology(num_pp=layout.pipeline, num_dp=layout.data_ranks),
+            topology=PipeDataParallelTopology(
+                num_pp=layout.pipeline, num_dp=layout.averaging_ranks
+            ),
             partition_method="uniform",
             loss_fn=layer.loss,
         )

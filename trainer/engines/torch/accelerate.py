@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.engines.engine import EngineKind, Job, recipe_of
+from trainer.engines.engine import EngineKind, Job, on_mesh, recipe_of
 from trainer.engines.torch.engine import TorchEngine
 from trainer.engines.torch.mesh import compiling, ready
 from trainer.engines.torch.mesh import refusal as mesh_refusal
@@ -45,6 +45,8 @@ def build(job: Job) -> TorchEngine:
 
     job, notes = compiling(job)
     layout, spec, device = job.layout, job.spec, job.machine.device
+    mesh = parallel_mesh_of(layout, device)
+    job = on_mesh(job, mesh)
     model, dropout = wrap_blocks(spec, job.task, layout)
     float8.apply(model, spec, layout, device)
     module: Any = ModelWithLoss(model, job.task)
@@ -61,7 +63,6 @@ def build(job: Job) -> TorchEngine:
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
         module = accelerator.prepare(module)
-    mesh = parallel_mesh_of(layout, device)
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
     forward_backward = GradientAccumulation(module, dropout, layout, job.reduction)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.engines.engine import EngineKind, Job, recipe_of
+from trainer.engines.engine import EngineKind, Job, on_mesh, recipe_of
 from trainer.engines.torch.engine import TorchEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -108,6 +108,7 @@ def build(job: Job) -> TorchEngine:
     job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
     mesh = parallel_mesh_of(layout, device)
+    job = on_mesh(job, mesh)
     if layout.tensor > 1:
         splits = vocabulary.note_of(job.spec, layout.tensor), matrices.note_of(job.spec)
         notes = (*filter(None, splits), *notes)

@@ -13,7 +13,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.exchange import Exchange
@@ -46,7 +45,7 @@ class TokenParts:
         model.get_submodule(blocks[-1]).register_forward_hook(self._joined)
         for module in [m for name in blocks for m in model.get_submodule(name).modules()]:
             if isinstance(module, nn.Dropout):
-                replace_forward(module, partial(self._dropped, module))
+                replace_forward(module, partial(self._dropped, module, module.forward))
 
     def join(self, part: torch.Tensor, terms: bool) -> torch.Tensor:
         """Return whole rows, of which each rank uses all: for its terms, or for the same."""
@@ -65,9 +64,11 @@ class TokenParts:
         whole = self._ranks.join(part, 1, self._length)
         return (whole, *rest) if isinstance(output, tuple) else whole
 
-    def _dropped(self, dropout: nn.Dropout, given: torch.Tensor) -> torch.Tensor:
+    def _dropped(
+        self, dropout: nn.Dropout, draw: Callable[..., torch.Tensor], given: torch.Tensor
+    ) -> torch.Tensor:
         parts = -(-self._length // self._ranks.group.size())
         if not dropout.training or not dropout.p or given.shape[1] != parts:
-            return F.dropout(given, dropout.p, dropout.training)
+            return draw(given)
         ones = given.new_ones(len(given), self._length, *given.shape[2:])
-        return given * self._ranks.divide(F.dropout(ones, dropout.p), 1)
+        return given * self._ranks.divide(draw(ones), 1)

@@ -1,0 +1,148 @@
+"""Context parallelism: what is refused, and what the trial of a model finds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.support.layouts import EXPERTS, TIED, family
+from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
+from trainer.errors import ConfigError
+from trainer.parallel import context
+
+CONTEXT = Case(context=2, micro_batch=4, model=TIED)
+
+
+def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
+    """Return why rows of a model can't be divided; empty if they can."""
+    case = replace(CONTEXT, model=model, **axes)
+    spec = spec_in(case)
+    try:
+        context.check(spec, task_of(spec, case), layout_of(case), packed)
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["ragged", "packed"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        TIED,
+        GPT2 | {"attn_pdrop": 0.0},
+        family("phi3", resid_pdrop=0.1, embd_pdrop=0.1),
+        family("mistral", sliding_window=4),
+        EXPERTS,
+        TIED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+    ],
+    ids=["llama", "gpt2", "dropout", "window", "experts", "rotary that grows"],
+)
+def test_rows_are_divided(model, packed):
+    assert checked(model, packed) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (TIED | {"attention_dropout": 0.1}, "attention has dropout of 0.1, drawn for all heads"),
+        (TIED | {"num_key_value_heads": 1}, "1 key-value heads for 2 ranks"),
+        (EXPERTS | {"output_router_logits": True}, "router's loss"),
+        (family("mamba"), "its attention (eager) is not transformers' SDPA"),
+        (
+            family("lfm2", layer_types=["conv", "full_attention", "conv"]),
+            "it mixes tokens outside attention: a part of a row differs by",
+        ),
+    ],
+    ids=["dropout in attention", "heads", "router's loss", "recurrent", "hybrid"],
+)
+def test_a_model_is_refused_with_the_reason(model, said):
+    found = checked(model)
+    assert found.startswith("sequence_parallel_size: ") and said in found
+    assert "Remove it, or set it to 1" in found
+
+
+def test_heads_are_counted_on_each_tensor_rank():
+    found = checked(TIED, world_size=4, tensor=2)
+    assert "2 key-value heads for 2 ranks x 2 (tensor); expected a multiple of 4" in found
+
+
+class _Mixing(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden - hidden.mean(1, keepdim=True)
+
+
+class _Functional(torch.nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.dropout(hidden, 0.5, self.training)
+
+
+@pytest.mark.parametrize("layer", [_Mixing, _Functional])
+@pytest.mark.parametrize("place", ["model.layers.0.input_layernorm", "model.norm"])
+def test_what_mixes_tokens_or_draws_for_a_part_is_found(layer, place):
+    from trainer.models import materialise
+
+    plain = materialise.on_host
+
+    def planted(spec: Any) -> torch.nn.Module:
+        model = plain(spec)
+        model.get_submodule(place).register_forward_hook(lambda m, i, output: layer()(output))
+        return model
+
+    with patch("trainer.trial.setup.on_host", planted):
+        assert "mixes tokens" in checked(TIED)
+
+
+def gradients(case: Case) -> dict[str, torch.Tensor]:
+    """Train a step on packed rows of an odd length. Runs on each rank of a pool."""
+    import torch.distributed as dist
+
+    from tests.support.training import build
+    from trainer.optim.lr_schedules import Update
+    from trainer.trial.isolation import packed_batch
+
+    engine, found = build(case, dist.get_rank()), {}
+    batch = packed_batch(spec_in(case), task_of(spec_in(case), case))
+    assert batch["input_ids"].shape[1] % 2 == 1
+    metrics = engine.step(0, [batch], Update(1e-2), lambda name, g: found.update({name: g.clone()}))
+    found["loss"] = metrics.loss()
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
+@pytest.mark.parametrize(
+    "model",
+    [TIED, family("phi3", resid_pdrop=0.1, embd_pdrop=0.1), family("mistral", sliding_window=4)],
+    ids=["llama", "dropout", "window"],
+)
+def test_packed_rows_are_apart_across_the_ranks(pools, engine, model):
+    case = replace(CONTEXT, engine=engine, model=model, zero_stage=2, neftune_alpha=5.0)
+    case = replace(case, micro_batch=8)
+    alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
+    for found in pools[2].run(gradients, case=case):
+        assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            assert float((found[name] - value).abs().max() / value.abs().max()) < 5e-6, name
+
+
+@pytest.mark.parametrize("dividing", [True, False], ids=["divided", "not divided"])
+def test_rotary_embeddings_grow_by_the_row(pools, dividing):
+    """Without the row's length, the first rank would compute other ones than the last."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    model = TIED | {"max_position_embeddings": 8, "rope_parameters": rope}
+    case = replace(CONTEXT, engine="mesh", model=model, micro_batch=8)
+    alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
+    name = "model.layers.0.self_attn.q_proj.weight"
+    function = gradients if dividing else _without_growth
+    for found in pools[2].run(function, case=case):
+        error = float((found[name] - alone[name]).abs().max() / alone[name].abs().max())
+        assert (error < 5e-6) == dividing
+
+
+def _without_growth(case: Case) -> dict[str, torch.Tensor]:
+    with patch("trainer.distributed.context.GROWING", ()):
+        return gradients(case)

@@ -1,0 +1,128 @@
+"""The requirements of context parallelism on a model: its heads, and what its parts of rows give."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from trainer.distributed.context import ContextRanks
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
+from trainer.trial.isolation import packed_batch
+from trainer.trial.setup import TOLERANCE, batches, own_randomness, tiny
+
+
+def check(spec: ModelSpec, task: Any, layout: Layout, packed: bool) -> None:
+    """Raise ConfigError for a model that can't be trained exactly on parts of its rows."""
+    place = f"sequence_parallel_size: {spec.name}"
+    hint = "Remove it, or set it to 1: each rank then has whole rows."
+    problems = [Problem(place, seen, expected, hint) for seen, expected in _problems(spec, layout)]
+    if not problems and (seen := _difference(spec, task, packed)):
+        problems = [Problem(place, seen, "tokens that meet in attention alone", hint)]
+    if problems:
+        raise ConfigError(*problems)
+
+
+def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+    if spec.tiny.input is not None or not spec.language.vocabulary:
+        yield "it is no language model of transformers", "rows of tokens to divide"
+        return
+    if spec.language.own_loss:
+        seen = "the router's loss (output_router_logits) is a product of means over whole rows"
+        yield seen, "output_router_logits false"
+    ranks = layout.context * layout.tensor
+    of = f"{layout.context} ranks" + (f" x {layout.tensor} (tensor)" if layout.tensor > 1 else "")
+    heads = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
+    for what, count in heads.items():
+        if count % ranks:
+            yield f"{count} {what} for {of}", f"a multiple of {ranks} {what}"
+
+
+class _Differs(Exception):
+    """A difference, in words."""
+
+
+class _Recorded(ContextRanks):
+    """Attends over whole rows at first, and keeps it; then gives each of two ranks its part."""
+
+    def __init__(self) -> None:
+        self.size, self.rank, self._multiple = 1, 0, 2
+        self._divides, self._length = True, 0
+        self._calls: list[tuple[torch.Tensor, ...]] = []
+        self._next = 0
+
+    def take(self, rank: int) -> None:
+        """Begin the forward pass of one of two ranks."""
+        self.size, self.rank, self._next = 2, rank, 0
+
+    def attended(
+        self, compute: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> tuple[torch.Tensor, Any]:
+        heads = query, key, value
+        if self.size == 1:
+            if dropout := compute.keywords.get("dropout"):
+                raise _Differs(f"its attention has dropout of {dropout:g}, drawn for all heads")
+            output, weights = compute(*heads)
+            first = compute(*(part[:, : part.shape[1] // 2] for part in heads))[0]
+            _compare(first, output[:, :, : first.shape[2]], "a head depends on other heads")
+            self._calls.append((*heads, output))
+            return output, weights
+        if self._next == len(self._calls):
+            raise _Differs("a part of a row attends more often than a whole one")
+        *whole, output = self._calls[self._next]
+        for ours, theirs in zip(heads, whole, strict=True):
+            _compare(ours, self.part(theirs, 2), "it mixes tokens outside attention")
+        self._next += 1
+        return self.part(output), None
+
+    def joined(self, part: torch.Tensor) -> torch.Tensor:
+        if self.size == 1:
+            self._whole = part
+        return self._whole
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+
+def _difference(spec: ModelSpec, task: Any, packed: bool) -> str:
+    """Say what a tiny copy computes otherwise on parts of rows, with the same attention.
+
+    It runs in training, with one seed: dropout has to draw the same, too.
+    """
+    small, _ = tiny(spec)
+    ranks = _Recorded()
+    own = task.divided(ranks)
+    batch = packed_batch(small, task) if packed else next(batches(small, task))
+
+    def loss() -> torch.Tensor:
+        torch.default_generator.manual_seed(1)
+        found: torch.Tensor = own.loss_sum(model.train(), batch)
+        return found
+
+    with own_randomness(), torch.no_grad():
+        try:
+            model = own.prepare(tiny(spec)[1])
+            whole = loss()
+            if not len(ranks):
+                return (
+                    f"its attention ({model.config._attn_implementation}) is not transformers' SDPA"
+                )
+            parts = []
+            for rank in range(2):
+                ranks.take(rank)
+                parts.append(loss())
+            _compare(torch.stack(parts).sum(), whole, "it mixes tokens after attention")
+        except _Differs as difference:
+            return str(difference)
+    return ""
+
+
+def _compare(ours: torch.Tensor, whole: torch.Tensor, seen: str) -> None:
+    error = (
+        float((ours - whole).abs().max() / whole.abs().max()) if ours.shape == whole.shape else 1
+    )
+    if not error <= TOLERANCE:  # nor NaN
+        raise _Differs(f"{seen}: a part of a row differs by {error:.1e}")
