@@ -973,12 +973,16 @@ def test_what_is_computed_again_raises_no_alarm(pools, tmp_path, recompute):
 
 
 MUON = {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.1}
-EXPERTS = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+EXPERTS = {
+    **{"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "vocab_size": 61},
+    **{"num_hidden_layers": 2, "hidden_size": 32, "moe_intermediate_size": 16, "head_dim": 8},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48},
+}
 MUON_ON: dict[str, tuple[int, str, tuple[int, int, int], dict[str, Any]]] = {
     "ZeRO-3": (2, "mesh", (3, 1, 1), {}),
     "tensor": (4, "mesh", (2, 1, 2), LLAMA),
     "pipeline": (4, "mesh", (2, 2, 1), {}),
-    "experts": (3, "accelerate", (3, 1, 1), {"model": {"config": EXPERTS}}),
+    "experts": (2, "accelerate", (3, 1, 1), {"model": {"config": EXPERTS}}),
 }
 """Ranks, the engine, the ZeRO stage, stages and tensor ranks, and more of the config."""
 

@@ -44,6 +44,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "not_synchronised",
         "lines",
     ),
+    "test_bf16_states.py": ("process_does[zero3]", "alone"),
+    "test_muon.py": ("owner", "matrices_of", "does[zero3]", "does[experts]"),
     "test_by_source.py": ("process[mesh-zero3", "needs"),
     "test_checkpoint_background.py": (
         "state_at_the_call",

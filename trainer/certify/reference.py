@@ -397,7 +397,7 @@ def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:
 
 
 class MuonOfTorch(torch.optim.AdamW):
-    """`torch.optim.Muon`'s update, of each expert, in groups of one that have `muon`; else AdamW."""
+    """`torch.optim.Muon`'s update, of each expert, in groups of one with `muon`; else AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], **params: Any) -> None:
         halves = {True: params.pop("muon_lr", None), False: params.pop("adam_lr", None)}

@@ -81,7 +81,7 @@ def apply(
 ) -> None:
     """Make units of a model with its loss. Raises NumericsError if a block is none.
 
-    `wrap_rest`: another library's way to make units of the blocks, and of all that is none yet.
+    `wrap_rest`: another library's way to make units of the blocks and of what is none by then.
     """
     _wrap_ends(module.model, ends, options)
     if wrap_rest is not None:

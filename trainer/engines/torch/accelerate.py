@@ -51,14 +51,12 @@ def build(job: Job) -> TorchEngine:
     float8.apply(model, spec, layout, device)
     module: Any = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
+    ends, noted = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
     if layout.zero_stage > 0:
-        ends, more = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
-        notes = (*notes, *more)
         axes, whole = accelerator.parallelism_config, accelerator.torch_device_mesh
         shared = whole and whole[tuple(axes.fsdp_dim_names)]
         options = shard.options_of(layout, shared, device.type, job.reduction)
-        # Accelerate's units go by class; it leaves modules alone that are units. `prepare` calls
-        # this, but maps an optimizer by addresses, which meta tensors lack
+        # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
         shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
@@ -66,7 +64,7 @@ def build(job: Job) -> TorchEngine:
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
     forward_backward = GradientAccumulation(module, dropout, layout, job.reduction)
-    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
+    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), (*notes, *noted), used)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:

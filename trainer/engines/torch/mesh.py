@@ -121,8 +121,7 @@ def build(job: Job) -> TorchEngine:
         )
         raise ConfigError(Problem(key, seen, "a gradient of each", hint))
 
-    ends, more = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
-    notes = (*notes, *more)
+    ends, noted = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
         if layout.zero_stage > 0:
@@ -148,7 +147,7 @@ def build(job: Job) -> TorchEngine:
         wrapped = _replicated(module, job) if by_ddp else module
         forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
-    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), notes, used)
+    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), (*notes, *noted), used)
 
 
 def _replicated(module: ModelWithLoss, job: Job) -> nn.Module:
