@@ -1,9 +1,9 @@
 """Every causal decoder family of transformers, made small and certified.
 
-    python -m tests.conformance.families.sweep [FAMILY...]
+    python -m tests.conformance.families.sweep [LAYOUT...] [FAMILY...]
 
 Writes table.json beside this file and docs/families.md, of all families or with the rows of those
-that are named.
+that are named; of the families that are known, the columns of the layouts that are named alone.
 """
 
 from __future__ import annotations
@@ -119,10 +119,12 @@ def verdict(pool: Pool, family: str, layout: str) -> str:
 
 def main(names: list[str]) -> int:
     known: dict[str, dict[str, str]] = json.loads(TABLE.read_text()) if TABLE.exists() else {}
-    pool = Pool(2)
-    for family in names or families():
+    pool, layouts = Pool(2), [name for name in names if name in LAYOUTS]
+    for family in [name for name in names if name not in LAYOUTS] or families():
         start = time.monotonic()
-        known[family] = {layout: verdict(pool, family, layout) for layout in LAYOUTS}
+        asked = layouts if layouts and family in known else LAYOUTS
+        rows = {layout: verdict(pool, family, layout) for layout in asked}
+        known[family] = known.get(family, {}) | rows
         print(f"{family:<26} {time.monotonic() - start:5.1f} s  {known[family]}", flush=True)
         TABLE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     pool.close()
