@@ -12,7 +12,7 @@ import torch
 from tests.support.layouts import EXPERTS, TIED, family
 from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
 from trainer.errors import ConfigError
-from trainer.parallel import context
+from trainer.parallel.splits import rows
 
 CONTEXT = Case(context=2, micro_batch=4, model=TIED)
 
@@ -22,7 +22,7 @@ def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
     case = replace(CONTEXT, model=model, **axes)
     spec = spec_in(case)
     try:
-        context.check(spec, task_of(spec, case), layout_of(case), packed)
+        rows.check(spec, task_of(spec, case), layout_of(case), packed)
     except ConfigError as error:
         return str(error)
     return ""
@@ -144,5 +144,5 @@ def test_rotary_embeddings_grow_by_the_row(pools, dividing):
 
 
 def _without_growth(case: Case) -> dict[str, torch.Tensor]:
-    with patch("trainer.distributed.context.GROWING", ()):
+    with patch("trainer.tasks.patches.GROWING", ()):
         return gradients(case)

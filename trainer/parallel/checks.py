@@ -13,9 +13,9 @@ from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut, of_tokens
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
-from trainer.parallel import context
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing
+from trainer.parallel.splits import rows
 from trainer.trial.findings import Findings, applied
 from trainer.trial.isolation import check_isolation, packed_batch
 from trainer.trial.language import check_model
@@ -81,7 +81,7 @@ def check_layout(
         _check_pipeline(spec, findings)
     if layout.context > 1:
         key = "sequence_parallel_size"
-        _try(key, spec, lambda: context.check(spec, task, layout, packed))
+        _try(key, spec, lambda: rows.check(spec, task, layout, packed))
     if layout.recompute.mode != "none":
         key = "trainer.activation_checkpointing"
         _try(key, spec, lambda: _check_recompute(spec, task, layout, packed))

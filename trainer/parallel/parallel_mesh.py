@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from trainer.distributed.context import ContextRanks
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.distributed.ranks import Ranks
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import NumericsError, Problem
 from trainer.layout import AXES, Layout
 

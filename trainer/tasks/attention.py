@@ -25,7 +25,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trainer.distributed.context import ATTRIBUTE, ContextRanks
+from trainer.distributed.shared_rows import ATTRIBUTE, ContextRanks
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
 from trainer.tasks.documents import documents_of

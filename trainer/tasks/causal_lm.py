@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.distributed.context import ContextRanks
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.distributed.words import words_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
@@ -22,7 +22,7 @@ from trainer.tasks.cross_entropy import LossHead, LossObserver, count_correct, l
 from trainer.tasks.documents import documents_of
 from trainer.tasks.masks import Masks
 from trainer.tasks.noise import EmbeddingNoise, has_table
-from trainer.tasks.patches import replace_loss
+from trainer.tasks.patches import divide_rows, replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
 
 
@@ -110,7 +110,7 @@ class CausalLM:
         if self._own_loss:
             replace_loss(model, self._mean)
         if self._context is not None:
-            self._context.prepare(model)
+            divide_rows(model, self._context)
         return model
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from transformers import masking_utils
 
-from trainer.distributed.context import ContextRanks
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.tasks.attention import Borders, blocks
 from trainer.tasks.documents import PackedDocuments

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.distributed.context import ContextRanks
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.models.spec import ModelSpec
 
 

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
+
+from trainer.distributed.shared_rows import ATTRIBUTE, ContextRanks
 
 
 def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:
@@ -20,6 +23,27 @@ def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:
     an argument.
     """
     model.loss_function = mean  # type: ignore[assignment]
+
+
+GROWING = ("dynamic", "longrope")
+"""Kinds of rotary embeddings that depend on the length of the row."""
+
+
+def divide_rows(model: nn.Module, ranks: ContextRanks) -> None:
+    """Let attention, dropout and rotary embeddings know the ranks that share rows with this one.
+
+    Symptom: attention sees a part of each row, dropout draws for a part, and embeddings that grow
+    with a row grow with its part. Can go when transformers divides rows for every kernel.
+    """
+    for module in model.modules():
+        vars(module)[ATTRIBUTE] = ranks
+        if isinstance(module, nn.Dropout):
+            module.forward = partial(ranks.dropped, module, module.forward)  # type: ignore[method-assign]
+        kinds = getattr(module, "rope_type", "")
+        if any(
+            kind in GROWING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
+        ):
+            module.forward = partial(ranks.rotated, module.forward)  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.context import ContextRanks
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec

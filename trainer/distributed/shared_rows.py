@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,8 +19,6 @@ from trainer.distributed.exchange import Exchange
 
 ATTRIBUTE = "context_ranks"
 """The attribute by which a module's attention finds its ranks."""
-GROWING = ("dynamic", "longrope")
-"""Kinds of rotary embeddings that depend on the length of the row."""
 
 
 class ContextRanks:
@@ -91,18 +88,7 @@ class ContextRanks:
         """Return whole rows, from each rank's part."""
         return self._exchange.join(part, 1, self._length)
 
-    def prepare(self, model: nn.Module) -> None:
-        """Let attention, dropout and rotary embeddings of a model know that rows are divided."""
-        for module in model.modules():
-            vars(module)[ATTRIBUTE] = self
-            if isinstance(module, nn.Dropout):
-                module.forward = partial(self._dropped, module, module.forward)  # type: ignore[method-assign]
-            kinds = getattr(module, "rope_type", "")
-            kinds = kinds.values() if isinstance(kinds, dict) else [kinds]
-            if any(kind in GROWING for kind in kinds):
-                module.forward = partial(self._rotated, module.forward)  # type: ignore[method-assign]
-
-    def _dropped(
+    def dropped(
         self, module: nn.Dropout, dropout: Callable[..., torch.Tensor], given: torch.Tensor
     ) -> torch.Tensor:
         """Draw for whole rows, of which this rank's part counts: as one process draws."""
@@ -116,7 +102,7 @@ class ContextRanks:
         """Return this rank's part of what is drawn for rows like those of `given`."""
         return self.part(draw(given.new_empty(len(given), self._length, *given.shape[2:])))
 
-    def _rotated(
+    def rotated(
         self,
         forward: Callable[..., Any],
         hidden: torch.Tensor,
