@@ -18,7 +18,7 @@ class MeshSizes:
     shard: int
     tensor: int
     context: int = field(default=1, kw_only=True)
-    """The ranks along `replicate` x `shard` that share samples, each with a part of their tokens."""
+    """The ranks along `replicate` x `shard` that share samples, with a part of the tokens each."""
 
     @property
     def averaging_ranks(self) -> int:

@@ -75,7 +75,7 @@ class ContextRanks:
         key: torch.Tensor,
         value: torch.Tensor,
     ) -> tuple[torch.Tensor, Any]:
-        """Compute attention of [batch, heads, part, width] over whole rows, for a part of the heads.
+        """Compute attention of [batch, heads, part, width] over whole rows, each rank some heads.
 
         `compute` takes [batch, heads of this rank, row, width] and returns [batch, row, heads,
         width]; so [batch, part, all heads, width] is returned.

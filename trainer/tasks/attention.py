@@ -46,7 +46,7 @@ KERNELS = {
     "blocks": "flex attention in blocks",
     "mask": "a mask of sequence x sequence",
 }
-"""What may compute packed documents and windows, the first that can."""
+"""The ways to compute packed documents and windows; the first that fits is taken."""
 _KEPT = ExitStack()
 
 

@@ -38,7 +38,8 @@ def divide_rows(model: nn.Module, ranks: ContextRanks) -> None:
     for module in model.modules():
         vars(module)[ATTRIBUTE] = ranks
         if isinstance(module, nn.Dropout):
-            module.forward = partial(ranks.dropped, module, module.forward)  # type: ignore[method-assign]
+            replaced: Any = partial(ranks.dropped, module, module.forward)
+            module.forward = replaced
         kinds = getattr(module, "rope_type", "")
         if any(
             kind in GROWING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])

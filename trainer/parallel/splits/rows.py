@@ -120,9 +120,9 @@ def _difference(spec: ModelSpec, task: Any, packed: bool) -> str:
     return ""
 
 
-def _compare(ours: torch.Tensor, whole: torch.Tensor, seen: str) -> None:
+def _compare(ours: torch.Tensor, whole: torch.Tensor, difference: str) -> None:
     error = (
         float((ours - whole).abs().max() / whole.abs().max()) if ours.shape == whole.shape else 1
     )
     if not error <= TOLERANCE:  # nor NaN
-        raise _Differs(f"{seen}: a part of a row differs by {error:.1e}")
+        raise _Differs(f"{difference}: a part of a row differs by {error:.1e}")

@@ -162,9 +162,8 @@ class Ledger(TorchDispatchMode):
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
-            if not isinstance(leaf, torch.Tensor) or isinstance(leaf, DTensor):
-                continue
-            if _device(leaf).type == "meta":
+            plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
+            if not plain or _device(leaf).type == "meta":
                 continue
             storage = leaf.untyped_storage()
             if id(storage) in self._live:
