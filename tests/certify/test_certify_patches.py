@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from trainer.certify.patches import chunks_of
+from trainer.certify.patches import constant
 from trainer.certify.tiny_run import LONGEST, MICRO_BATCH
 from trainer.models.tiny_config import SIZES
+from trainer.tasks import cross_entropy
 from trainer.tasks.cross_entropy import linear_cross_entropy
 
 
@@ -26,6 +27,6 @@ def chunks() -> int:
 
 def test_the_loss_of_a_tiny_run_has_several_chunks_only_while_it_is_verified() -> None:
     assert chunks() == 1
-    with chunks_of(7 * SIZES.vocabulary * 4):
+    with constant(cross_entropy, "CHUNK_BYTES", 7 * SIZES.vocabulary * 4):
         assert chunks() > 1
     assert chunks() == 1

@@ -21,6 +21,7 @@ from trainer.supervise.world import free_port
 
 SHIPPED = sorted((Path(__file__).parent.parent.parent / "ds_configs").glob("*.json"))
 CUT = {
+    "long_context": 2,
     "megatron_3d": 4,
     "pipeline_zero1": 2,
     "pipeline_zero2": 2,
@@ -144,6 +145,7 @@ AGENTS = {
     "zero2_offload": {1: "shard 2, ZeRO-2", 2: "shard 4, ZeRO-2"},
     "zero3": {1: "shard 2, ZeRO-3", 2: "shard 4, ZeRO-3"},
     "zero3_offload": {1: "shard 2, ZeRO-3", 2: "shard 4, ZeRO-3"},
+    "long_context": {1: "shard 2, ZeRO-3, rows over 2 ranks"},
     "pipeline_zero1": {1: "pipeline 2, ZeRO-1", 2: "pipeline 2 x shard 2, ZeRO-1"},
     "pipeline_zero2": {1: "pipeline 2, ZeRO-2", 2: "pipeline 2 x shard 2, ZeRO-2"},
     "pipeline_zero3": {1: "pipeline 2, ZeRO-3", 2: "pipeline 2 x shard 2, ZeRO-3"},

@@ -495,12 +495,37 @@ def described(layout: Layout) -> str:
     return " x ".join(axes) + zero
 
 
-def page() -> str:
-    """Return the page with the table of today's formulas."""
-    text = PAGE.read_text()
-    start, stop = text.index(BEGIN), text.index(END) + len(END)
-    return text[:start] + table() + text[stop:]
+LONG_PAGE, LONG = PAGE.with_name("context.md"), 131_072
+
+
+def long_table() -> str:
+    """Return the table of docs/context.md: one row of LONG tokens, shared by so many ranks."""
+    lines = [
+        BEGIN,
+        "| model | shared by | exchanges | sent by a rank |",
+        "| --- | --- | --- | --- |",
+    ]
+    for shape, config in SHAPES.items():
+        few = sizes_of(spec_with(json.dumps(_model(shape, 1))))
+        sizes = replace(few, blocks=config["num_hidden_layers"])
+        for ranks in (2, 4, 8):
+            options: dict[str, Any] = dict(accumulation=1, precision="bfloat16", zero_stage=3)
+            layout = layout_of(shard=ranks, context=ranks, **options)
+            count, size = sent(layout, expected(layout, sizes, length=LONG))["all-to-all"]
+            lines.append(f"| {shape} | {ranks} | {count:,} | {_gigabytes(size)} GB |")
+    return "\n".join([*lines, END])
+
+
+def pages() -> dict[Path, str]:
+    """Return the pages with the tables of today's formulas."""
+    found = {}
+    for path, made in (PAGE, table), (LONG_PAGE, long_table):
+        text = path.read_text()
+        start, stop = text.index(BEGIN), text.index(END) + len(END)
+        found[path] = text[:start] + made() + text[stop:]
+    return found
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page())
+    for place, content in pages().items():
+        place.write_text(content)

@@ -174,6 +174,11 @@ _OFFERED: dict[str, dict[str, Any]] = {
     "tensor parallel": {"tensor": 2, "replicate": 2},
     "tensor parallel x ZeRO-2": _SPLIT[2],
     "tensor parallel x ZeRO-3": _SPLIT[3],
+    "context parallel x ZeRO-2": {**_ZERO[2], "context": 2},
+    "context parallel x ZeRO-3": {**_ZERO[3], "context": 2},
+    "context parallel x HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3, "context": 2},
+    "pipeline x context parallel": {"pipeline": 2, "replicate": 2, "context": 2},
+    "tensor x context parallel x ZeRO-2": {**_SPLIT[2], "context": 2},
     "pipeline x tensor parallel x ZeRO-2": {**_SPLIT[2], "pipeline": 2},
 }
 

@@ -39,7 +39,7 @@ def divide_rows(model: nn.Module, ranks: ContextRanks) -> None:
         vars(module)[ATTRIBUTE] = ranks
         if isinstance(module, nn.Dropout):
             replaced: Any = partial(ranks.dropped, module, module.forward)
-            module.forward = replaced
+            module.forward = replaced  # type: ignore[method-assign]
         kinds = getattr(module, "rope_type", "")
         if any(
             kind in GROWING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
