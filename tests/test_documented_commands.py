@@ -105,6 +105,9 @@ SMALL: dict[str, tuple[str, ...]] = {
     f"torchrun --nproc-per-node 8 {TRAIN} C.json": (
         f"torchrun --nproc-per-node 2 {TRAIN} {{job}}",
     ),
+    f"torchrun --nproc-per-node 2 {TRAIN} ds_configs/long_context.json": (
+        f"torchrun --nproc-per-node 2 {TRAIN} ds_configs/long_context.json {{tiny}}",
+    ),
     f"accelerate launch {TRAIN} C.json": (f"accelerate launch {TRAIN} {{job}}",),
     f"python {TRAIN} C.json": (f"python {TRAIN} {{job}}",),
     **{
@@ -371,7 +374,7 @@ ELSEWHERE: dict[str, str] = {
         "test_compilation.py::test_a_run_is_certified_with_compiled_blocks"
     ),
     "meshloom train --config parity.json": "test_hooks_page.py::test_the_plugin_trains",
-    "python -m tests.support.budget": "test_communication.py::test_the_docs_have_the_table",
+    "python -m tests.support.budget": "test_communication.py::test_the_docs_have_the_tables",
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",

@@ -213,8 +213,8 @@ class Layout(MeshSizes):
 def layout_of(config: Config, world_size: int) -> Layout:
     """Build the layout of a resolved config for `world_size` processes, or raise ConfigError."""
     settings = config.settings
-    zero, precision = settings.get("zero_optimization", {}), _precision(config)
-    states = settings.get("bf16", {}).get("bf16_optimizer_states") is True
+    zero, bf16 = settings.get("zero_optimization", {}), settings.get("bf16", {})
+    low = bf16.get("bf16_master_weights_and_grads") is bf16.get("bf16_optimizer_states") is True
     layout = Layout(
         **vars(mesh_sizes(config, world_size)),
         micro_batch=settings["train_micro_batch_size_per_gpu"],
@@ -222,7 +222,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         zero_stage=zero.get("stage", 0),
         offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
-        precision=precision,
+        precision=_precision(config),
         recompute=_recompute(config.trainer.activation_checkpointing),
         schedule=replace(
             PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
@@ -232,7 +232,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         compile=config.trainer.compile,
         float8=config.trainer.float8,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
-        updated="bfloat16" if states and precision == "bfloat16" else "float32",
+        updated="bfloat16" if low and _precision(config) == "bfloat16" else "float32",
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout

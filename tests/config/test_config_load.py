@@ -236,7 +236,7 @@ CONFLICTS = [
     ),
     (
         {"sequence_parallel_size": 0},
-        "sequence_parallel_size: saw 0; expected a whole number of at least 1.",
+        "sequence_parallel_size: saw 0; expected a whole number of at least 1",
     ),
     (
         {"managed_gradient_accumulation": False},

@@ -51,9 +51,9 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
     replicate, shard = _data_axes(config, ranks, inside)
     context = _size(config.settings.get("sequence_parallel_size", 1))
     if ranks % context:
-        seen = f"{ranks} data-parallel processes are not divisible by {context}"
-        expected = f"a divisor of {ranks}"
-        raise ConfigError(Problem("sequence_parallel_size", seen, expected))
+        seen = f"{ranks} data-parallel processes are not divisible by it"
+        expected = f"a multiple of {context} processes, {nearest(ranks, context)}"
+        raise ConfigError(Problem(f"sequence_parallel_size {context}", seen, expected))
     return MeshSizes(pipeline, replicate, shard, tensor, context=context)
 
 

@@ -27,6 +27,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor_parallel": {"autotp_size": 2}},
 }
 
+NEWER = (
+    "The tensor column is older than plans by shape and than experts under tensor parallelism:",
+    "the trial of a tiny copy, which comes before a certificate, accepts 152 of the 165 families",
+    "of transformers 5.24 that pass ZeRO-3 or are new.",
+    "",
+)
+"""What the table does not say yet."""
+
 # what the default config of a family's class lacks, so that it can be built and run
 NEEDED: dict[str, dict[str, Any]] = {
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
@@ -164,6 +172,7 @@ def page(table: dict[str, dict[str, str]]) -> str:
             "Made by `python -m tests.conformance.families.sweep`;",
             "`pytest --whole tests/conformance/families` compares.",
             "",
+            *NEWER,
             f"Of the {len(table)} families of transformers 5.23 pass: {summary}.",
             *(f"Tried and not in the table: {family} ({why})." for family, why in LEFT_OUT.items()),
             "",

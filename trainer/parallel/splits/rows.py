@@ -1,4 +1,4 @@
-"""The requirements of context parallelism on a model: its heads, and what its parts of rows give."""
+"""The requirements of context parallelism on a model: its heads, and the same values in parts."""
 
 from __future__ import annotations
 
