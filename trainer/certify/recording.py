@@ -110,7 +110,7 @@ class Recorder:
         gradients: Tensors = {}
         self._task.begin(step)
         job = self._engine.job
-        if not job.layout.sync_batch_norm:  # which one process runs as one micro-batch
+        if not job.layout.sync_batch_norm and job.layout.context == 1:  # one process runs others
             key = "input_ids" if job.spec.language.vocabulary else ""
             self._listener.begin(
                 {(job.data_rank, i): batch.get(key) for i, batch in enumerate(micro_batches)}

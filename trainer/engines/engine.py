@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -153,11 +153,11 @@ class EngineKind:
 
 
 def on_mesh(job: Job, mesh: ParallelMesh) -> Job:
-    """Return the job with a task that knows which ranks share its rows."""
-    if mesh.context is None:
-        return job
+    """Tell the job's task which ranks share its rows, and return the job."""
     task: Any = job.task
-    return replace(job, task=task.divided(mesh.context))
+    if mesh.context is not None:
+        task.share(mesh.context)
+    return job
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:

@@ -88,9 +88,9 @@ class CausalLM:
         """Return the same task, which also sums the training loss by source."""
         return changed(self, by_source=LossBySource(sources))
 
-    def divided(self, ranks: ContextRanks | None) -> CausalLM:
-        """Return the same task for ranks that share rows."""
-        return changed(self, _context=ranks)
+    def share(self, ranks: ContextRanks) -> None:
+        """Share rows with these ranks from now on, a part of each to each rank."""
+        self._context = ranks
 
     def _own(self, batch: Batch, name: str) -> torch.Tensor:
         """Return this rank's part of the rows of ids or targets."""

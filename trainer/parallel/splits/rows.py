@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import copy
 from typing import Any
 
 import torch
@@ -94,10 +95,13 @@ def _difference(spec: ModelSpec, task: Any, packed: bool) -> str:
     """
     small, _ = tiny(spec)
     ranks = _Recorded()
-    own = task.divided(ranks)
+    own = copy(task)
+    own.share(ranks)
     batch = packed_batch(small, task) if packed else next(batches(small, task))
 
-    def loss() -> torch.Tensor:
+    def loss(rank: int | None = None) -> torch.Tensor:
+        if rank is not None:
+            ranks.take(rank)
         torch.default_generator.manual_seed(1)
         found: torch.Tensor = own.loss_sum(model.train(), batch)
         return found
@@ -110,11 +114,7 @@ def _difference(spec: ModelSpec, task: Any, packed: bool) -> str:
                 return (
                     f"its attention ({model.config._attn_implementation}) is not transformers' SDPA"
                 )
-            parts = []
-            for rank in range(2):
-                ranks.take(rank)
-                parts.append(loss())
-            _compare(torch.stack(parts).sum(), whole, "it mixes tokens after attention")
+            _compare(loss(0) + loss(1), whole, "it mixes tokens after attention")
         except _Differs as difference:
             return str(difference)
     return ""
