@@ -70,9 +70,8 @@ class Workload:
         layout, spec = self.layout, self.spec
         ranges = block_ranges(spec.build(), spec, layout.schedule.partition, layout.stages)
         first = ranges[layout.coordinates(rank)["pipeline"]].start
-        rows, *more = self.task.hidden_shape(self.batch(layout.micro_batch), first)
-        more[0] = -(-more[0] // layout.context)
-        return torch.zeros((rows, *more), dtype=getattr(torch, layout.precision))
+        shape = self.task.hidden_shape(self.batch(layout.micro_batch), first)
+        return torch.zeros(shape, dtype=getattr(torch, layout.precision))
 
 
 @dataclass(frozen=True)
