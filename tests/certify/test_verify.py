@@ -572,11 +572,11 @@ def window_of_one_more(engine: str) -> Any:
     real, overlay = Masks.of, masking_utils.sliding_window_overlay
 
     @contextlib.contextmanager
-    def of(self, documents):
+    def of(self, *rows):
         wider = mock.patch.object(
             masking_utils, "sliding_window_overlay", lambda window: overlay(window + 1)
         )
-        with wider, real(self, documents):
+        with wider, real(self, *rows):
             yield
 
     return mock.patch.object(Masks, "of", of)
