@@ -642,7 +642,7 @@ def accuracy_of_the_next_target(engine: str) -> Any:
     return around(
         cross_entropy,
         "count_correct",
-        lambda real, logits, targets: real(logits, targets.roll(1, -1)),
+        lambda real, logits, targets, *words: real(logits, targets.roll(1, -1), *words),
     )
 
 
