@@ -315,7 +315,8 @@ def test_the_table_says_what_deepspeed_reads(pools: Pools, tmp_path: Path) -> No
     asked = {path for path in HONOURED if not path.startswith(DEEPER)}
     asked -= {"tensor_parallel.sequence_parallel"}  # no key of its own: its engine refuses it
     assert sorted(asked - read) == [], "the table says that DeepSpeed honours it"
-    assert {path for path in read if path in KEYS and KEYS[path].idle} == LEFT_OUT
+    idle = {path for path in read if path in KEYS and KEYS[path].idle}
+    assert idle - {"disable_python_gc"} == LEFT_OUT  # which DeepSpeed has since 0.19.8
 
 
 @pytest.mark.parametrize("engine", ["accelerate", "mesh"])
