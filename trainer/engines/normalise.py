@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.seeding import step_seed
-from trainer.engines.engine import Job, Metrics, Observer, on_mesh
+from trainer.engines.engine import Job, Metrics, Observer
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import set_update
 from trainer.parallel.batch_norm import RunningStatistics
@@ -87,7 +87,7 @@ class NormalisedEngine(ABC):
         state: TrainingState,
         notes: tuple[str, ...],
     ) -> None:
-        self.job = on_mesh(job, mesh)
+        self.job = job
         self.notes = notes
         self._mesh = mesh
         self._runner = runner
