@@ -59,6 +59,15 @@ SPLIT_4 = replace(SPLIT, world_size=4, micro_batch=2)
 EXPERTS = family(
     "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, head_dim=16
 )
+SHARED = family(
+    "qwen2_moe",
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    shared_expert_intermediate_size=32,
+)
+SPREAD = Case(expert=2, zero_stage=2, model=EXPERTS)
+SPREAD_4 = replace(SPREAD, world_size=4, micro_batch=1)
 CONTEXT = Case(context=2, micro_batch=4, model=TIED)
 PARTS = {"tensor_parallel": {"sequence_parallel": True}}
 BIASED_4 = FAMILIES["llama, biases"] | {"num_key_value_heads": 4}
@@ -186,6 +195,21 @@ LAYOUTS = {
         SPLIT, model=EXPERTS | {"output_router_logits": True}
     ),
     "tensor x zero3, experts, sequence": replace(SPLIT_4, zero_stage=3, more=PARTS, model=EXPERTS),
+    "experts": SPREAD,
+    "experts, shared": replace(SPREAD, model=SHARED),
+    "experts, half of them": replace(SPREAD_4, zero_stage=3),
+    "experts over four, full": replace(SPREAD_4, expert=4, zero_stage=3, recompute="full"),
+    "experts, hsdp, selective": replace(
+        SPREAD_4, replicate=2, zero_stage=3, recompute="selective"
+    ),
+    "pipeline x experts": replace(
+        SPREAD_4, pipeline=2, model=EXPERTS | {"num_hidden_layers": 4}
+    ),
+    "tensor x experts": replace(SPREAD_4, tensor=2, micro_batch=2),
+    "tensor x experts over four, sequence": replace(
+        SPREAD_4, tensor=2, micro_batch=2, expert=4, zero_stage=3, more=PARTS
+    ),
+    "context x experts": replace(SPREAD_4, context=2, micro_batch=2, zero_stage=3),
     "context": CONTEXT,
     "context x zero3, gpt2, full": replace(
         CONTEXT, zero_stage=3, recompute="full", model=GPT2 | {"attn_pdrop": 0.0}

@@ -65,6 +65,7 @@ class Case:
     """Replicas among the data ranks; without ZeRO all of them."""
     tensor: int = 1
     context: int = 1
+    expert: int = 1
     zero_stage: int = 2
     micro_batch: int = 2
     precision: str = "float32"
@@ -132,6 +133,11 @@ class Case:
             "zero_optimization": zero,
             **({"tensor_parallel": {"autotp_size": self.tensor}} if self.tensor > 1 else {}),
             **({"sequence_parallel_size": self.context} if self.context > 1 else {}),
+            **(
+                {"expert_parallel": {"enabled": True, "autoep_size": self.expert}}
+                if self.expert > 1
+                else {}
+            ),
             **precision.get(self.precision, {}),
             **self.top,
         }
@@ -236,6 +242,7 @@ def layout_of(case: Case) -> Any:
         shard=averaging // replicate,
         tensor=case.tensor,
         context=case.context,
+        expert=case.expert,
         micro_batch=case.micro_batch,
         accumulation=case.accumulation,
         zero_stage=case.zero_stage,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 from trainer.config.compiled import Config
 from trainer.errors import ConfigError, Problem
@@ -19,6 +20,8 @@ class MeshSizes:
     tensor: int
     context: int = field(default=1, kw_only=True)
     """The ranks along `replicate` x `shard` that share samples, with a part of the tokens each."""
+    expert: int = field(default=1, kw_only=True)
+    """The neighbours on `shard` x `tensor` that have a part of the routed experts each."""
 
     @property
     def averaging_ranks(self) -> int:
@@ -54,7 +57,22 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
         seen = f"{ranks} data-parallel processes are not divisible by it"
         expected = f"a multiple of {context} processes, {nearest(ranks, context)}"
         raise ConfigError(Problem(f"sequence_parallel_size {context}", seen, expected))
-    return MeshSizes(pipeline, replicate, shard, tensor, context=context)
+    expert = _experts(config.settings.get("expert_parallel", {}), shard, tensor)
+    return MeshSizes(pipeline, replicate, shard, tensor, context=context, expert=expert)
+
+
+def _experts(settings: dict[str, Any], shard: int, tensor: int) -> int:
+    size = _size(settings.get("autoep_size", 1)) if settings.get("enabled") else 1
+    if size > 1 and (shard * tensor % size or size % tensor):
+        seen = f"{shard} (shard) x {tensor} (tensor) ranks are not divisible by it"
+        if size % tensor:
+            seen = f"it is no multiple of {tensor} (tensor)"
+        expected = f"a divisor of {shard * tensor}" + (
+            f" that is a multiple of {tensor}" if tensor > 1 else ""
+        )
+        hint = "Experts are divided over ranks that share one copy of the weights (ZeRO)."
+        raise ConfigError(Problem(f"expert_parallel.autoep_size {size}", seen, expected, hint))
+    return size
 
 
 def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:

@@ -6,7 +6,7 @@ A part along a dimension has the same size on each rank: what is missing at the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,23 @@ class Exchange:
         One all-to-all (Ulysses, arXiv 2309.14509, section 3.1).
         """
         return _exchanged(part, self._swapped(split, joined), self._swapped(joined, split))
+
+    def move(
+        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
+    ) -> torch.Tensor:
+        """Return the rows that the ranks send to this one, in their order.
+
+        `sent` and `received` are numbers of rows by rank; those sent are in that order, too.
+        """
+        return _exchanged(rows, self._moved(sent, received), self._moved(received, sent))
+
+    def _moved(self, sent: Sequence[int], received: Sequence[int]) -> Move:
+        def moved(rows: torch.Tensor) -> torch.Tensor:
+            name = self.group.group_name
+            found = _ops.all_to_all_single(rows.contiguous(), [*received], [*sent], name)
+            return _ops.wait_tensor(found)  # type: ignore[no-any-return]
+
+        return moved
 
     def _swapped(self, split: int, joined: int) -> Move:
         def swapped(part: torch.Tensor) -> torch.Tensor:

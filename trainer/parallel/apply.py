@@ -2,8 +2,8 @@
 
 1. the task turns the head into one that returns the loss: later steps wrap modules, which have
    their final class by then;
-2. tensor parallelism splits matrices: FSDP then shards what each tensor rank has, and a recomputed
-   block runs its collectives again;
+2. expert parallelism divides experts, tensor parallelism splits matrices: FSDP then shards what
+   each of their ranks has, and a recomputed block runs its collectives again;
 3. activation checkpointing wraps the forward of blocks: outside the split matrices, inside the
    hooks of dropout and FSDP, so that recomputing gathers and seeds nothing twice;
 4. `torch.compile` takes the forward of each block: after checkpointing, which it has to trace, and
@@ -38,7 +38,7 @@ from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.recompute import activation_checkpointing
-from trainer.parallel.splits import matrices
+from trainer.parallel.splits import expert_ranks, matrices
 from trainer.tasks.task import Task
 
 
@@ -54,6 +54,8 @@ def wrap_blocks(
     Tensor parallelism, step 2, needs `mesh`, and the blocks of this `stage`, if they are not all.
     """
     model = task.prepare(spec.build())
+    if mesh is not None and layout.expert > 1:
+        expert_ranks.apply(model, spec, mesh)
     if mesh is not None and layout.tensor > 1:
         matrices.apply(model, spec, mesh, stage or range(len(spec.blocks)))
     activation_checkpointing.apply(model, spec, layout.recompute)

@@ -83,6 +83,8 @@ def refusal(layout: Layout) -> str | None:
             "Blocks whose activations are moved to the host (trainer.activation_checkpointing "
             "offload) can't be compiled. Use full or selective."
         )
+    if layout.expert > 1:
+        return "How many tokens go to which rank's experts (expert_parallel) is read on the host."
     if layout.pipeline > 1 and layout.schedule.splits_backward:
         return (
             f"{layout.schedule.name} computes gradients of weights apart, and a compiled block "

@@ -84,7 +84,7 @@ class GradientSync:
         if copies and (self._mesh.rank("pipeline") > 0 or parameter is not copies[0]):
             return False
         split = isinstance(parameter, DTensor) and any(
-            axis == "tensor" and placement.is_shard()
+            axis in ("tensor", "expert") and placement.is_shard()
             for axis, placement in zip(
                 parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False
             )

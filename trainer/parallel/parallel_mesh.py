@@ -37,6 +37,9 @@ token's loss and each target is on one. `shard`: ranks that share one copy of ea
 `replica`: ranks that hold the same shard. `norm`: ranks that together hold each gradient once.
 """
 
+EXPERT_AXES = ("pipeline", "replicate", "shard", "expert")
+"""The axes of the mesh of routed experts, outermost first; its last two divide shard x tensor."""
+
 
 @dataclass(frozen=True)
 class ParallelMesh:
@@ -49,6 +52,8 @@ class ParallelMesh:
     """The process group of each reduction; None if this rank is alone in it."""
     context: ContextRanks | None = None
     """The ranks that share rows with this one; None if it has whole rows."""
+    experts: DeviceMesh | None = None
+    """The mesh pipeline x replicate x shard x expert of the same ranks; None if not divided so."""
 
     def group(self, reduction: str) -> dist.ProcessGroup | None:
         """Return the ranks with which this one reduces; None if it is alone."""
@@ -111,7 +116,12 @@ def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
     """Make the process groups of a layout. Collective."""
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh))
+    experts = None
+    if layout.expert > 1:
+        shards = layout.shard * layout.tensor // layout.expert
+        parts = layout.pipeline, layout.replicate, shards, layout.expert
+        experts = init_device_mesh(device.type, parts, mesh_dim_names=EXPERT_AXES)
+    return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh), experts)
 
 
 def _context_ranks(layout: Layout, mesh: DeviceMesh) -> ContextRanks | None:

@@ -121,7 +121,7 @@ def prefetch(module: nn.Module, spec: ModelSpec, ends: Ends) -> None:
     """
     modules = dict(module.named_modules())  # a stage has not all
     names = (*ends.tables[-1:], *spec.blocks, *ends.head[:1])
-    order = [modules.get(f"model.{name}") for name in names]
+    order = [m for n in names for m in modules.get(f"model.{n}", nn.Module()).modules()]
     for unit, following in pairwise(unit for unit in order if isinstance(unit, FSDPModule)):
         unit.set_modules_to_forward_prefetch([following])
 

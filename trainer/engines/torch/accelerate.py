@@ -34,6 +34,8 @@ def refusal(layout: Layout) -> str | None:
             "product with FSDP2 imports a class that transformers 5 has dropped; the mesh engine "
             "has both."
         )
+    if layout.expert > 1:
+        return "Accelerate has no expert parallelism for training; the mesh engine has."
     if layout.zero_stage > 0 and layout.shard == 1 < layout.replicate:
         return "Accelerate has no replicas of a single rank each under ZeRO; the mesh engine has."
     return mesh_refusal(layout)

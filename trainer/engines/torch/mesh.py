@@ -24,7 +24,7 @@ from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulat
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
-from trainer.parallel.splits import matrices, vocabulary
+from trainer.parallel.splits import expert_ranks, matrices, vocabulary
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -99,6 +99,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     float8.check(spec, layout)
     if layout.tensor > 1:
         matrices.check(spec, layout)
+    if layout.expert > 1:
+        expert_ranks.check(spec, layout)
     if layout.pipeline > 1:
         check_cut(spec, layout.stages)
 
@@ -127,6 +129,8 @@ def build(job: Job) -> TorchEngine:
         if layout.zero_stage > 0:
             float8.apply(module.model, spec, layout, device)
             options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction)
+            if layout.expert > 1:
+                expert_ranks.shard(module.model, spec, mesh, options)
             shard.apply(module, spec, ends, options)
         give_values(module.model, spec, layout, job.seed_of_values, device)
 

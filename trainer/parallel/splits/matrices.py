@@ -67,6 +67,9 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -
         return nn.Parameter(data, requires_grad=whole.requires_grad)
 
     divided = [spec.blocks[at] for at in stage] if mesh.layout.sequence_parallel else []
+    if mesh.layout.expert > 1:  # they are divided already
+        rest = {n: s for n, s in spec.language.tensor_plan.items() if s != experts.STYLE}
+        spec = replace(spec, language=replace(spec.language, tensor_plan=rest))
     split(model, spec, Exchange(mesh.axis("tensor")), part, divided)
     if vocabulary.whole_because(model, spec, mesh.layout.tensor) is None:
         vocabulary.apply(model, along)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, BrokenBarrierError, Lock
@@ -46,7 +46,7 @@ def difference(
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     plan = {name: styles[pattern_of(name)] for name in names if pattern_of(name) in styles}
     small = replace(small, language=replace(small.language, tensor_plan=plan))
-    slots, barrier = [torch.empty(0)] * size, Barrier(size)
+    slots, barrier = [None] * size, Barrier(size)
     with own_randomness(), ThreadPoolExecutor(size) as threads:
         whole, *parts = (_Pass(small, _RankThread(n, slots, barrier)) for n in (0, *range(size)))
         errors = [whole.run(), *threads.map(lambda part: part.run(split), parts)]
@@ -66,9 +66,9 @@ class _RankThread(Exchange):
 
     group: Any
 
-    def __init__(self, rank: int, slots: list[torch.Tensor], barrier: Barrier) -> None:
-        def all_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-            slots[rank] = tensor
+    def __init__(self, rank: int, slots: list[Any], barrier: Barrier) -> None:
+        def all_of(own: Any) -> list[Any]:
+            slots[rank] = own
             barrier.wait(SECONDS)
             given = list(slots)
             barrier.wait(SECONDS)
@@ -85,6 +85,13 @@ class _RankThread(Exchange):
 
     def _scattered(self, dim: int) -> Move:
         return lambda term: self._part(self._sum(term), dim)
+
+    def _moved(self, sent: Sequence[int], received: Sequence[int]) -> Move:
+        def moved(rows: torch.Tensor) -> torch.Tensor:
+            by_rank = self.group.all(rows.split([*sent]))
+            return torch.cat([parts[self.group.rank()] for parts in by_rank])
+
+        return moved
 
 
 class _Pass(TorchDispatchMode):

@@ -1,0 +1,173 @@
+"""Expert parallelism: each rank has some of a layer's routed experts, and tokens travel to theirs.
+
+Tokens go to the ranks of their experts by one all-to-all, and what the experts give comes back by
+another (GShard, arXiv 2006.16668). The ranks are neighbours on `shard` x `tensor`; FSDP shards a
+rank's experts over the rest. Nothing is dropped: a rank computes as many rows as are sent to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from trainer.distributed.dtensor import local
+from trainer.distributed.exchange import Exchange
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
+from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.parallel.patches import has_experts, replace_forward
+from trainer.parallel.splits import experts
+from trainer.parallel.splits.trials import Part, difference
+
+
+def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
+    """Give this rank its part of each stack of experts, on the meta device, in place."""
+    assert mesh.experts is not None
+    along, layout = mesh.experts["expert"], mesh.layout
+
+    def part(whole: nn.Parameter, dim: int) -> nn.Parameter:
+        data = distribute_tensor(whole.data, along, [Shard(dim)], src_data_rank=None)
+        return nn.Parameter(data, requires_grad=whole.requires_grad)
+
+    whole_rows = layout.tensor > 1 and not layout.sequence_parallel
+    alike = Exchange(mesh.axis("tensor")) if whole_rows else None
+    for name in stacks(model, spec):
+        spread(model.get_submodule(name), Exchange(along.get_group()), part, alike)
+
+
+def stacks(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """List the modules of blocks whose parameters are stacked over a layer's routed experts.
+
+    They are those whose computation transformers lets one choose (`experts_implementation`).
+    """
+    inside = tuple(f"{name}." for name in spec.blocks)
+    named = model.named_modules()
+    return [n for n, m in named if n.startswith(inside) and hasattr(type(m), "_apply_gate")]
+
+
+def spread(experts: nn.Module, ranks: Exchange, part: Part, alike: Exchange | None) -> None:
+    """Give each of the `ranks` its experts, and every token to the ranks of those it chose.
+
+    `alike`: ranks that have the same tokens, of which each sends a part.
+    """
+    for key, parameter in list(experts.named_parameters(recurse=False)):
+        experts.register_parameter(key, part(parameter, 0))
+    routed = partial(_routed, experts, experts.forward, ranks)
+
+    def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        if alike is None:
+            return routed(hidden, chosen, weights)
+        parts = (alike.divide(whole, 0) for whole in (hidden, chosen, weights))
+        return alike.join(routed(*parts), 0, len(hidden))
+
+    replace_forward(experts, forward)
+
+
+def _routed(
+    experts: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    ranks: Exchange,
+    hidden: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Return what all experts give for this rank's tokens: [tokens, width] of [tokens, width].
+
+    `chosen` and `weights`: [tokens, experts of a token].
+    """
+    parameters = {key: local(value) for key, value in experts.named_parameters(recurse=False)}
+    size, count = ranks.group.size(), len(next(iter(parameters.values())))
+    numbers = chosen.flatten()
+    order = numbers.argsort(stable=True)
+    counts = numbers.new_zeros(size * count).scatter_add(0, numbers, torch.ones_like(numbers))
+    theirs = ranks.move(counts.view(size, count), [1] * size, [1] * size)  # by rank and own expert
+    sent, received = split_sizes(counts.view(size, count), theirs, len(order))
+    rows = ranks.move(hidden[order // chosen.shape[1]], sent, received)
+    weight = ranks.move(weights.flatten()[order], sent, received)
+    own = torch.arange(count, device=numbers.device).repeat(size)
+    own = own.repeat_interleave(theirs.flatten(), output_size=sum(received))
+    if not sum(received):  # one row of zeros: then each parameter has a gradient on each rank
+        rows, weight, own = (F.pad(t, [0] * (2 * t.ndim - 1) + [1]) for t in (rows, weight, own))
+    with has_experts(experts, parameters, count):
+        output = forward(rows, own[:, None], weight[:, None])[: sum(received)]
+    back = ranks.move(output, received, sent)
+    back = torch.empty_like(back).index_copy(0, order, back)
+    return back.unflatten(0, chosen.shape).sum(1)
+
+
+def split_sizes(
+    counts: torch.Tensor, theirs: torch.Tensor, rows: int
+) -> tuple[list[int], list[int]]:
+    """Return how many of this rank's `rows` go to each rank, and come from each: a host read.
+
+    `counts`: [ranks, experts of a rank], and `theirs`, what each rank sends to each expert of this.
+    """
+    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+    return sent, received
+
+
+def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: dict[str, Any]) -> None:
+    """Make an FSDP unit of each stack of experts, over the ranks that have the same ones.
+
+    Their gradients are sums over the tokens of all ranks that share the experts, as the means of
+    other units are, once divided by as many ranks.
+    """
+    assert mesh.experts is not None
+    replicated = mesh.layout.replicate > 1
+    over = mesh.experts["replicate", "shard"] if replicated else mesh.experts["shard"]
+    for name in stacks(model, spec):
+        unit: Any = model.get_submodule(name)
+        fully_shard(unit, **{**options, "mesh": over})
+        unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
+        # gloo can't divide; a unit of one shard divides before
+        unit.set_force_sum_reduction_for_comms(mesh.experts["shard"].size() > 1)
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raise ConfigError for a model whose experts can't be spread over `layout.expert` ranks."""
+    place = f"expert_parallel.autoep_size: {spec.name}"
+    hint = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
+    problems = list(dict.fromkeys(_problems(spec, layout)))
+    if not problems and (seen := difference(spec, _least(layout.expert), _spread, _no_terms)):
+        problems = [(seen, "what one process computes")]
+    if problems:
+        raise ConfigError(*(Problem(place, seen, expected, hint) for seen, expected in problems))
+
+
+def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+    model = spec.build()
+    names = stacks(model, spec)
+    if not names:
+        yield "no layer has its experts stacked in one module", "a mixture of experts"
+    for name in names:
+        sizes = {len(p) for p in model.get_submodule(name).parameters()}
+        size, plan = min(sizes), spec.language.tensor_plan
+        if len(sizes) > 1:
+            yield f"{name} has parameters of other sizes", "parameters stacked over the experts"
+        elif size % layout.expert:
+            seen = f"{size} experts = {size // layout.expert} x {layout.expert} + "
+            yield f"{seen}{size % layout.expert}", f"a multiple of {layout.expert}"
+        elif layout.tensor > 1 and plan.get(name) != experts.STYLE:
+            yield f"its tensor plan leaves {name} whole", "a plan that splits experts"
+
+
+def _least(ranks: int) -> int:
+    """Return the fewest ranks that divide so many evenly."""
+    return next(n for n in range(2, ranks + 1) if ranks % n == 0)
+
+
+def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> None:
+    for name in stacks(model, spec):
+        spread(model.get_submodule(name), ranks, part, ranks)
+
+
+def _no_terms(spec: ModelSpec) -> Callable[[str], bool]:
+    return lambda name: False
