@@ -108,6 +108,9 @@ SMALL: dict[str, tuple[str, ...]] = {
     f"torchrun --nproc-per-node 2 {TRAIN} ds_configs/long_context.json": (
         f"torchrun --nproc-per-node 2 {TRAIN} ds_configs/long_context.json {{tiny}}",
     ),
+    f"torchrun --nproc-per-node 4 {TRAIN} ds_configs/experts.json": (
+        f"torchrun --nproc-per-node 4 {TRAIN} ds_configs/experts.json {SHORT}",
+    ),
     f"accelerate launch {TRAIN} C.json": (f"accelerate launch {TRAIN} {{job}}",),
     f"python {TRAIN} C.json": (f"python {TRAIN} {{job}}",),
     **{

@@ -82,6 +82,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pipeline x zero2": dict(pipeline=2, zero_stage=2, shard=2, **HALF),
     "pipeline x zero3": dict(pipeline=2, zero_stage=3, shard=2, **HALF),
     "pipeline x hsdp": dict(pipeline=2, zero_stage=3, **HSDP),
+    "zero3, experts": dict(zero_stage=3, shard=8, expert=4, model=MOE, **HALF),
+    "zero2, all experts": dict(zero_stage=2, shard=8, expert=8, model=MOE, **HALF),
+    "hsdp, experts": dict(zero_stage=3, expert=2, model=MOE, **HSDP),
+    "pipeline x experts": dict(
+        pipeline=2, zero_stage=2, shard=2, expert=2, model=MOE, **HALF
+    ),
     "zero3, context": dict(zero_stage=3, shard=8, context=2, **HALF),
     "zero2, context, moe": dict(zero_stage=2, shard=8, context=4, model=MOE, **HALF),
     "ddp, context, sliding": dict(replicate=4, context=2, model=SLIDING),
@@ -208,7 +214,7 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
 
 @pytest.mark.parametrize("name", SENT)
 def test_a_step_sends_what_the_formulas_say(jobs, name):
-    assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER)
+    assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER).on_mesh()
 
 
 def test_the_docs_have_the_tables():
@@ -236,6 +242,10 @@ def test_the_host_waits_for_no_value(jobs, name):
         if work.layout.pipeline > 1:
             file, function = "patches.py", "surrounded"
         wanted = {f"trainer/engines/deepspeed/{file} {function}": 1}
+    elif work.layout.expert > 1:  # the sizes of the parts, once a layer and pass
+        passes = work.layout.accumulation * len(work.spec.blocks) // work.layout.pipeline
+        sizes = {"trainer/parallel/splits/expert_ranks.py split_sizes": 2 * work.layout.expert}
+        wanted = {place: passes * number for place, number in sizes.items()}
     assert reads_of(jobs.steps[name]) == wanted
 
 

@@ -73,6 +73,7 @@ def test_the_shipped_configs_are_short_and_complete() -> None:
     assert [path.stem for path in SHIPPED] == [
         *(
             "ddp",
+            "experts",
             "fsdp",
             "hsdp",
             "long_context",

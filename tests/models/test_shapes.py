@@ -21,6 +21,7 @@ from trainer.supervise.world import free_port
 
 SHIPPED = sorted((Path(__file__).parent.parent.parent / "ds_configs").glob("*.json"))
 CUT = {
+    "experts": 2,
     "long_context": 2,
     "megatron_3d": 4,
     "pipeline_zero1": 2,
@@ -137,6 +138,7 @@ def test_a_shard_group_never_leaves_its_node(
 
 AGENTS = {
     # name -> ranks of each agent, and the mesh that is said
+    "experts": {1: "shard 2, ZeRO-3, experts over 2 ranks"},
     "fsdp": {1: "shard 2, ZeRO-3", 2: "replicate 2 x shard 2, ZeRO-3"},
     "hsdp": {1: "shard 2, ZeRO-3", 2: "replicate 2 x shard 2, ZeRO-3"},
     "ddp": {1: "replicate 2, ZeRO-0", 2: "replicate 4, ZeRO-0"},

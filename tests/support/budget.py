@@ -48,6 +48,9 @@ class Sizes:
     """The matrices of a block that are split by columns, and those that are split by rows."""
     rows: int
     """With a layer of experts, which are split as a whole."""
+    experts: int
+    """The values of a block's routed experts, and their number."""
+    many: int
     chosen: int
     """The experts of a token, if they are split."""
     summed: int
@@ -88,6 +91,8 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         modules=_modules(blocks[0]),
         columns=sum(own[name].startswith("colwise") for name in split),
         rows=sum(own[name].startswith("rowwise") for name in split) + len(experts),
+        experts=sum(_count(modules[name]) for name in experts),
+        many=sum(len(next(modules[name].parameters())) for name in experts),
         chosen=len(experts) and model.config.num_experts_per_tok,  # type: ignore[union-attr]
         hidden=spec.language.hidden_size or 0,
         attended=_attended(spec),
@@ -134,6 +139,8 @@ class Unit(NamedTuple):
     """True if ZeRO-3 gathers it for the forward and for the backward pass."""
     kept: bool = False
     """True if it stays gathered from the forward pass to the backward pass."""
+    parts: int = 1
+    """The ranks of `shard` that have a part each of what this is a part of."""
 
 
 class Tally(dict[Kind, tuple[int, int]]):
@@ -144,6 +151,13 @@ class Tally(dict[Kind, tuple[int, int]]):
         if axes and count:
             before = self.get((name, axes, dtype), (0, 0))
             self[name, axes, dtype] = before[0] + count, before[1] + size
+
+    def on_mesh(self) -> Tally:
+        """Return it with both parts of `shard`, among which experts are divided, as `shard`."""
+        found, names = Tally(), {"expert": "shard", "rest": "shard"}
+        for (name, axes, dtype), message in self.items():
+            found.add(name, tuple(names.get(axis, axis) for axis in axes), dtype, *message)
+        return found
 
 
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -210,6 +224,12 @@ def _activations(
         size = tokens * sizes.attended // layout.tensor * width
         count = m * sizes.blocks
         found.add("all-to-all", (axis,), layout.precision, 8 * count, 2 * count * size)
+    if layout.expert > 1:
+        # to the experts and back, in both passes, with the weights of the choice; and the counts
+        rows, count = layout.micro_batch * length * sizes.chosen, m * sizes.blocks
+        size = count * (4 * rows * sizes.hidden + 2 * rows) * width
+        found.add("all-to-all", ("expert",), layout.precision, 6 * count, size)
+        found.add("all-to-all", ("expert",), "int64", count, count * sizes.many * 8)
     if layout.tensor > 1:
         _split(found, layout, sizes, stage, length, levers)
     ends = (stage > 0) + (stage + 1 < layout.pipeline)  # one receives, the other sends, and back
@@ -275,7 +295,11 @@ def _units(
     where the forward one ends: neither is gathered again. A tied table is embedding and head.
     """
     first, last = stage == 0, stage + 1 == layout.pipeline
-    yield from [Unit(sizes.block, both=True)] * sizes.blocks
+    experts = sizes.experts if layout.expert > 1 else 0
+    yield from [Unit(sizes.block - experts, both=True)] * sizes.blocks
+    if experts:
+        unit = Unit(experts // layout.expert, both=True, parts=layout.expert)
+        yield from [unit] * sizes.blocks
     table = sizes.embedding if first or last and sizes.tied else 0
     head = sizes.head if last else 0
     if sizes.tied or not levers.units:
@@ -302,8 +326,10 @@ def _torch(
     if layout.zero_stage == 0:  # DDP: all gradients once, in buckets of 25 MB, of which here is one
         found.add("all-reduce", _axes(layout, "replicate"), low, 1, WIDTH[low] * everything)
     else:
-        shard, width = _axes(layout, "shard"), WIDTH[layout.precision]
+        width = WIDTH[layout.precision]
         for unit in units:
+            shard = _axes(layout, "shard") if unit.parts == 1 else ("rest",)
+            shard = () if unit.parts == layout.shard else shard
             gathers = _gathers(layout, unit, levers)
             # a pipeline keeps gradients whole until the last micro-batch
             reduced = 1 if stages else m
@@ -311,7 +337,7 @@ def _torch(
             once = 1 if stages or levers.accumulation and low == "float32" else m
             found.add("all-gather", shard, layout.precision, gathers, gathers * width * unit.size)
             found.add("reduce-scatter", shard, low, reduced, reduced * WIDTH[low] * unit.size)
-            own = WIDTH[low] * unit.size // layout.shard
+            own = WIDTH[low] * unit.size * unit.parts // layout.shard
             found.add("all-reduce", _axes(layout, "replicate"), low, once, once * own)
     ends = stage in (0, layout.pipeline - 1)
     if stages and ends and sizes.tied:  # both ends' gradients of the table
@@ -435,7 +461,8 @@ def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
     """
     found: dict[str, tuple[int, float]] = {}
     for (name, axes, _), (count, size) in tally.items():
-        ranks = math.prod(getattr(layout, axis) for axis in axes)
+        parts = {"rest": layout.shard // layout.expert}
+        ranks = math.prod(parts.get(axis) or getattr(layout, axis) for axis in axes)
         share = 1.0 if name == "send" else (ranks - 1) / ranks
         if name != "receive" and size > 1024:
             before = found.get(name, (0, 0.0))
@@ -516,10 +543,47 @@ def long_table() -> str:
     return "\n".join([*lines, END])
 
 
+EXPERTS_PAGE = PAGE.with_name("experts.md")
+SPARSE = dict(
+    model_type="qwen3_moe",
+    vocab_size=151_936,
+    hidden_size=2048,
+    num_attention_heads=32,
+    num_key_value_heads=4,
+    head_dim=128,
+    moe_intermediate_size=768,
+    num_experts=128,
+    num_experts_per_tok=8,
+    num_hidden_layers=1,
+    tie_word_embeddings=False,
+)
+"""Qwen3-30B-A3B (arXiv 2505.09388, table 2), but for its 48 blocks."""
+
+
+def experts_table() -> str:
+    """Return the table of docs/experts.md: what a rank sends for a micro-batch of TOKENS tokens."""
+    kinds = "all-gather", "reduce-scatter", "all-to-all"
+    lines = [
+        BEGIN,
+        f"| ranks | experts over | {' | '.join(kinds)} | sum |",
+        "| --- | --- | --- | --- | --- | --- |",
+    ]
+    sizes = replace(sizes_of(spec_with(json.dumps(SPARSE))), blocks=48)
+    for ranks, parts in (8, (1, 2, 8)), (64, (1, 8, 64)):
+        for expert in parts:
+            options: dict[str, Any] = dict(accumulation=1, precision="bfloat16", zero_stage=3)
+            layout = layout_of(shard=ranks, expert=expert, **options)
+            tally = sent(layout, expected(layout, sizes, length=TOKENS))
+            found = [tally.get(kind, (0, 0.0))[1] for kind in kinds]
+            cells = [_gigabytes(size) if size else "" for size in (*found, sum(found))]
+            lines.append(f"| {ranks} | {expert} | {' | '.join(cells)} |")
+    return "\n".join([*lines, END])
+
+
 def pages() -> dict[Path, str]:
     """Return the pages with the tables of today's formulas."""
     found = {}
-    for path, made in (PAGE, table), (LONG_PAGE, long_table):
+    for path, made in (PAGE, table), (LONG_PAGE, long_table), (EXPERTS_PAGE, experts_table):
         text = path.read_text()
         start, stop = text.index(BEGIN), text.index(END) + len(END)
         found[path] = text[:start] + made() + text[stop:]

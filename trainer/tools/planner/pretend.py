@@ -29,6 +29,7 @@ from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, parallel_mesh
+from trainer.parallel.splits import expert_ranks
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 
@@ -151,6 +152,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
     for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends):
         yield from _everywhere(function, real(function))
+    yield from _everywhere(expert_ranks.split_sizes, _even(expert_ranks.split_sizes))
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
@@ -166,6 +168,17 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield dist, "all_gather_object", _all_gather_object
     yield dist, "broadcast_object_list", lambda objects, *_, **__: None
     yield dist, "barrier", lambda *_, **__: None
+
+
+def _even(read: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap the read of how many tokens go to each rank's experts: as many to each."""
+
+    def sizes(counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> Any:
+        read(counts, theirs, rows)
+        parts = [len(part) for part in torch.arange(rows, device="meta").tensor_split(len(counts))]
+        return parts, parts
+
+    return sizes
 
 
 class _TiedTables:
