@@ -85,9 +85,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3, experts": dict(zero_stage=3, shard=8, expert=4, model=MOE, **HALF),
     "zero2, all experts": dict(zero_stage=2, shard=8, expert=8, model=MOE, **HALF),
     "hsdp, experts": dict(zero_stage=3, expert=2, model=MOE, **HSDP),
-    "pipeline x experts": dict(
-        pipeline=2, zero_stage=2, shard=2, expert=2, model=MOE, **HALF
-    ),
+    "pipeline x experts": dict(pipeline=2, zero_stage=2, shard=2, expert=2, model=MOE, **HALF),
     "zero3, context": dict(zero_stage=3, shard=8, context=2, **HALF),
     "zero2, context, moe": dict(zero_stage=2, shard=8, context=4, model=MOE, **HALF),
     "ddp, context, sliding": dict(replicate=4, context=2, model=SLIDING),

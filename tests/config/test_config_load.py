@@ -653,7 +653,7 @@ def test_a_config_that_is_shipped_is_found_by_its_name(
         load("zero2.json").settings["zero_optimization"]["stage"] == 1
     )  # a file of one's own comes first
     with pytest.raises(
-        ConfigError, match="zero9: no such file; .* In .: zero2.json. Shipped: ddp, fsdp, "
+        ConfigError, match="zero9: no such file; .* In .: zero2.json. Shipped: ddp, experts, fsdp, "
     ):
         load("zero9")
 

@@ -400,6 +400,7 @@ COMPILED = {
     *(path for path in KEYS if path.startswith(("bfloat16.", "torch_autocast.", "scheduler."))),
     *("sequence_parallel_size", "gradient_allreduce_op", "pipeline.activation_checkpoint_interval"),
     *("pipeline.stages", "pipeline.partition", "optimizer.params"),
+    *("expert_parallel.enabled", "expert_parallel.autoep_size"),
 }
 """What the compiler or the layout turns into something else, or takes in one value only."""
 HONOURED = {

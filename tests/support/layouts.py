@@ -199,12 +199,8 @@ LAYOUTS = {
     "experts, shared": replace(SPREAD, model=SHARED),
     "experts, half of them": replace(SPREAD_4, zero_stage=3),
     "experts over four, full": replace(SPREAD_4, expert=4, zero_stage=3, recompute="full"),
-    "experts, hsdp, selective": replace(
-        SPREAD_4, replicate=2, zero_stage=3, recompute="selective"
-    ),
-    "pipeline x experts": replace(
-        SPREAD_4, pipeline=2, model=EXPERTS | {"num_hidden_layers": 4}
-    ),
+    "experts, hsdp, selective": replace(SPREAD_4, replicate=2, zero_stage=3, recompute="selective"),
+    "pipeline x experts": replace(SPREAD_4, pipeline=2, model=EXPERTS | {"num_hidden_layers": 4}),
     "tensor x experts": replace(SPREAD_4, tensor=2, micro_batch=2),
     "tensor x experts over four, sequence": replace(
         SPREAD_4, tensor=2, micro_batch=2, expert=4, zero_stage=3, more=PARTS

@@ -52,7 +52,7 @@ def refusal(layout: Layout) -> str | None:
             "DeepSpeed's hooks inside blocks can't be compiled; the other engines have none there."
         )
     if layout.expert > 1:
-        return "DeepSpeed replaces a model's experts by layers of its own; the mesh engine does not."
+        return "DeepSpeed would replace experts by its own layers; the mesh engine keeps them."
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0

@@ -5,12 +5,12 @@ A tensor has a shape, a dtype and a storage size, but no values. One read on the
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest import mock
@@ -37,8 +37,6 @@ T = TypeVar("T")
 aten = torch.ops.aten
 
 
-ONES: dict[tuple[bool, bool], Any] = {(True, False): 1.0, (False, False): 1, (False, True): True}
-"""The value read on the host, by (dtype is floating point, dtype is bool)."""
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 """An unsupported optimizer whose import takes DeepSpeed seconds in each process."""
 MOST_READS = 20_000
@@ -70,13 +68,7 @@ class PretendRanks(Ranks):
 
 def real(function: Callable[..., T]) -> Callable[..., T]:
     """Wrap `function` so that its tensors have values."""
-
-    @functools.wraps(function)
-    def run(*arguments: Any, **options: Any) -> T:
-        with unset_fake_temporarily():
-            return function(*arguments, **options)
-
-    return run
+    return unset_fake_temporarily()(function)  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -127,12 +119,13 @@ class _HostReads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            if args[0].dtype is torch.bool:
+            dtype = args[0].dtype
+            if dtype is torch.bool:
                 self._reads[where := place()] += 1
                 if self._reads[where] > MOST_READS:
                     problem = "a loop waits for a value, which fake tensors have not, below"
                     raise RuntimeError(f"{problem} {where}")
-            return ONES[args[0].dtype.is_floating_point, args[0].dtype is torch.bool]
+            return 1.0 if dtype.is_floating_point else dtype is torch.bool or 1
         if func is aten.equal.default and isinstance(args[0], FakeTensor):
             return True
         return func(*args, **(kwargs or {}))
@@ -152,7 +145,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
     for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends):
         yield from _everywhere(function, real(function))
-    yield from _everywhere(expert_ranks.split_sizes, _even(expert_ranks.split_sizes))
+    yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
@@ -170,15 +163,10 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield dist, "barrier", lambda *_, **__: None
 
 
-def _even(read: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the read of how many tokens go to each rank's experts: as many to each."""
-
-    def sizes(counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> Any:
-        read(counts, theirs, rows)
-        parts = [len(part) for part in torch.arange(rows, device="meta").tensor_split(len(counts))]
-        return parts, parts
-
-    return sizes
+def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> Any:
+    """Read how many rows go to each rank's experts: as many to each."""
+    ranks = len(read(counts, theirs, rows)[0])
+    return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
 
 
 class _TiedTables:
