@@ -27,10 +27,16 @@ CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
 
 
 def config(
-    folder: Path, engine: str, stage: int, stages: int = 1, tensor: int = 1, **trainer: Any
+    folder: Path,
+    engine: str,
+    stage: int,
+    stages: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    **trainer: Any,
 ) -> str:
-    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages, on so many tensor
-    ranks.
+    """GPT-2: dropout in three places, tied, biases; in so many pipeline stages, on so many ranks
+    that divide matrices, or experts.
     """
     content = {
         "train_batch_size": 64,
@@ -38,6 +44,7 @@ def config(
         "zero_optimization": {"stage": stage},
         "pipeline": {"stages": stages},
         "tensor_parallel": {"autotp_size": tensor},
+        "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
         "scheduler": {
@@ -723,6 +730,30 @@ DEEPSEEK = {
 TABLE = "transformer.wte.weight"
 
 
+def experts_divided_by_their_own_ranks(engine: str) -> Any:
+    from torch.distributed.fsdp import FSDPModule
+
+    return mock.patch.object(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None)
+
+
+def replicas_of_experts_left_out(engine: str) -> Any:
+    from trainer.parallel.splits import expert_ranks
+
+    def alone(real, module, mesh, **options):
+        real(module, mesh=mesh["expert_shard"], **options)
+
+    return around(expert_ranks, "fully_shard", alone)
+
+
+def rows_of_the_next_expert(engine: str) -> Any:
+    from trainer.parallel.splits import expert_ranks
+
+    def rolled(real, experts, parameters, count):
+        return real(experts, {key: p.roll(1, 0) for key, p in parameters.items()}, count)
+
+    return around(expert_ranks, "has_experts", rolled)
+
+
 @dataclass(frozen=True)
 class Planted:
     """Where a fault is planted, and what the certificate is to say of it."""
@@ -739,6 +770,10 @@ class Planted:
 
 STAGES = {"stages": 2}
 TENSOR = {"tensor": 2, "model": {"config": QWEN3}}
+SPREAD = {
+    "expert": 2,
+    "model": {"config": {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 4}},
+}
 LARGE = {"model": {"config": GPT2 | {"vocab_size": 5000, "n_positions": 128}}}
 LLAMA = {
     "model": {"config": {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}}
@@ -826,6 +861,11 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
     overflow_applied_by_deepspeed: Planted("deepspeed", 2, "overflow", TABLE, step=6),
     accuracy_of_the_next_target: Planted("mesh", 2, "accuracy", step=3),
     tokens_of_one_rank_logged: Planted("mesh", 2, "counts"),
+    experts_divided_by_their_own_ranks: Planted("mesh", 3, "gradient", "experts", trainer=SPREAD),
+    replicas_of_experts_left_out: Planted(
+        "mesh", 2, "gradient", "experts", size=4, trainer=SPREAD | {"mesh": {"replicate": 2}}
+    ),
+    rows_of_the_next_expert: Planted("mesh", 2, "output", "mlp", trainer=SPREAD),
 }
 
 

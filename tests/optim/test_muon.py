@@ -117,6 +117,10 @@ LAYOUTS = {
 }
 FOUR = {
     "experts, hsdp": Case("accelerate", world_size=4, zero_stage=3, replicate=2, model=EXPERTS),
+    "experts divided, hsdp": Case(
+        "mesh", world_size=4, zero_stage=2, replicate=2, expert=2, model=EXPERTS
+    ),
+    "experts half divided": Case("mesh", world_size=4, zero_stage=3, expert=2, model=EXPERTS),
     "experts x tensor": Case("mesh", world_size=4, zero_stage=3, tensor=2, model=EXPERTS),
     "hsdp": Case("mesh", world_size=4, zero_stage=3, replicate=2),
     "accelerate, hsdp": Case("accelerate", world_size=4, zero_stage=2, replicate=2),

@@ -270,6 +270,7 @@ RESUMED = (
     ),
     *("pipeline x ddp", "pipeline x zero1", "pipeline x zero2, DualPipeV", "pipeline x zero3"),
     *("tensor x ddp", "tensor x zero1", "tensor x zero2", "tensor x zero3"),
+    "experts, half of them",
 )
 """Layouts in which a run is stopped and goes on."""
 
@@ -277,7 +278,7 @@ PRECISIONS = {
     f"{precision}, {name}": replace(LAYOUTS[name], precision=precision)
     for name in (
         *("ddp", "zero1", "zero2", "zero3", "pipeline x ddp", "pipeline x zero1"),
-        *("tensor x ddp", "tensor x zero1", "tensor x zero2"),
+        *("tensor x ddp", "tensor x zero1", "tensor x zero2", "experts, half of them"),
     )
     for precision in ("bfloat16", "float16")
 }

@@ -223,7 +223,8 @@ def _axes(tensor: torch.Tensor, divided: bool = False) -> tuple[str, ...]:
     if not isinstance(tensor, DTensor):
         return ()
     names = tensor.device_mesh.mesh_dim_names or ()
-    if not {"replicate", "shard", "tensor"}.issuperset(names) or not names:
+    known = {"replicate", "shard", "tensor", "expert_shard", "expert"}
+    if not known.issuperset(names) or not names:
         names = ("replicate", "shard")[-tensor.device_mesh.ndim :]  # Accelerate's own names
     cut = zip(names, tensor.placements, strict=True)
     return tuple(name for name, placement in cut if not divided or hasattr(placement, "dim"))

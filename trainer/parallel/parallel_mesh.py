@@ -37,7 +37,7 @@ token's loss and each target is on one. `shard`: ranks that share one copy of ea
 `replica`: ranks that hold the same shard. `norm`: ranks that together hold each gradient once.
 """
 
-EXPERT_AXES = ("pipeline", "replicate", "shard", "expert")
+EXPERT_AXES = ("pipeline", "replicate", "expert_shard", "expert")
 """The axes of the mesh of routed experts, outermost first; its last two divide shard x tensor."""
 
 
@@ -53,7 +53,7 @@ class ParallelMesh:
     context: ContextRanks | None = None
     """The ranks that share rows with this one; None if it has whole rows."""
     experts: DeviceMesh | None = None
-    """The mesh pipeline x replicate x shard x expert of the same ranks; None if not divided so."""
+    """The mesh of EXPERT_AXES, of the same ranks; None if experts are not divided."""
 
     def group(self, reduction: str) -> dist.ProcessGroup | None:
         """Return the ranks with which this one reduces; None if it is alone."""
@@ -108,8 +108,15 @@ def holders_of(mesh: ParallelMesh) -> tuple[dist.ProcessGroup | None, list[dict[
     sizes = [getattr(mesh.layout, axis) for axis in AXES]
     group = _group(mesh.device_mesh, tuple(a for a in AXES[1:] if getattr(mesh.layout, a) > 1))
     ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
-    places = [map(int, np.unravel_index(rank, sizes)) for rank in ranks]
-    return group, [dict(zip(AXES, place, strict=True)) for place in places]
+    meshes = {AXES: sizes, EXPERT_AXES: _expert_sizes(mesh.layout)}
+    return group, [
+        {
+            axis: int(at)
+            for axes, along in meshes.items()
+            for axis, at in zip(axes, np.unravel_index(rank, along), strict=True)
+        }
+        for rank in ranks
+    ]
 
 
 def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
@@ -118,10 +125,14 @@ def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     experts = None
     if layout.expert > 1:
-        shards = layout.shard * layout.tensor // layout.expert
-        parts = layout.pipeline, layout.replicate, shards, layout.expert
+        parts = _expert_sizes(layout)
         experts = init_device_mesh(device.type, parts, mesh_dim_names=EXPERT_AXES)
     return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh), experts)
+
+
+def _expert_sizes(layout: Layout) -> tuple[int, ...]:
+    whole = layout.shard * layout.tensor
+    return layout.pipeline, layout.replicate, whole // layout.expert, layout.expert
 
 
 def _context_ranks(layout: Layout, mesh: DeviceMesh) -> ContextRanks | None:

@@ -122,13 +122,13 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: dict[s
     """
     assert mesh.experts is not None
     replicated = mesh.layout.replicate > 1
-    over = mesh.experts["replicate", "shard"] if replicated else mesh.experts["shard"]
+    axes = ("replicate", "expert_shard") if replicated else "expert_shard"
     for name in stacks(model, spec):
         unit: Any = model.get_submodule(name)
-        fully_shard(unit, **{**options, "mesh": over})
+        fully_shard(unit, **{**options, "mesh": mesh.experts[axes]})
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
-        unit.set_force_sum_reduction_for_comms(mesh.experts["shard"].size() > 1)
+        unit.set_force_sum_reduction_for_comms(mesh.experts["expert_shard"].size() > 1)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:

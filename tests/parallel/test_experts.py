@@ -1,0 +1,204 @@
+"""Expert parallelism: what is refused, what the trial of a model finds, ranks without tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.conformance.test_any_to_any import all_to_all, ring
+from tests.support.layouts import EXPERTS, SHARED, TIED, family
+from tests.support.training import (
+    Case,
+    assert_same,
+    layout_of,
+    spec_in,
+    train_by_engine,
+)
+from trainer.config import load, mesh_sizes
+from trainer.errors import ConfigError
+from trainer.parallel.splits import expert_ranks
+
+SPREAD = Case("mesh", expert=2, zero_stage=2, micro_batch=1, model=EXPERTS)
+DEEPSEEK = family(
+    "deepseek_v3",
+    num_key_value_heads=4,
+    n_routed_experts=4,
+    num_experts_per_tok=2,
+    n_group=2,
+    topk_group=1,
+    first_k_dense_replace=1,
+    moe_intermediate_size=16,
+    q_lora_rank=8,
+    kv_lora_rank=8,
+    qk_rope_head_dim=8,
+    qk_nope_head_dim=8,
+    v_head_dim=8,
+)
+GPT_OSS = family("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+
+
+def checked(model: dict[str, Any], **axes: Any) -> str:
+    """Return why the experts of a model can't be divided; empty if they can."""
+    case = replace(SPREAD, model=model, **axes)
+    try:
+        expert_ranks.check(spec_in(case), layout_of(case))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "model",
+    [EXPERTS, SHARED, DEEPSEEK, GPT_OSS, family("mixtral", num_local_experts=4)],
+    ids=["qwen3_moe", "shared experts", "deepseek_v3", "gpt_oss", "mixtral"],
+)
+def test_experts_are_divided(model):
+    assert checked(model) == ""
+
+
+@pytest.mark.parametrize(
+    ("model", "axes", "said"),
+    [
+        (TIED, {}, "no layer has its experts stacked in one module; expected a mixture of experts"),
+        (
+            EXPERTS | {"num_experts": 6},
+            {"world_size": 4, "expert": 4},
+            "6 experts = 1 x 4 + 2; expected a multiple of 4",
+        ),
+    ],
+    ids=["dense", "number"],
+)
+def test_a_model_is_refused_with_the_reason(model, axes, said):
+    found = checked(model, **axes)
+    assert found.startswith("expert_parallel.autoep_size: ") and said in found
+    assert "Remove expert_parallel" in found
+
+
+def test_what_is_computed_otherwise_is_found():
+    lost = expert_ranks._routed
+    with patch.object(expert_ranks, "_routed", lambda *given: lost(*given) * 0.5):
+        found = checked(EXPERTS)
+    assert "model.layers.*.mlp.experts gives something else on ranks that have a part each" in found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["expert_parallel.autoep_size=3"], "4 (shard) x 1 (tensor) ranks are not divisible by it"),
+        (["zero_optimization.stage=0"], "1 (shard) x 1 (tensor) ranks are not divisible by it"),
+        (
+            ["expert_parallel.autoep_size=2", "tensor_parallel.autotp_size=4"],
+            "it is no multiple of 4 (tensor); expected a divisor of 4 that is a multiple of 4",
+        ),
+    ],
+)
+def test_ranks_that_do_not_divide_are_one_sentence(overrides, said):
+    with pytest.raises(ConfigError) as error:
+        mesh_sizes(load("experts", overrides), 4)
+    assert said in str(error.value) and str(error.value).startswith("expert_parallel.autoep_size")
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("top_k=4", "own config says how tokens are routed"),
+        ("load_balance_coeff=0.1", "own config says how tokens are routed"),
+        ("expert_tensor_parallel_size=2", "Each expert is whole on a rank here"),
+    ],
+)
+def test_a_key_that_would_change_the_routing_is_refused(key, said):
+    with pytest.raises(ConfigError, match=said):
+        load("experts", [f"expert_parallel.{key}"])
+
+
+def gradients_of_routed(chosen: list[list[list[int]]]) -> list[dict[str, torch.Tensor]]:
+    """Return what a stack of experts gives and its gradients, on ranks and whole.
+
+    `chosen`: each rank's tokens' experts. Runs on each rank.
+    """
+    import torch.distributed as dist
+
+    from trainer.distributed.exchange import Exchange
+    from trainer.trial.setup import drawn
+
+    model = drawn(spec_in(SPREAD))
+    rank, size = dist.get_rank(), dist.get_world_size()
+    stack: Any = model.get_submodule("model.layers.0.mlp.experts")
+    whole: Any = drawn(spec_in(SPREAD)).get_submodule("model.layers.0.mlp.experts")
+
+    def part(parameter: torch.nn.Parameter, dim: int) -> torch.nn.Parameter:
+        return torch.nn.Parameter(parameter.data.chunk(size, dim)[rank].clone())
+
+    expert_ranks.spread(stack, Exchange(dist.group.WORLD), part, None)
+    generator = torch.Generator().manual_seed(3)
+    tokens = [torch.randn(len(of), 32, generator=generator) for of in chosen]
+    found = []
+    for experts, mine in (stack, [rank]), (whole, range(size)):
+        hidden = torch.cat([tokens[r] for r in mine]).requires_grad_()
+        numbers = torch.tensor([token for r in mine for token in chosen[r]], dtype=torch.long).view(
+            -1, 2
+        )
+        weights = torch.full(numbers.shape, 0.5, requires_grad=True)
+        output = experts(hidden, numbers, weights)
+        output.square().sum().backward()
+        own = {name: p.grad for name, p in experts.named_parameters()}
+        assert all(gradient is not None for gradient in own.values())
+        found.append({"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad})
+        found[-1] |= own
+    start = sum(map(len, chosen[:rank]))
+    for name in "output", "hidden", "weights":
+        found[1][name] = found[1][name][start : start + len(chosen[rank])]
+    for name in own:
+        found[1][name] = found[1][name].chunk(size)[rank]
+    return found
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        [[[0, 1], [1, 0], [0, 1]], [[1, 0]]],
+        [[[2, 3]], []],
+        [[[0, 2], [3, 1]], [[3, 2], [0, 1], [1, 3]]],
+    ],
+    ids=["an idle rank", "a rank without tokens", "all"],
+)
+def test_a_rank_without_tokens_takes_part(pools, chosen):
+    for ours, whole in pools[2].run(gradients_of_routed, chosen=chosen):
+        assert ours.keys() == whole.keys()
+        for name, value in whole.items():
+            torch.testing.assert_close(ours[name], value, rtol=2e-6, atol=1e-7, msg=name)
+
+
+LORA = {"r": 2, "alpha": 4}
+
+
+@pytest.mark.parametrize(
+    ("model", "adapter"),
+    [(DEEPSEEK, None), (GPT_OSS, None), (EXPERTS, LORA)],
+    ids=["deepseek_v3", "gpt_oss", "an adapter beside experts"],
+)
+def test_it_trains_as_on_one_rank(pools, model, adapter):
+    case = replace(SPREAD, model=model, zero_stage=3, adapter=adapter)
+    alone = replace(case, world_size=1, expert=1)
+    [reference] = pools[1].run(train_by_engine, case=alone)
+    for outcome in pools[2].run(train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-5)
+
+
+CASES = {
+    "whole": replace(SPREAD, world_size=1, expert=1, zero_stage=0),
+    "2 of 2": replace(SPREAD, world_size=2),
+    "2 of 4": replace(SPREAD, world_size=4, zero_stage=3),
+    "4 of 4": replace(SPREAD, world_size=4, expert=4, zero_stage=3),
+    "hsdp": replace(SPREAD, world_size=4, replicate=2),
+}
+
+
+@pytest.mark.parametrize("step", [1, 2])
+def test_experts_go_on_on_another_number_of_ranks(pools, tmp_path, step):
+    table = all_to_all(pools, tmp_path, ring(list(CASES), step), CASES)
+    assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
