@@ -278,7 +278,7 @@ PRECISIONS = {
     f"{precision}, {name}": replace(LAYOUTS[name], precision=precision)
     for name in (
         *("ddp", "zero1", "zero2", "zero3", "pipeline x ddp", "pipeline x zero1"),
-        *("tensor x ddp", "tensor x zero1", "tensor x zero2", "experts, half of them"),
+        *("tensor x ddp", "tensor x zero1", "tensor x zero2"),
     )
     for precision in ("bfloat16", "float16")
 }
