@@ -308,24 +308,25 @@ def test_the_fingerprint_is_that_of_the_samples(tmp_path: Path) -> None:
 
 
 class _Pair(Ranks):
-    """A rank of two whose peer is scripted."""
+    """Rank 0 of two, whose peer sees the same folders and other samples in them."""
 
-    def __init__(self, peer: Any) -> None:
-        super().__init__(0, 2)
-        object.__setattr__(self, "peer", peer)
+    def send(self, source: int, value: Any) -> Any:
+        return value
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.peer(value)]
+    def _least(self, number: int) -> int:
+        return number
 
-    def await_each(self, work: Any) -> list[Any]:
-        return self.on_each(work)
+    def await_first(self, work: Any) -> Any:
+        return work()
+
+    def differing(self, value: Any) -> list[int]:
+        return [1]
 
 
 def test_ranks_that_prepared_other_samples_are_told(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "data.jsonl", "a b c")
-    other = _Pair(lambda value: value if isinstance(value, tuple) else "another")
     with pytest.raises(DataError) as caught:
-        open_data(options(path), tokenizer(), tmp_path / "cache", other)
+        open_data(options(path), tokenizer(), tmp_path / "cache", _Pair(0, 2))
     assert caught.value.problems == (
         Problem(
             str(path),

@@ -19,7 +19,7 @@ from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.shared_rows import ContextRanks
-from trainer.errors import NumericsError, Problem
+from trainer.errors import NumericsError, Problem, shared
 from trainer.layout import AXES, Layout
 
 REDUCTIONS: dict[str, tuple[str, ...]] = {
@@ -164,14 +164,16 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
     """Raise NumericsError if ranks of a `replica` differ in their parameters. Collective."""
+    if (group := mesh.group("replica")) is None:
+        return
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
-    all_sums = ranks.gather([float(value) for value in sums])
-    for first, *others in ranks_along(mesh.device_mesh, REDUCTIONS["replica"]):
-        for rank in others:
-            if all_sums[rank] != all_sums[first]:
-                seen = f"other initial values on rank {rank} than on rank {first}"
-                raise NumericsError(Problem("replicas", seen, "the same on all replicas"))
+    sums = sums.to(mesh.device_mesh.device_type)  # parameters may be offloaded
+    theirs, first = sums.clone(), dist.get_process_group_ranks(group)[0]
+    dist.broadcast(theirs, first, group=group)
+    if odd := ranks.lowest(None if torch.equal(sums, theirs) else first):
+        seen = f"other initial values on rank {odd[0]} than on rank {odd[1]}"
+        raise shared(NumericsError(Problem("replicas", seen, "the same on all replicas")))
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,7 @@ def prepare(
     config, layout = composed.config, composed.layout
     name, engine = composed.engine()
     if builds:
-        ranks.on_each(lambda: engine.ready(layout, machine.device, config.deepspeed))
+        ranks.on_own(lambda: engine.ready(layout, machine.device, config.deepspeed))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)

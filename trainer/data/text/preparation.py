@@ -178,11 +178,9 @@ class _Opening:
         folder = self._locate(options)
         self._folders.append(folder)
         train, evaluation = PreparedSource(folder / "train"), folder / "evaluation"
-        fingerprints = self._ranks.gather(train.summary.fingerprint)
-        others = [str(rank) for rank, one in enumerate(fingerprints) if one != fingerprints[0]]
-        if others:
+        if others := self._ranks.differing(train.summary.fingerprint):
             place = str(locate(options.path, options.format))
-            seen = f"other samples on rank {', '.join(others)} than on rank 0"
+            seen = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
             expected = (
                 "the same files, and the same versions of Python and the tokenizer, on every "
                 "machine"
@@ -201,6 +199,8 @@ class _Opening:
             return folder, stamp(folder)
 
         folder, first_stamp = self._ranks.await_first(on_first)
+        if not self._ranks.any(stamp(folder) != first_stamp):
+            return folder
         hosts = self._ranks.gather(socket.gethostname())
         speaker = hosts.index(hosts[self._ranks.rank])  # one rank of each machine
 
