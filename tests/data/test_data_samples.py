@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from trainer.config import DataSection
 from trainer.data.mixture import Mixture
-from trainer.data.order import held_out
+from trainer.data.order import KEYED, LISTED, held_out
 from trainer.data.text.preparation import Data, open_data, prepare
 from trainer.data.text.preview import preview
 from trainer.data.text.token_files import Arrangement, Encoded, PreparedSource, Summary, write_part
@@ -417,16 +417,31 @@ def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> Non
     assert sample["targets"].tolist() == [END]
 
 
+def test_the_shuffles_of_an_old_mixture_never_change() -> None:
+    """A run that began with them goes on with them."""
+    mixture = Mixture([range(5), range(9)], [3, 4], 7, LISTED)  # type: ignore[list-item]
+    found = [mixture.place(index, epoch) for epoch in (0, 3) for index in range(7)]
+    expected = []
+    for epoch in (0, 3):
+        for which, (size, count) in enumerate([(5, 3), (9, 4)]):
+            for position in range(epoch * count, (epoch + 1) * count):
+                turn, at = divmod(position, size)
+                order = np.random.Generator(np.random.PCG64([7, which, turn, 1])).permutation(size)
+                expected.append((which, int(order[at])))
+    assert found == expected
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=4),
     st.integers(0, 3),
     st.integers(1, 6),
+    st.sampled_from([LISTED, KEYED]),
 )
 def test_each_sample_is_seen_equally_often(
-    parts: list[tuple[int, int]], seed: int, epochs: int
+    parts: list[tuple[int, int]], seed: int, epochs: int, order: int
 ) -> None:
     sizes, counts = zip(*parts, strict=True)
-    mixture = Mixture([range(size) for size in sizes], counts, seed)  # type: ignore[misc]
+    mixture = Mixture([range(size) for size in sizes], counts, seed, order)  # type: ignore[misc]
     seen = Counter(
         mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture))
     )

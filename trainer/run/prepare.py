@@ -14,6 +14,7 @@ from rich.console import Console
 from trainer.checkpoint import ModelForm
 from trainer.config import Config, RuntimeFacts, support
 from trainer.config.validate import profile_problems
+from trainer.data.order import KEYED
 from trainer.data.progress import Progress
 from trainer.engines import EngineKind, Machine
 from trainer.errors import ConfigError, shared
@@ -51,6 +52,8 @@ class Prepared:
     """Those of them without weight decay, with their sizes."""
     workers: int
     """Processes of each rank that load samples; 0: a thread."""
+    order: int = KEYED
+    """The version of the samples' order."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests, by name, of the user's own code with which a checkpoint was trained."""
 
@@ -91,11 +94,13 @@ def prepare(
     terminal: Console | None = None,
     *,
     builds: bool = True,
+    order: int = KEYED,
 ) -> Prepared:
     """Check everything that can be wrong, the cheapest checks first, and return what is known.
     Collective.
 
     Without `builds`, nothing will be built: this machine need not have what the engine requires.
+    `order`: the version of the samples' order.
     """
     ranks, section = machine.ranks, config.trainer
     bf16 = has_bf16(machine.device)
@@ -109,7 +114,7 @@ def prepare(
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
-    subject = subject_of(config, given, layout, ranks, progress)
+    subject = subject_of(config, given, layout, ranks, progress, order)
     machine.signs.at("trying a tiny copy of the model")
     spec, model_notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
@@ -141,5 +146,6 @@ def prepare(
         learned=learned,
         undecayed=undecayed,
         workers=subject.workers(section, machine),
+        order=order,
         code=code_of(model, optimizer=unwrap(optimizer), **own),
     )

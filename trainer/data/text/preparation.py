@@ -17,6 +17,7 @@ from trainer.data.cache import Check, cached_folder
 from trainer.data.digest import digests, stamps
 from trainer.data.formats import Location, locate
 from trainer.data.mixture import Mixture, by_epochs, by_weights
+from trainer.data.order import KEYED
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import stamp
 from trainer.data.source import Source
@@ -117,10 +118,12 @@ def open_data(
     ranks: Ranks,
     seed: int = 0,
     progress: Progress = QUIET,
+    order: int = KEYED,
 ) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
-    `seed` decides which samples an epoch of a mixture takes from a source of which it takes a part.
+    `seed` and `order`, the version of its shuffles, decide which samples an epoch of a mixture
+    takes from a source of which it takes a part.
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
     opening = _Opening(tokenizer, cache_folder, ranks, progress)
@@ -147,7 +150,7 @@ def open_data(
         Share(label, source, count)
         for (label, source), count in zip(sources.items(), counts, strict=True)
     )
-    mixture = Mixture([share.source for share in shares], counts, seed)
+    mixture = Mixture([share.source for share in shares], counts, seed, order)
     parts = json.dumps([[share.source.summary.fingerprint, share.samples] for share in shares])
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()
     return Data(mixture, evaluations or held_out, shares, fingerprint, opening.check())
