@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.order import KEYED, LISTED, Shuffle, micro_batches, sample_ids
+from trainer.data.order import KEYED, LISTED, Shuffle, held_out, micro_batches, sample_ids, split
 
 seeds, sizes, positions, counts = (st.integers(0, hi) for hi in (2**31, 60, 300, 150))
 orders = st.sampled_from([LISTED, KEYED])
@@ -60,9 +60,17 @@ def test_the_order_of_a_known_seed_never_changes(order: int, ids: list[int]) -> 
     assert sample_ids(7, 8, 4, 10, order).tolist() == ids
 
 
+@given(st.integers(0, 500), st.floats(1e-3, 0.9))
+def test_each_sample_is_trained_on_or_held_out(size: int, fraction: float) -> None:
+    train, held = split(size, fraction)
+    assert list(held) == [index for index in range(size) if held_out(index, fraction)]
+    assert sorted([*train, *held]) == list(range(size)) and list(train) == sorted(train)
+
+
 def test_nothing_of_the_size_of_the_data_is_held() -> None:
     tracemalloc.start()
     sample_ids(0, 10**15, 4096, 10**12, KEYED)
+    assert all(part[len(part) - 1] < 10**9 for part in split(10**9, 0.01))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
 

@@ -77,6 +77,7 @@ def gpus(count: int) -> Iterator[None]:
                 )
             stack.enter_context(patch.object(torch.Tensor, "copy_", lambda tensor, *_: tensor))
             stack.enter_context(patch("torch.distributed.all_gather_object", _gathered))
+            stack.enter_context(patch("torch.distributed.broadcast_object_list"))
             stack.enter_context(patch.object(Ranks, "send", lambda ranks, source, value: value))
             stack.enter_context(patch.object(Ranks, "_least", lambda ranks, number: number))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))

@@ -8,8 +8,10 @@ which rank takes which part.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -68,11 +70,31 @@ def held_out(index: int, fraction: float) -> bool:
     return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
 
 
-def split(size: int, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the indices of samples to train on, and of those held out."""
-    held = [index for index in range(size) if held_out(index, fraction)]
-    chosen = set(held)
-    return [index for index in range(size) if index not in chosen], held
+class Numbered(Sequence[int]):
+    """Some of the numbers below `size`, in order, computed where they are asked for.
+
+    `below(n)`: how many of them are less than n.
+    """
+
+    def __init__(self, size: int, below: Callable[[int], int]) -> None:
+        self._size, self._below = size, below
+
+    def __len__(self) -> int:
+        return self._below(self._size)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return bisect_right(range(self._size), index, key=lambda number: self._below(number + 1))
+
+
+def split(size: int, fraction: float) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the indices of samples to train on, and of those held out, by `held_out`."""
+
+    def held(end: int) -> int:
+        return math.floor((end - 2) * fraction) - math.floor(-2 * fraction)
+
+    return Numbered(size, lambda end: end - held(end)), Numbered(size, held)
 
 
 def _listed(key: list[int], size: int) -> Callable[[np.ndarray], np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
@@ -32,7 +32,10 @@ class Ranks:
     """The process group, on the host, of the keepers, if there are several."""
 
     def on_host(self) -> Ranks:
-        """Return the same ranks with an own group on the host, for use in a thread. Collective."""
+        """Return the same ranks with an own group on the host, as a thread needs one. Collective.
+
+        Its ranks connect where they first send to one another: see `lazy_connections`.
+        """
         if self.world_size == 1:
             return self
         import torch.distributed as dist
@@ -168,8 +171,26 @@ class Ranks:
         return self.gather(self._of_own(outcome))
 
     def _await_all(self) -> None:
-        if self.world_size > 1:
-            _await_all_done(self.rank, self.world_size)
+        """Wait over the store, without a timeout, until all have come here as often as this rank.
+
+        Raises RuntimeError where the store is gone, and with it the rank or launcher that has it.
+        """
+        if self.world_size == 1:
+            return
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store: Any = _get_default_store()
+        try:
+            number = store.add(f"meshloom/rendezvous/{self.rank}", 1)
+            key = f"meshloom/rendezvous/done/{number}"
+            done, pause = store.add(key, 1), 0.005
+            while done < self.world_size:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                done = store.add(key, 0)
+        except RuntimeError as error:
+            gone = "the store of the ranks is gone, with the rank or launcher that has it"
+            raise RuntimeError(f"{gone}: {error}") from error
 
     def _of_first(self, outcome: tuple[bool, Any]) -> Any:
         """Return rank 0's result, or raise its error."""
@@ -187,6 +208,21 @@ class Ranks:
         raise own if source == self.rank else RuntimeError(f"rank {source} failed: {failure}")
 
 
+def group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+    """Make the process groups of rows of ranks; return this rank's, None if it is in no row.
+    Collective.
+
+    NCCL splits its communicator once for all rows: one group after another would have every rank
+    take part in the making of each.
+    """
+    import torch.distributed as dist
+
+    if backend is None and dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        found = dist.split_group(split_ranks=[list(row) for row in rows])
+        return None if found is dist.GroupMember.NON_GROUP_MEMBER else found
+    return dist.new_subgroups_by_enumeration([list(row) for row in rows], backend=backend)[0]
+
+
 def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
     """Run `work`; return True if it failed, and its result or error."""
     try:
@@ -198,28 +234,6 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
 def _sendable(failed: bool, result: Any) -> Any:
     """Return what is sent: other errors than this project's need not survive being pickled."""
     return repr(result) if failed and not isinstance(result, MeshloomError) else result
-
-
-def _await_all_done(rank: int, world_size: int) -> None:
-    """Wait over the store, without a timeout, until all have come here as often as this rank.
-
-    Raises RuntimeError where the store is gone, and with it the rank or launcher that has it.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store: Any = _get_default_store()
-    try:
-        number = store.add(f"meshloom/rendezvous/{rank}", 1)
-        key = f"meshloom/rendezvous/done/{number}"
-        done, pause = store.add(key, 1), 0.005
-        while done < world_size:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            done = store.add(key, 0)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the store of the ranks is gone, with the rank or launcher that has it: {error}"
-        ) from error
 
 
 ALONE = Ranks()

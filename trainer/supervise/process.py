@@ -61,6 +61,7 @@ def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> 
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     place_for_operators()
+    lazy_connections()
     try:
         if not dist.is_initialized():  # by an earlier call of the same script
             dist.init_process_group(
@@ -123,6 +124,15 @@ def grow_segments() -> None:
     """
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def lazy_connections() -> None:
+    """Have gloo connect two ranks when one first sends to the other, and not each with all others.
+
+    A group then takes a rank some 2 log2(ranks) sockets, and not one for each rank. A setting in
+    the environment stands as it is.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
 
 
 def place_for_operators() -> None:
