@@ -100,7 +100,6 @@ def prepare(
     Collective.
 
     Without `builds`, nothing will be built: this machine need not have what the engine requires.
-    `order`: the version of the samples' order.
     """
     ranks, section = machine.ranks, config.trainer
     bf16 = has_bf16(machine.device)
@@ -132,7 +131,6 @@ def prepare(
     config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    undecayed = spared(section.weight_decay_excludes, spec)
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
     own = {"loss": given.loss, "model": given.model} if given else {}
     return Prepared(
@@ -144,7 +142,7 @@ def prepare(
         steps=steps,
         model_notes=model_notes,
         learned=learned,
-        undecayed=undecayed,
+        undecayed=spared(section.weight_decay_excludes, spec),
         workers=subject.workers(section, machine),
         order=order,
         code=code_of(model, optimizer=unwrap(optimizer), **own),
