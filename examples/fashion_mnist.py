@@ -7,12 +7,13 @@ torchvision looks for the data set in `data`, and puts it there. docs/from_a_tut
 
 import argparse
 
-import numpy as np
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 from torch.utils.data import DataLoader
+
+from trainer.data.order import KEYED, sample_ids
 
 
 def seqnet(num_classes=10):
@@ -32,7 +33,7 @@ def train(root, epochs):
     model = seqnet()
     optimizer = Adam(model.parameters(), lr=0.01)
     for epoch in range(epochs):
-        order = np.random.default_rng([0, epoch]).permutation(len(data))
+        order = sample_ids(0, epoch * len(data), len(data), len(data), KEYED).tolist()
         for images, labels in DataLoader(data, 100, sampler=order):
             loss = cross_entropy(model(images), labels)
             optimizer.zero_grad()

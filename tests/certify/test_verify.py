@@ -360,7 +360,7 @@ def samples_of_another_rank(engine: str) -> Any:
 def samples_in_the_order_of_epoch_0(engine: str) -> Any:
     from trainer.data import order
 
-    return around(order, "_permutation", lambda real, seed, epoch, size: real(seed, 0, size))
+    return around(order, "_listed", lambda real, key, size: real([key[0], 0], size))
 
 
 def last_chunk_dropped(engine: str) -> Any:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import metrics, train
+from trainer.data.order import LISTED
 
 EARLIER = Path(__file__).with_name("earlier_checkpoint")
 
@@ -38,6 +39,8 @@ def test_an_earlier_checkpoint_goes_on(tmp_path, layout):
     result = train("--config", here / "job.json", "--resume", checkpoint, *layout, *overrides)
     assert result.code == 0, result.output
     wanted = [json.loads(line) for line in (here / "metrics.jsonl").read_text().splitlines()][2:]
+    order = json.loads((tmp_path / "runs/job/checkpoints/step-000004/trainer.json").read_text())
+    assert order["order"] == LISTED  # and so does what goes on from there
     for found, line in zip(metrics(tmp_path / "runs" / "job"), wanted, strict=True):
         name = "evaluation_loss" if "evaluation_loss" in line else "loss"
         assert (found["step"], found[name]) == (line["step"], pytest.approx(line[name], rel=1e-5))

@@ -382,7 +382,13 @@ class _Second(Ranks):
         return self.theirs, (0, 0)  # type: ignore[attr-defined]
 
     def gather(self, value: Any) -> list[Any]:
-        return ["another machine" if "/" not in value and len(value) < 64 else value, value]
+        return ["another machine", value]
+
+    def send(self, source: int, value: Any) -> Any:
+        return value
+
+    def _least(self, number: int) -> int:
+        return number
 
     def await_each(self, work: Any) -> list[Any]:
         return [None, work()]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from trainer.config import DataSection
 from trainer.data.mixture import Mixture
-from trainer.data.order import held_out
+from trainer.data.order import KEYED, LISTED, held_out
 from trainer.data.text.preparation import Data, open_data, prepare
 from trainer.data.text.preview import preview
 from trainer.data.text.token_files import Arrangement, Encoded, PreparedSource, Summary, write_part
@@ -308,24 +308,25 @@ def test_the_fingerprint_is_that_of_the_samples(tmp_path: Path) -> None:
 
 
 class _Pair(Ranks):
-    """A rank of two whose peer is scripted."""
+    """Rank 0 of two, whose peer sees the same folders and other samples in them."""
 
-    def __init__(self, peer: Any) -> None:
-        super().__init__(0, 2)
-        object.__setattr__(self, "peer", peer)
+    def send(self, source: int, value: Any) -> Any:
+        return value
 
-    def gather(self, value: Any) -> list[Any]:
-        return [value, self.peer(value)]
+    def _least(self, number: int) -> int:
+        return number
 
-    def await_each(self, work: Any) -> list[Any]:
-        return self.on_each(work)
+    def await_first(self, work: Any) -> Any:
+        return work()
+
+    def differing(self, value: Any) -> list[int]:
+        return [1]
 
 
 def test_ranks_that_prepared_other_samples_are_told(tmp_path: Path) -> None:
     path = write_rows(tmp_path / "data.jsonl", "a b c")
-    other = _Pair(lambda value: value if isinstance(value, tuple) else "another")
     with pytest.raises(DataError) as caught:
-        open_data(options(path), tokenizer(), tmp_path / "cache", other)
+        open_data(options(path), tokenizer(), tmp_path / "cache", _Pair(0, 2))
     assert caught.value.problems == (
         Problem(
             str(path),
@@ -416,16 +417,31 @@ def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> Non
     assert sample["targets"].tolist() == [END]
 
 
+def test_the_shuffles_of_an_old_mixture_never_change() -> None:
+    """A run that began with them goes on with them."""
+    mixture = Mixture([range(5), range(9)], [3, 4], 7, LISTED)  # type: ignore[list-item]
+    found = [mixture.place(index, epoch) for epoch in (0, 3) for index in range(7)]
+    expected = []
+    for epoch in (0, 3):
+        for which, (size, count) in enumerate([(5, 3), (9, 4)]):
+            for position in range(epoch * count, (epoch + 1) * count):
+                turn, at = divmod(position, size)
+                order = np.random.Generator(np.random.PCG64([7, which, turn, 1])).permutation(size)
+                expected.append((which, int(order[at])))
+    assert found == expected
+
+
 @given(
     st.lists(st.tuples(st.integers(1, 9), st.integers(1, 30)), min_size=1, max_size=4),
     st.integers(0, 3),
     st.integers(1, 6),
+    st.sampled_from([LISTED, KEYED]),
 )
 def test_each_sample_is_seen_equally_often(
-    parts: list[tuple[int, int]], seed: int, epochs: int
+    parts: list[tuple[int, int]], seed: int, epochs: int, order: int
 ) -> None:
     sizes, counts = zip(*parts, strict=True)
-    mixture = Mixture([range(size) for size in sizes], counts, seed)  # type: ignore[misc]
+    mixture = Mixture([range(size) for size in sizes], counts, seed, order)  # type: ignore[misc]
     seen = Counter(
         mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture))
     )

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.support.together import together
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError
@@ -22,10 +23,10 @@ from trainer.supervise.world import World, drop_accelerate, gpu_count
 
 @pytest.fixture
 def joined(monkeypatch):
-    """Return the device of `_join` with so many GPUs; `sizes`: processes of each rank's machine."""
+    """Return the device of `_join` with so many GPUs."""
     monkeypatch.setenv("LOCAL_RANK", "0")
 
-    def join(world: World, gpus: int, sizes: list[int] | None = None, fails: str = "") -> Any:
+    def join(world: World, gpus: int, fails: str = "") -> Any:
         def start(*args: Any, **kwargs: Any) -> None:
             if fails:
                 raise dist.DistBackendError(fails)
@@ -35,14 +36,8 @@ def joined(monkeypatch):
         monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
         monkeypatch.setattr(dist, "init_process_group", start)
         monkeypatch.setattr(process, "_store", lambda world, say: None)
-        alike = [world.local_world_size] * world.world_size
-        monkeypatch.setattr(
-            Ranks,
-            "gather",
-            lambda ranks, value: (
-                sizes or alike if isinstance(value, int) else [value] * world.world_size
-            ),
-        )
+        monkeypatch.setattr(Ranks, "on_host", lambda ranks: ranks)
+        monkeypatch.setattr(process, "check_even", lambda size, ranks: None)
         config = SimpleNamespace(trainer=SimpleNamespace(device="auto"))
         return process.join(config, world)  # type: ignore[arg-type]
 
@@ -79,11 +74,10 @@ def test_more_processes_than_gpus(joined):
         joined(EIGHT, gpus=1, fails="ncclSystemError")
 
 
-def test_machines_with_unequally_many_processes(joined):
+def test_machines_with_unequally_many_processes():
     text = "8 on that of rank 0, 4 on that of rank 8; expected equally many on all"
-    with pytest.raises(ConfigError, match=text) as caught:
-        joined(World(0, 0, 16, 8), gpus=8, sizes=[8] * 8 + [4] * 8)
-    assert caught.value.shared  # rank 0 alone says it
+    found = together(16, lambda ranks: process.check_even(8 if ranks.rank < 8 else 4, ranks))
+    assert all(text in str(error) and error.shared for error in found)  # rank 0 alone says it
 
 
 @pytest.mark.parametrize(

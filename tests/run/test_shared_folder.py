@@ -2,49 +2,19 @@
 
 from __future__ import annotations
 
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from trainer.distributed.ranks import ALONE, Ranks
+from tests.support.together import together
+from trainer.distributed.ranks import ALONE
 from trainer.errors import DiskError
 from trainer.run import folder as run_folder
 from trainer.run.folder import check_shared
 
 
-@dataclass(frozen=True)
-class Together(Ranks):
-    """Ranks that are threads."""
-
-    meeting: Any = None
-    values: Any = None
-
-    def gather(self, value: Any) -> list[Any]:
-        self.values[self.rank] = value
-        self.meeting.wait(20)
-        found = list(self.values)
-        self.meeting.wait(20)
-        return found
-
-
 def check(folders: list[Path]) -> list[DiskError | None]:
-    meeting, values = threading.Barrier(len(folders)), [None] * len(folders)
-
-    def one(rank: int) -> DiskError | None:
-        try:
-            check_shared(
-                folders[rank], Together(rank, len(folders), meeting=meeting, values=values)
-            )
-        except DiskError as error:
-            return error
-        return None
-
-    with ThreadPoolExecutor(len(folders)) as pool:
-        return list(pool.map(one, range(len(folders))))
+    return together(len(folders), lambda ranks: check_shared(folders[ranks.rank], ranks))
 
 
 def test_a_folder_that_all_see_is_left_as_it_was(tmp_path):

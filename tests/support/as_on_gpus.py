@@ -19,6 +19,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import trainer.engines.deepspeed.pipeline  # noqa: F401  (so that all engines can be patched)
 from tests.support.training import Case, build
+from trainer.distributed.ranks import Ranks
 from trainer.parallel.parallel_mesh import parallel_mesh_of
 
 
@@ -76,6 +77,9 @@ def gpus(count: int) -> Iterator[None]:
                 )
             stack.enter_context(patch.object(torch.Tensor, "copy_", lambda tensor, *_: tensor))
             stack.enter_context(patch("torch.distributed.all_gather_object", _gathered))
+            stack.enter_context(patch("torch.distributed.broadcast_object_list"))
+            stack.enter_context(patch.object(Ranks, "send", lambda ranks, source, value: value))
+            stack.enter_context(patch.object(Ranks, "_least", lambda ranks, number: number))
             stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
             yield
     finally:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.order import micro_batches, sample_ids
+from trainer.data.order import LISTED, Shuffle, micro_batches
 from trainer.data.source import Source, sample_of
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
@@ -67,8 +67,9 @@ class Batching:
 class BatchLoader:
     """The `steps` of one data rank, prepared ahead by a background thread.
 
-    `position`: the number of samples seen before the first. Use it as a context manager: leaving
-    it ends the thread. Errors in the thread are raised where the steps are read.
+    `position`: the number of samples seen before the first; `order`: the version of their order.
+    Use it as a context manager: leaving it ends the thread. Errors in the thread are raised where
+    the steps are read.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class BatchLoader:
         *,
         seed: int,
         position: int,
+        order: int = LISTED,
     ) -> None:
         self.waited_seconds = 0.0
         """Seconds that the consumer spent waiting for data."""
@@ -89,16 +91,14 @@ class BatchLoader:
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
-        train_batch = math.prod(shape)
+        train_batch, shuffle = math.prod(shape), Shuffle(len(source), order, seed)
 
         def parts_of(step: int) -> list[Part]:
             first = position + (step - steps.start) * train_batch
-            numbers = sample_ids(seed, first, train_batch, len(source))
-            epochs = (first + np.arange(train_batch)) // len(source)
-            share = lambda values: micro_batches(values, *shape, batching.data_rank)  # noqa: E731
+            whole = np.arange(first, first + train_batch)
             return [
-                list(zip(own.tolist(), theirs.tolist(), strict=True))
-                for own, theirs in zip(share(numbers), share(epochs), strict=True)
+                list(zip(shuffle.ids(own).tolist(), (own // len(source)).tolist(), strict=True))
+                for own in micro_batches(whole, *shape, batching.data_rank)
             ]
 
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
@@ -245,11 +245,11 @@ def evaluation_batches(
     together = micro_batch * batching.data_ranks
     steps = -(-size // together)
     starts = range(batching.data_rank * micro_batch, steps * together, together)
-    numbers = [i if i < size else BLANK for i in range(steps * together)]
-    parts: list[Part] = [
-        [(number, None) for number in numbers[start : start + micro_batch]] for start in starts
-    ]
-    made = collated(source, collate, parts, min(batching.workers, len(parts)), blank)
+    parts: Iterator[Part] = (
+        [(i if i < size else BLANK, None) for i in range(start, start + micro_batch)]
+        for start in starts
+    )
+    made = collated(source, collate, parts, min(batching.workers, len(starts)), blank)
     try:
         for batch in made:
             yield _on_device(_pinned(batch, batching.device), batching.device)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.data.order import Shuffle
 from trainer.data.source import Source
 
 
@@ -15,16 +16,16 @@ class Mixture:
 
     These are whole passes over the source, then a part of a shuffled stream, so that over the
     epochs the counts of any two samples of a source differ by one at most. A function of seed,
-    epoch and number alone.
+    epoch and number alone; `order`: the version of its shuffles.
     """
 
-    def __init__(self, sources: Sequence[Source], counts: Sequence[int], seed: int) -> None:
+    def __init__(
+        self, sources: Sequence[Source], counts: Sequence[int], seed: int, order: int
+    ) -> None:
         self._sources = list(sources)
         self._counts = list(counts)
         self._ends = np.cumsum(self._counts)
-        self._seed = seed
-        self._shuffled: dict[int, dict[int, np.ndarray]] = {}
-        """The order of each source in the latest rounds of its stream."""
+        self._shuffles = [Shuffle(len(one), order, seed, i) for i, one in enumerate(sources)]
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -43,17 +44,8 @@ class Mixture:
         within, whole = index - int(self._ends[which]) + count, count // size * size
         if within < whole:
             return which, within % size
-        turn, at = divmod(epoch * (count - whole) + within - whole, size)
-        return which, int(self._order(which, turn)[at])
-
-    def _order(self, which: int, turn: int) -> np.ndarray:
-        known = self._shuffled.setdefault(which, {})
-        if turn not in known:
-            for old in [other for other in known if abs(other - turn) > 1]:
-                del known[old]
-            generator = np.random.Generator(np.random.PCG64([self._seed, which, turn, 1]))
-            known[turn] = generator.permutation(len(self._sources[which]))
-        return known[turn]
+        position = epoch * (count - whole) + within - whole
+        return which, int(self._shuffles[which].ids(np.array([position]))[0])
 
 
 def by_epochs(sizes: Sequence[int], epochs: Sequence[float]) -> list[int]:

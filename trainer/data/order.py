@@ -8,21 +8,48 @@ which rank takes which part.
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
+from trainer.distributed.seeding import derive
 
-def sample_ids(seed: int, position: int, count: int, size: int) -> np.ndarray:
+LISTED, KEYED = 1, 2
+"""The versions of the order, which a checkpoint names: permutations that are held, in runs begun
+before it did; and permutations by a key, in all others."""
+ROUNDS = 12
+
+
+class Shuffle:
+    """A stream of permutations of `size` numbers, one after another, from a seed.
+
+    `order`: the version by which they are made. `source`: the source's number in a mixture.
+    """
+
+    def __init__(self, size: int, order: int, seed: int, source: int | None = None) -> None:
+        make = {LISTED: _listed, KEYED: _keyed}[order]
+
+        def permutation(turn: int) -> Callable[[np.ndarray], np.ndarray]:
+            return make([seed, turn] if source is None else [seed, source, turn, 1], size)
+
+        self._size = size
+        self._permutation = lru_cache(2)(permutation)  # a step can contain the end of one
+
+    def ids(self, positions: np.ndarray) -> np.ndarray:
+        """Return the numbers at these positions of the stream: int64, as many."""
+        turns, places = np.divmod(positions, self._size)
+        found = np.empty_like(places)
+        for turn in np.unique(turns).tolist():
+            found[turns == turn] = self._permutation(turn)(places[turns == turn])
+        return found
+
+
+def sample_ids(seed: int, position: int, count: int, size: int, order: int) -> np.ndarray:
     """Return the stream's ids from `position` on, over `size` samples: int64 [count]."""
-    parts = []
-    while count > 0:
-        epoch, offset = divmod(position, size)
-        part = _permutation(seed, epoch, size)[offset : offset + count]
-        parts.append(part)
-        position += len(part)
-        count -= len(part)
-    return np.concatenate(parts) if parts else np.empty(0, np.int64)
+    return Shuffle(size, order, seed).ids(np.arange(position, position + count))
 
 
 def micro_batches(
@@ -43,15 +70,65 @@ def held_out(index: int, fraction: float) -> bool:
     return math.floor((index - 1) * fraction) > math.floor((index - 2) * fraction)
 
 
-def split(size: int, fraction: float) -> tuple[list[int], list[int]]:
-    """Return the indices of samples to train on, and of those held out."""
-    held = [index for index in range(size) if held_out(index, fraction)]
-    chosen = set(held)
-    return [index for index in range(size) if index not in chosen], held
+class Numbered(Sequence[int]):
+    """Some of the numbers below `size`, in order, computed where they are asked for.
+
+    `below(n)`: how many of them are less than n.
+    """
+
+    def __init__(self, size: int, below: Callable[[int], int]) -> None:
+        self._size, self._below = size, below
+
+    def __len__(self) -> int:
+        return self._below(self._size)
+
+    def __getitem__(self, index: Any) -> Any:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return bisect_right(range(self._size), index, key=lambda number: self._below(number + 1))
 
 
-@lru_cache(maxsize=2)  # a step can contain the end of an epoch
-def _permutation(seed: int, epoch: int, size: int) -> np.ndarray:
-    order = np.random.Generator(np.random.PCG64([seed, epoch])).permutation(size)
-    order.setflags(write=False)
-    return order
+def split(size: int, fraction: float) -> tuple[Sequence[int], Sequence[int]]:
+    """Return the indices of samples to train on, and of those held out, by `held_out`."""
+
+    def held(end: int) -> int:
+        return math.floor((end - 2) * fraction) - math.floor(-2 * fraction)
+
+    return Numbered(size, lambda end: end - held(end)), Numbered(size, held)
+
+
+def _listed(key: list[int], size: int) -> Callable[[np.ndarray], np.ndarray]:
+    return np.random.Generator(np.random.PCG64(key)).permutation(size).__getitem__
+
+
+def _keyed(key: list[int], size: int) -> Callable[[np.ndarray], np.ndarray]:
+    """Make a permutation that is computed place by place, and holds nothing.
+
+    A Feistel network over side x side >= size numbers, whose halves are added modulo `side`; what
+    it leads out of the range goes through it again (Black and Rogaway, "Ciphers with arbitrary
+    finite domains", CT-RSA 2002, sections 4 and 5).
+    """
+    side = 2 * math.ceil((math.isqrt(size - 1) + 1) / 2)  # an odd one has even permutations alone
+    keys = [np.uint64(derive("order", *key, number)) for number in range(ROUNDS)]
+
+    def cipher(numbers: np.ndarray) -> np.ndarray:
+        left, right = np.divmod(numbers, np.uint64(side))
+        for one in keys:
+            left, right = right, (left + _mixed(right ^ one) % np.uint64(side)) % np.uint64(side)
+        return left * np.uint64(side) + right
+
+    def at(places: np.ndarray) -> np.ndarray:
+        found = cipher(places.astype(np.uint64))
+        while (outside := found >= size).any():
+            found[outside] = cipher(found[outside])
+        return found.astype(np.int64)
+
+    return at
+
+
+def _mixed(values: np.ndarray) -> np.ndarray:
+    """Mix the bits of uint64 values: the last steps of SplitMix64 (Steele, Lea and Flood, "Fast
+    splittable pseudorandom number generators", OOPSLA 2014)."""
+    for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB):
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values ^ (values >> np.uint64(31))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from trainer.errors import MeshloomError, shared
 
@@ -32,7 +32,10 @@ class Ranks:
     """The process group, on the host, of the keepers, if there are several."""
 
     def on_host(self) -> Ranks:
-        """Return the same ranks with an own group on the host, for use in a thread. Collective."""
+        """Return the same ranks with an own group on the host, as a thread needs one. Collective.
+
+        Its ranks connect where they first send to one another: see `lazy_connections`.
+        """
         if self.world_size == 1:
             return self
         import torch.distributed as dist
@@ -55,10 +58,13 @@ class Ranks:
         return [rank for rank, keeper in enumerate(keepers) if keeper == self.keeper]
 
     def barrier(self) -> None:
-        self.gather(None)
+        self._least(0)
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on every rank."""
+        """Return the values of all ranks, in rank order, on every rank.
+
+        Each rank receives them all: for what is small, and named where ranks differ.
+        """
         if self.world_size == 1:
             return [value]
         import torch.distributed as dist
@@ -66,6 +72,43 @@ class Ranks:
         values: list[Any] = [None] * self.world_size
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def send(self, source: int, value: Any) -> Any:
+        """Return the value of rank `source` on every rank, sent along a tree."""
+        if self.world_size == 1:
+            return value
+        import torch.distributed as dist
+
+        values = [value if self.rank == source else None]
+        dist.broadcast_object_list(values, source, group=self.group)
+        return values[0]
+
+    def lowest(self, value: T | None) -> tuple[int, T] | None:
+        """Return the lowest rank that has a value, with that value; None if no rank has one."""
+        source = self._least(self.world_size if value is None else self.rank)
+        return None if source == self.world_size else (source, self.send(source, value))
+
+    def any(self, value: bool) -> bool:
+        """Return True if `value` is true on any rank."""
+        return self._least(0 if value else 1) == 0
+
+    def differing(self, value: Any) -> list[int]:
+        """List the ranks that have another value than rank 0."""
+        differs = value != self.send(0, value)
+        found = self.gather(differs) if self.any(differs) else []
+        return [rank for rank, other in enumerate(found) if other]
+
+    def _least(self, number: int) -> int:
+        """Return the smallest number of any rank."""
+        if self.world_size == 1:
+            return number
+        import torch
+        import torch.distributed as dist
+
+        device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
+        found = torch.tensor([number], device=device)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
+        return int(found)
 
     def any_soon(self, value: bool) -> Callable[[], bool]:
         """Begin to ask if `value` is true on any rank; the returned function waits for the answer.
@@ -91,7 +134,7 @@ class Ranks:
 
         Raises on every rank the error of rank 0, so that one mistake is never a hang elsewhere.
         """
-        return self.on_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
+        return self._of_first(_outcome(work) if self.first else (False, None))
 
     def on_keepers(self, work: Callable[[], T]) -> T:
         """Run `work` once for each run folder; return this folder's result. Raises as `on_each`."""
@@ -99,22 +142,24 @@ class Ranks:
 
     def each_keeper(self, work: Callable[[], T]) -> dict[int, T]:
         """Run `work` once for each run folder; return results by keeper. Raises as `on_each`."""
+        if len(set(self.keepers)) < 2:
+            return {0: self.on_first(work)}
         found = self.on_each(lambda: work() if self.rank == self.keeper else None)
-        return {keeper: found[keeper] for keeper in sorted({*self.keepers} or {0})}  # type: ignore[misc]
+        return {keeper: found[keeper] for keeper in sorted(set(self.keepers))}  # type: ignore[misc]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank; return all results. Raises the lowest rank's error on all."""
-        return self._agree(_outcome(work))
+        return self.gather(self.on_own(work))
 
     def on_own(self, work: Callable[[], T]) -> T:
         """Run `work` on every rank; return this rank's result, unsent. Raises as `on_each`."""
-        failed, result = _outcome(work)
-        self._agree((failed, result if failed else None))
-        return result  # type: ignore[no-any-return]
+        return self._of_own(_outcome(work))
 
     def await_first(self, work: Callable[[], T]) -> T:
         """Run `work` as `on_first` does, even if it takes hours: see `await_each`."""
-        return self.await_each(lambda: work() if self.first else None)[0]  # type: ignore[return-value]
+        outcome = _outcome(work) if self.first else (False, None)
+        self._await_all()
+        return self._of_first(outcome)
 
     def await_each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` as `on_each` does, even if it takes hours: others wait without a timeout.
@@ -122,21 +167,60 @@ class Ranks:
         They wait outside collectives; the watchdog ends the run if a rank dies over its work.
         """
         outcome = _outcome(work)
-        if self.world_size > 1:
-            _await_all_done(self.rank, self.world_size)
-        return self._agree(outcome)
+        self._await_all()
+        return self.gather(self._of_own(outcome))
 
-    def _agree(self, outcome: tuple[bool, Any]) -> list[Any]:
-        mine = outcome[1]
-        # other errors than this project's need not survive being pickled
-        as_text = outcome[0] and not isinstance(mine, MeshloomError)
-        outcomes = self.gather((outcome[0], repr(mine) if as_text else mine))
-        for peer, (failed, result) in enumerate(outcomes):
-            if failed and isinstance(result, MeshloomError):
-                raise shared(result)
-            if failed:
-                raise mine if peer == self.rank else RuntimeError(f"rank {peer} failed: {result}")
-        return [result for _, result in outcomes]
+    def _await_all(self) -> None:
+        """Wait over the store, without a timeout, until all have come here as often as this rank.
+
+        Raises RuntimeError where the store is gone, and with it the rank or launcher that has it.
+        """
+        if self.world_size == 1:
+            return
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        store: Any = _get_default_store()
+        try:
+            number = store.add(f"meshloom/rendezvous/{self.rank}", 1)
+            key = f"meshloom/rendezvous/done/{number}"
+            done, pause = store.add(key, 1), 0.005
+            while done < self.world_size:
+                time.sleep(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+                done = store.add(key, 0)
+        except RuntimeError as error:
+            gone = "the store of the ranks is gone, with the rank or launcher that has it"
+            raise RuntimeError(f"{gone}: {error}") from error
+
+    def _of_first(self, outcome: tuple[bool, Any]) -> Any:
+        """Return rank 0's result, or raise its error."""
+        failed, result = self.send(0, (outcome[0], _sendable(*outcome)))
+        return result if not failed else self._raise(0, result, outcome[1])
+
+    def _of_own(self, outcome: tuple[bool, Any]) -> Any:
+        """Return this rank's result, or raise the error of the lowest rank that has one."""
+        failure = self.lowest(_sendable(*outcome) if outcome[0] else None)
+        return outcome[1] if failure is None else self._raise(*failure, outcome[1])
+
+    def _raise(self, source: int, failure: Any, own: Any) -> NoReturn:
+        if isinstance(failure, MeshloomError):
+            raise shared(failure)
+        raise own if source == self.rank else RuntimeError(f"rank {source} failed: {failure}")
+
+
+def group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> Any:
+    """Make the process groups of rows of ranks; return this rank's, None if it is in no row.
+    Collective.
+
+    NCCL splits its communicator once for all rows: one group after another would have every rank
+    take part in the making of each.
+    """
+    import torch.distributed as dist
+
+    if backend is None and dist.distributed_c10d._get_default_group().bound_device_id is not None:
+        found = dist.split_group(split_ranks=[list(row) for row in rows])
+        return None if found is dist.GroupMember.NON_GROUP_MEMBER else found
+    return dist.new_subgroups_by_enumeration([list(row) for row in rows], backend=backend)[0]
 
 
 def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
@@ -147,26 +231,9 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
         return True, error
 
 
-def _await_all_done(rank: int, world_size: int) -> None:
-    """Wait over the store, without a timeout, until all have come here as often as this rank.
-
-    Raises RuntimeError where the store is gone, and with it the rank or launcher that has it.
-    """
-    from torch.distributed.distributed_c10d import _get_default_store
-
-    store: Any = _get_default_store()
-    try:
-        number = store.add(f"meshloom/rendezvous/{rank}", 1)
-        key = f"meshloom/rendezvous/done/{number}"
-        done, pause = store.add(key, 1), 0.005
-        while done < world_size:
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
-            done = store.add(key, 0)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"the store of the ranks is gone, with the rank or launcher that has it: {error}"
-        ) from error
+def _sendable(failed: bool, result: Any) -> Any:
+    """Return what is sent: other errors than this project's need not survive being pickled."""
+    return repr(result) if failed and not isinstance(result, MeshloomError) else result
 
 
 ALONE = Ranks()

@@ -106,7 +106,7 @@ def decided(layout: Layout, spec: ModelSpec, machine: Machine) -> tuple[Layout, 
 
     reason = refusal(layout) or (None if spec.blocks else "the model has no blocks")
     if automatic and reason is None:
-        reason = next(filter(None, machine.ranks.gather(lacking(machine.device))), None)
+        _, reason = machine.ranks.lowest(lacking(machine.device)) or (0, None)
     reason = reason or machine.ranks.on_first(lambda: broken(spec, layout.recompute))
     if reason:
         return plain, (f"trainer.compile: the blocks run uncompiled: {reason}",)

@@ -12,6 +12,7 @@ from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed.tensor import DTensor
 
 from trainer.distributed.dtensor import local
+from trainer.distributed.ranks import group_of_rows
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.splits.matrices import has_partial_gradient
@@ -131,8 +132,7 @@ class GradientNorm:
 def ends(mesh: ParallelMesh) -> Any:
     """Return the group of first and last stage; None on a stage in between. Collective."""
     pairs = mesh.device_mesh.mesh[[0, -1]].reshape(2, -1).T
-    pair, _ = dist.new_subgroups_by_enumeration([[int(rank) for rank in pair] for pair in pairs])
-    return pair
+    return group_of_rows([[int(rank) for rank in pair] for pair in pairs])
 
 
 def on_both(pair: Any, names: Iterable[str]) -> list[str]:

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
-from trainer.distributed.ranks import Ranks
+from trainer.distributed.ranks import Ranks, group_of_rows
 from trainer.distributed.shared_rows import ContextRanks
-from trainer.errors import NumericsError, Problem
+from trainer.errors import NumericsError, Problem, shared
 from trainer.layout import AXES, Layout
 
 REDUCTIONS: dict[str, tuple[str, ...]] = {
@@ -142,8 +142,7 @@ def _context_ranks(layout: Layout, mesh: DeviceMesh) -> ContextRanks | None:
     rows = ranks_along(mesh, REDUCTIONS["batch"])
     size = layout.context
     parts = [row[i : i + size] for row in rows for i in range(0, len(row), size)]
-    group: Any = dist.new_subgroups_by_enumeration(parts)[0]
-    return ContextRanks(Exchange(group))
+    return ContextRanks(Exchange(group_of_rows(parts)))
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
@@ -175,8 +174,7 @@ def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
     rows = ranks_along(mesh, axes)
     if len(rows) == 1:  # all ranks
         return dist.distributed_c10d._get_default_group()
-    group: Any = dist.new_subgroups_by_enumeration(rows)[0]
-    return group  # type: ignore[no-any-return]
+    return group_of_rows(rows)  # type: ignore[no-any-return]
 
 
 def _names(mesh: DeviceMesh) -> tuple[str, ...]:
@@ -185,14 +183,16 @@ def _names(mesh: DeviceMesh) -> tuple[str, ...]:
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:
     """Raise NumericsError if ranks of a `replica` differ in their parameters. Collective."""
+    if (group := mesh.group("replica")) is None:
+        return
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
-    all_sums = ranks.gather([float(value) for value in sums])
-    for first, *others in ranks_along(mesh.device_mesh, REDUCTIONS["replica"]):
-        for rank in others:
-            if all_sums[rank] != all_sums[first]:
-                seen = f"other initial values on rank {rank} than on rank {first}"
-                raise NumericsError(Problem("replicas", seen, "the same on all replicas"))
+    own, first = [float(value) for value in sums], dist.get_process_group_ranks(group)[0]
+    sent = [own]
+    dist.broadcast_object_list(sent, first, group=group)
+    if odd := ranks.lowest(None if sent[0] == own else first):
+        seen = f"other initial values on rank {odd[0]} than on rank {odd[1]}"
+        raise shared(NumericsError(Problem("replicas", seen, "the same on all replicas")))
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:

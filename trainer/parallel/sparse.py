@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from trainer.distributed.ranks import group_of_rows
 from trainer.parallel.parallel_mesh import REDUCTIONS, ParallelMesh, ranks_along
 
 
@@ -83,5 +84,4 @@ class Used:
 def _data_ranks(mesh: ParallelMesh) -> Any:
     """Make a group on the host of ranks with the same parameters and other samples. Collective."""
     rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
-    group, _ = dist.new_subgroups_by_enumeration(rows, backend="gloo")
-    return group
+    return group_of_rows(rows, backend="gloo")

@@ -64,7 +64,8 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
     yield f"data    {subject.data.describe()}"
     yield from subject.lines(prepared.workers)
     length = len(subject.data.train)
-    numbers = sample_ids(prepared.config.trainer.seed, 0, min(count, length), length)
+    seed, order = prepared.config.trainer.seed, prepared.order
+    numbers = sample_ids(seed, 0, min(count, length), length, order)
     yield from subject.samples(numbers.tolist(), width=PREVIEWED, in_full=True).splitlines()
 
 
@@ -105,6 +106,7 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
     """Return the content of a checkpoint's `trainer.json`, without the position."""
     return {
         "seed": prepared.config.trainer.seed,
+        "order": prepared.order,
         "engine": prepared.engine_name,
         "layout": prepared.layout.to_json(),
         "config": resolved(prepared),

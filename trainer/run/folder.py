@@ -119,15 +119,15 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
     if ranks.world_size == 1:
         return
     mark = ranks.on_first(lambda: _leave_mark(folder))
-    found = ranks.gather((socket.gethostname(), str(folder.absolute()), _sees(folder / mark)))
+    sees = _sees(folder / mark)
+    blind = ranks.any(not sees)
     ranks.on_first(lambda: (folder / mark).unlink(missing_ok=True))
-    blind = [
-        f"rank {rank} on {host} ({place})"
-        for rank, (host, place, sees) in enumerate(found)
-        if not sees
-    ]
     if blind:
-        actual = f"what rank 0 on {found[0][0]} writes there is not there for {listed(blind)}"
+        found = ranks.gather((socket.gethostname(), folder.absolute(), sees))
+        others = [
+            f"rank {i} on {host} ({at})" for i, (host, at, sees) in enumerate(found) if not sees
+        ]
+        actual = f"what rank 0 on {found[0][0]} writes there is not there for {listed(others)}"
         hint = (
             "Put trainer.run.folder on a file system that they share, as an absolute path, or set "
             "trainer.run.node_local: each machine then keeps all of the run in a folder of its own"
@@ -156,7 +156,7 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
     def look() -> int:
         return min(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
 
-    ranks.on_each(leave)
+    ranks.on_own(leave)
     keepers = tuple(ranks.on_each(look))
     with suppress(OSError):
         mark.unlink(missing_ok=True)

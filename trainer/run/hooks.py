@@ -70,8 +70,7 @@ class RunHooks(Hooks):
         self._skipped = Skipped(ranks, watching=prepared.layout.precision != "float16")
         self._slow_data = SlowData(prepared)
         self._sign_of_life = SignOfLife(self.console, prepared.steps)
-        self._on_host = ranks.on_host()
-        self.callbacks = Callbacks(self.script, self._on_host)
+        self.callbacks = Callbacks(self.script, ranks)
         self._held_out: dict[int, float] = {}
         self._since = {"step": self.position.step, "samples": self.position.samples}
 
@@ -180,10 +179,10 @@ class RunHooks(Hooks):
 
         def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
             # by collectives: the store ends with a launcher that holds it
-            while any(ranks.gather(subject.check.goes_on)):
+            while ranks.any(subject.check.goes_on):
                 moves()
                 time.sleep(1.0)
-            ranks.on_each(subject.check.refuse)
+            ranks.on_own(subject.check.refuse)
             checkpoint.save(directory, position, entries, description, files, ranks, form)
             ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
 
@@ -203,7 +202,7 @@ class RunHooks(Hooks):
 
     def stop(self) -> Callable[[], bool]:
         failed = self.prepared.subject.check.failed
-        asked = self._on_host.any_soon(self.signals.received or failed)
+        asked = self.machine.ranks.any_soon(self.signals.received or failed)
         return lambda: asked() or self.callbacks.ended
 
     def at(self, phase: Phase, step: int) -> None:

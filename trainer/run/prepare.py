@@ -14,6 +14,7 @@ from rich.console import Console
 from trainer.checkpoint import ModelForm
 from trainer.config import Config, RuntimeFacts, support
 from trainer.config.validate import profile_problems
+from trainer.data.order import KEYED
 from trainer.data.progress import Progress
 from trainer.engines import EngineKind, Machine
 from trainer.errors import ConfigError, shared
@@ -51,6 +52,8 @@ class Prepared:
     """Those of them without weight decay, with their sizes."""
     workers: int
     """Processes of each rank that load samples; 0: a thread."""
+    order: int = KEYED
+    """The version of the samples' order."""
     code: Mapping[str, str] = field(default_factory=dict)
     """Digests, by name, of the user's own code with which a checkpoint was trained."""
 
@@ -91,6 +94,7 @@ def prepare(
     terminal: Console | None = None,
     *,
     builds: bool = True,
+    order: int = KEYED,
 ) -> Prepared:
     """Check everything that can be wrong, the cheapest checks first, and return what is known.
     Collective.
@@ -105,11 +109,11 @@ def prepare(
     config, layout = composed.config, composed.layout
     name, engine = composed.engine()
     if builds:
-        ranks.on_each(lambda: engine.ready(layout, machine.device, config.deepspeed))
+        ranks.on_own(lambda: engine.ready(layout, machine.device, config.deepspeed))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
-    subject = subject_of(config, given, layout, ranks, progress)
+    subject = subject_of(config, given, layout, ranks, progress, order)
     machine.signs.at("trying a tiny copy of the model")
     spec, model_notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
@@ -127,7 +131,6 @@ def prepare(
     config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    undecayed = spared(section.weight_decay_excludes, spec)
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
     own = {"loss": given.loss, "model": given.model} if given else {}
     return Prepared(
@@ -139,7 +142,8 @@ def prepare(
         steps=steps,
         model_notes=model_notes,
         learned=learned,
-        undecayed=undecayed,
+        undecayed=spared(section.weight_decay_excludes, spec),
         workers=subject.workers(section, machine),
+        order=order,
         code=code_of(model, optimizer=unwrap(optimizer), **own),
     )

@@ -15,6 +15,7 @@ from rich.console import Console
 from trainer import checkpoint
 from trainer.config import Config, leaves
 from trainer.config.sections.trainer import HubSection
+from trainer.data.order import KEYED, LISTED
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
@@ -101,6 +102,8 @@ class Start:
     """True if nothing is left to do."""
     ranks: Ranks = ALONE
     """The ranks, with the keepers of folders."""
+    order: int = KEYED
+    """The version of the order of the run's samples, from its first step to its last."""
 
 
 def choose(config: Config, request: Request, ranks: Ranks) -> Start:
@@ -128,7 +131,8 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     ranks.on_keepers(lambda: status.begin(folder))  # its earlier end is forgotten
     if request.script:
         lines = [in_python(line) for line in lines]
-    return Start(folder, source, lines, ranks=ranks)
+    order = KEYED if source is None else ranks.on_keepers(lambda: _order_of(source))
+    return Start(folder, source, lines, ranks=ranks, order=order)
 
 
 def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
@@ -219,6 +223,15 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
         lost = f"steps {step + 1} to {logged} came after the last good checkpoint"
         lines = [*lines, f"{lost} and are repeated"]
     return source, lines
+
+
+def _order_of(source: Path) -> int:
+    """Return the version of the order of a checkpoint's run. Raises DiskError if it is unknown."""
+    order = checkpoint.read_description(source).get("order", LISTED)
+    if order not in (LISTED, KEYED):
+        expected, hint = f"{LISTED} or {KEYED}", "Resume with the version that saved it"
+        raise DiskError(Problem(f"{source}: order", f"{order!r:.40}", expected, hint))
+    return int(order)
 
 
 def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:

@@ -20,6 +20,7 @@ from rich.text import Text
 from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
+from trainer.data.order import KEYED
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError, shared
@@ -156,7 +157,8 @@ def execute(
             _push(push, start.folder, machine, console, signals)
             return None
     given = Given.by_task(config.trainer, given)
-    prepared = prepare(config, machine, given, console, builds=start is not None)
+    order = start.order if start else KEYED
+    prepared = prepare(config, machine, given, console, builds=start is not None, order=order)
     machine.signs.hide()
     if request.preview is not None:
         for line in describe.preview_lines(prepared, request.preview):
@@ -286,6 +288,7 @@ def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLo
         range(position.step, prepared.steps),
         seed=prepared.config.trainer.seed,
         position=position.samples,
+        order=prepared.order,
     )
 
 

@@ -241,9 +241,15 @@ def subject_class(section: TrainerSection, given: Given | None) -> type[Subject]
 
 
 def subject_of(
-    config: Config, given: Given | None, layout: Layout, ranks: Ranks, progress: Progress
+    config: Config,
+    given: Given | None,
+    layout: Layout,
+    ranks: Ranks,
+    progress: Progress,
+    order: int,
 ) -> Subject:
-    """Build the subject that a config names or a script hands in. Collective.
+    """Build the subject that a config names or a script hands in, its data in the version `order`
+    of the samples' order. Collective.
 
     Raises ConfigError or DataError for what does not fit together.
     """
@@ -252,7 +258,7 @@ def subject_of(
         found = image_classifier(config, handed_in, layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))
     if kind is LanguageSubject:
-        return language_model(config, ranks, progress)
+        return language_model(config, ranks, progress, order)
     return own_module(config, handed_in, ranks)
 
 
@@ -328,13 +334,13 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     return ImageSubject(spec.tried_on(task.trial(first)), task, data)
 
 
-def language_model(config: Config, ranks: Ranks, progress: Progress) -> Subject:
+def language_model(config: Config, ranks: Ranks, progress: Progress, order: int) -> Subject:
     section = config.trainer
     if section.evaluation.tasks:
         ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
     architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
     tokenizer = _tokenizer(config, ranks, progress)
-    data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress)
+    data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress, order)
     if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
         template = Template.of(tokenizer, section.data.chat_template)
         if template.text:

@@ -8,7 +8,6 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch.distributed as dist
 
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, shared
 from trainer.storage import installed, private_folder
 from trainer.supervise import meeting
 from trainer.supervise.output import Signs
@@ -62,6 +61,7 @@ def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> 
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     place_for_operators()
+    lazy_connections()
     try:
         if not dist.is_initialized():  # by an earlier call of the same script
             dist.init_process_group(
@@ -72,14 +72,13 @@ def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> 
                 timeout=TIMEOUT,
                 device_id=device if cuda else None,
             )
-        ranks = Ranks(world.rank, world.world_size)
-        sizes = ranks.gather(world.local_world_size)
+        ranks = Ranks(world.rank, world.world_size).on_host()
+        check_even(world.local_world_size, ranks)
     except dist.DistBackendError as error:
         if "Duplicate GPU" not in str(error):
             raise
         hint = "Start fewer, or give each its own (CUDA_VISIBLE_DEVICES)"
         raise _crowded("several processes on one GPU", hint) from error
-    ranks.on_first(lambda: _check_even(sizes))
     return Machine(device, ranks, world.local_world_size)
 
 
@@ -127,6 +126,15 @@ def grow_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
+def lazy_connections() -> None:
+    """Have gloo connect two ranks when one first sends to the other, and not each with all others.
+
+    A group then takes a rank some 2 log2(ranks) sockets, and not one for each rank. A setting in
+    the environment stands as it is.
+    """
+    os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+
+
 def place_for_operators() -> None:
     """Choose a folder for the operators that DeepSpeed compiles in this environment.
 
@@ -146,13 +154,16 @@ def place_for_operators() -> None:
     os.environ["TORCH_EXTENSIONS_DIR"] = str(folder if usable else private_folder() / name)
 
 
-def _check_even(sizes: Sequence[int]) -> None:
-    """Raise ConfigError unless all machines run equally many processes, as their meshes need."""
-    if len(set(sizes)) > 1:
-        first_ranks = {size: sizes.index(size) for size in sizes}
-        actual = ", ".join(f"{size} on that of rank {rank}" for size, rank in first_ranks.items())
+def check_even(size: int, ranks: Ranks) -> None:
+    """Raise ConfigError unless all machines run equally many processes, as their meshes need.
+    Collective.
+    """
+    first = ranks.send(0, size)
+    if odd := ranks.lowest(size if size != first else None):
+        actual = f"{first} on that of rank 0, {odd[1]} on that of rank {odd[0]}"
         hint = "Start as many on each (--nproc-per-node, slots of the hostfile)"
-        raise ConfigError(Problem("processes on a machine", actual, "equally many on all", hint))
+        expected = "equally many on all"
+        raise shared(ConfigError(Problem("processes on a machine", actual, expected, hint)))
 
 
 def cache_folder() -> Path:

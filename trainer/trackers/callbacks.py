@@ -51,7 +51,7 @@ class Callbacks:
 
     def __init__(self, callbacks: Sequence[Callback], ranks: Ranks) -> None:
         self._callbacks, self._ranks = callbacks, ranks
-        self._any = any(ranks.gather(bool(callbacks)))
+        self._any = ranks.any(bool(callbacks))
         self.ended = False
         """True once one has ended the run; the same on every rank."""
 
@@ -72,6 +72,6 @@ class Callbacks:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""
         if self._any:
             called = lambda: [bool(getattr(one, event)(*values)) for one in self._callbacks]  # noqa: E731
-            ends = any(map(any, self._ranks.on_each(called)))
-            self.ended |= ends and event in ENDING
+            ends = any(self._ranks.on_own(called)) and event in ENDING
+            self.ended |= event in ENDING and self._ranks.any(ends)
         return self.ended

@@ -148,9 +148,8 @@ def open_images(
     Raises the same DataError on every rank.
     """
 
-    kept: list[Both] = []  # opened on each rank: data sets hold open files, and can't be sent
-    ranks.on_each(lambda: kept.append(_opened(data, images, cache, own)))
-    [(whole, evaluation)] = kept
+    # on each rank: data sets hold open files, and can't be sent
+    whole, evaluation = ranks.on_own(lambda: _opened(data, images, cache, own))
     check_labels(whole)
     if evaluation is not None:
         check_labels(evaluation)
@@ -360,7 +359,6 @@ def _fingerprint(found: Labelled, indices: Sequence[int]) -> str:
 
 
 def _same_everywhere(fingerprint: str, ranks: Ranks) -> None:
-    found = ranks.gather(fingerprint)
-    if others := [str(rank) for rank, other in enumerate(found) if other != found[0]]:
-        seen = f"other images on rank {', '.join(others)} than on rank 0"
+    if others := ranks.differing(fingerprint):
+        seen = f"other images on rank {', '.join(map(str, others))} than on rank 0"
         raise DataError(Problem("trainer.data", seen, "the same files on every machine"))

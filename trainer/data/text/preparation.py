@@ -17,6 +17,7 @@ from trainer.data.cache import Check, cached_folder
 from trainer.data.digest import digests, stamps
 from trainer.data.formats import Location, locate
 from trainer.data.mixture import Mixture, by_epochs, by_weights
+from trainer.data.order import KEYED
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import stamp
 from trainer.data.source import Source
@@ -117,10 +118,12 @@ def open_data(
     ranks: Ranks,
     seed: int = 0,
     progress: Progress = QUIET,
+    order: int = KEYED,
 ) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
-    `seed` decides which samples an epoch of a mixture takes from a source of which it takes a part.
+    `seed` and `order`, the version of its shuffles, decide which samples an epoch of a mixture
+    takes from a source of which it takes a part.
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
     opening = _Opening(tokenizer, cache_folder, ranks, progress)
@@ -147,7 +150,7 @@ def open_data(
         Share(label, source, count)
         for (label, source), count in zip(sources.items(), counts, strict=True)
     )
-    mixture = Mixture([share.source for share in shares], counts, seed)
+    mixture = Mixture([share.source for share in shares], counts, seed, order)
     parts = json.dumps([[share.source.summary.fingerprint, share.samples] for share in shares])
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()
     return Data(mixture, evaluations or held_out, shares, fingerprint, opening.check())
@@ -178,11 +181,9 @@ class _Opening:
         folder = self._locate(options)
         self._folders.append(folder)
         train, evaluation = PreparedSource(folder / "train"), folder / "evaluation"
-        fingerprints = self._ranks.gather(train.summary.fingerprint)
-        others = [str(rank) for rank, one in enumerate(fingerprints) if one != fingerprints[0]]
-        if others:
+        if others := self._ranks.differing(train.summary.fingerprint):
             place = str(locate(options.path, options.format))
-            seen = f"other samples on rank {', '.join(others)} than on rank 0"
+            seen = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
             expected = (
                 "the same files, and the same versions of Python and the tokenizer, on every "
                 "machine"
@@ -201,6 +202,8 @@ class _Opening:
             return folder, stamp(folder)
 
         folder, first_stamp = self._ranks.await_first(on_first)
+        if not self._ranks.any(stamp(folder) != first_stamp):
+            return folder
         hosts = self._ranks.gather(socket.gethostname())
         speaker = hosts.index(hosts[self._ranks.rank])  # one rank of each machine
 

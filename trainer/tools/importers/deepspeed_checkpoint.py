@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from trainer.data.order import KEYED
 from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.state import MASTER, WEIGHT, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
@@ -105,8 +106,8 @@ def _imported(folder: Path) -> Imported:
     scalars |= {f"scaler.{key}": float(scaler[key]) for key in _SCALARS if key in scaler}
     state = RunState(int(model["global_steps"]), int(model["global_samples"]), 0, scalars)
     versions = {"deepspeed": shards.version}
-    description = {"imported_from": str(folder), "engine": "deepspeed", "versions": versions}
-    return Imported(state, entries, description)
+    description = {"imported_from": str(folder), "engine": "deepspeed", "order": KEYED}
+    return Imported(state, entries, description | {"versions": versions})
 
 
 Flats = list[list[torch.Tensor]]

@@ -1,0 +1,185 @@
+"""What a start costs a rank of 1,024: the objects that it receives before the first step, the
+memory that it takes beyond its shards, and the groups and sockets that it has.
+
+A start is run as it is, by `execute`, on a fake process group; `Counting` counts what PyTorch's
+object collectives would have sent to a rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import tracemalloc
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.support.commands import write_job
+from trainer.config import load
+from trainer.distributed.ranks import Ranks
+from trainer.engines import Machine
+from trainer.layout import AXES
+from trainer.parallel.parallel_mesh import groups_of
+from trainer.run import run
+from trainer.run.resume import Request
+from trainer.supervise import ending, process
+from trainer.supervise.signals import NoSignals
+
+MIB = 1 << 20
+LAYOUT = ["trainer.engine=mesh", "zero_optimization.stage=3", "train_batch_size=2048"]
+
+
+@dataclass(frozen=True)
+class Counting(Ranks):
+    """The first of ranks that have its own values; it counts the bytes that another receives."""
+
+    received: Counter[str] = field(default_factory=Counter)
+
+    def on_host(self) -> Ranks:
+        self.received["host groups"] += 1
+        return self
+
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's length, and every rank's value, as long as the longest."""
+        self.received["gathered"] += (self.world_size - 1) * (8 + len(pickle.dumps(value)))
+        return [value] * self.world_size
+
+    def send(self, source: int, value: Any) -> Any:
+        self.received["broadcast"] += 8 + len(pickle.dumps(value))
+        return value
+
+    def _least(self, number: int) -> int:
+        self.received["reduced"] += 2 * 8  # a ring passes it on to all, twice
+        return number
+
+    def _await_all(self) -> None: ...
+
+    @property
+    def objects(self) -> int:
+        return sum(self.received[kind] for kind in ("gathered", "broadcast", "reduced"))
+
+
+class _FirstStep(Exception):
+    """The start is over."""
+
+
+@contextmanager
+def ranks_of(world_size: int) -> Iterator[Counting]:
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield Counting(0, world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def started(folder: Path, world_size: int, *options: str) -> tuple[Counting, int, list[int]]:
+    """Start a run up to its first step; return what was sent, the most bytes that Python and numpy
+    held, and the sizes of the process groups of this rank."""
+
+    def loop(*_: Any) -> None:
+        raise _FirstStep
+
+    def in_group(values: list[Any], *_: Any, **__: Any) -> None:
+        ranks.send(0, values[0])
+
+    folder.mkdir()
+    config = load(write_job(folder), [*LAYOUT, *options])
+    with (
+        ranks_of(world_size) as ranks,
+        patch.object(run, "loop", loop),
+        patch.object(dist, "broadcast_object_list", in_group),
+        patch.object(dist, "all_gather_object", side_effect=AssertionError("counted nowhere")),
+    ):
+        tracemalloc.start()
+        with (
+            patch.object(ending, "Watch", lambda *_: None),
+            patch.object(dist.distributed_c10d, "_get_default_store", lambda: None),
+        ):
+            process.check_even(8, ranks.on_host())
+            ending.watched(config, ranks)
+        machine = Machine(torch.device("cpu"), ranks, 8)
+        console = Console(file=StringIO())
+        with pytest.raises(_FirstStep):
+            run.execute(config, Request(), machine, console, NoSignals())
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        groups = [len(of) for of in dist.distributed_c10d._world.pg_group_ranks.values()]
+    return ranks, peak, groups
+
+
+HSDP = ["trainer.mesh.replicate=128", "trainer.mesh.shard=8"]
+FEW = ["trainer.mesh.replicate=2", "trainer.mesh.shard=4"]
+
+
+def test_a_start_of_a_thousand_ranks(tmp_path: Path) -> None:
+    ranks, peak, groups = started(tmp_path / "many", 1024, *HSDP)
+    print(f"{ranks.objects:,} bytes of objects, {dict(ranks.received)}")
+    assert ranks.objects < 16 * MIB and peak < 64 * MIB
+    # of each other rank nothing but its host and process, for the watchdog
+    assert ranks.received["gathered"] < 1023 * 100
+    assert ranks.received["host groups"] == 1
+    assert sorted(size for size in groups if size > 1) == [8, 128, 1024]
+
+
+@pytest.mark.more
+def test_a_start_takes_as_much_memory_on_a_thousand_ranks_as_on_eight(tmp_path: Path) -> None:
+    few, _, _ = started(tmp_path / "few", 8, *FEW)  # and imports what a start imports
+    before = psutil.Process().memory_info().rss
+    ranks, _, _ = started(tmp_path / "many", 1024, *HSDP)
+    assert psutil.Process().memory_info().rss - before < 64 * MIB
+    assert ranks.received["broadcast"] == few.received["broadcast"]
+    assert ranks.received["gathered"] * 7 == few.received["gathered"] * 1023
+
+
+def test_the_groups_of_all_rows_are_made_in_one_call() -> None:
+    sizes = {"pipeline": 4, "replicate": 4, "shard": 16, "tensor": 4}
+    calls: list[list[list[int]]] = []
+    with ranks_of(1024):
+        shape = tuple(sizes.get(axis, 1) for axis in AXES)
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+        whole: Any = dist.distributed_c10d._get_default_group()
+        whole.bound_device_id = torch.device("cuda", 0)  # as with NCCL
+        with patch.object(dist, "split_group", lambda split_ranks: calls.append(split_ranks)):
+            groups_of(mesh)
+        whole.bound_device_id = None
+    assert [len(rows) for rows in calls] == [16, 4, 4]  # batch, loss, norm
+    for rows in calls:
+        assert sorted(rank for row in rows for rank in row) == list(range(1024))
+
+
+def test_ranks_connect_where_they_send() -> None:
+    """The sockets of a group on the host, of ranks that are threads: not one for each rank."""
+    count, store, own = 32, dist.HashStore(), psutil.Process()
+    operations: list[Callable[[Any], Any]] = [
+        lambda group: group.allreduce(torch.zeros(1)).wait(),
+        lambda group: group.broadcast(torch.zeros(1), 0).wait(),
+        lambda group: group.broadcast(torch.zeros(1), count - 1).wait(),
+    ]
+    before = len(own.net_connections("tcp"))
+    with patch.dict(os.environ), ThreadPoolExecutor(count) as pool:
+        os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
+        process.lazy_connections()
+        patient = timedelta(seconds=60)
+        make = lambda rank: dist.ProcessGroupGloo(store, rank, count, patient)  # noqa: E731
+        groups = list(pool.map(make, range(count)))
+        for operation in operations:
+            list(pool.map(operation, groups))
+        each = (len(own.net_connections("tcp")) - before) / count
+    print(f"{each} sockets a rank, on average, of {count} ranks")
+    assert 1 < each < 2 * math.log2(count)
