@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -9,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from tests.conformance.families.sweep import NEEDED, families
 from tests.conformance.test_any_to_any import all_to_all, ring
 from tests.support.layouts import EXPERTS, SHARED, TIED, family
 from tests.support.training import (
@@ -58,6 +60,20 @@ def checked(model: dict[str, Any], **axes: Any) -> str:
 )
 def test_experts_are_divided(model):
     assert checked(model) == ""
+
+
+@pytest.mark.whole
+def test_nearly_every_family_with_experts_is_accepted():
+    """The numbers of docs/experts.md; a family without experts, or that is no decoder, is none."""
+    found = {}
+    for name in families():
+        case = replace(SPREAD, model={"model_type": name, **NEEDED.get(name, {})})
+        with contextlib.suppress(ConfigError):
+            spec = spec_in(case)
+            if expert_ranks.stacks(spec.build(), spec):
+                found[name] = checked(case.model)
+    refused = {name for name, reason in found.items() if reason}
+    assert (len(found), refused) == (56, {"flex_olmo", "laguna"})  # 7 experts; no tiny copy runs
 
 
 @pytest.mark.parametrize(
