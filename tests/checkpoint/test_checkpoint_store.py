@@ -390,7 +390,7 @@ def test_a_placeholder_is_never_written(tmp_path: Path, part: str) -> None:
     ]
     with pytest.raises(
         ValueError,
-        match=r"a.weight[a-z_.]* \(0,\) came where a.weight[a-z_.]* \(4, 3\) was announced",
+        match=r"a.weight[a-z_.]* \(0,\) came where \(4, 3\) was announced",
     ):
         save(tmp_path, STATE, entries, DESCRIPTION, model_files, ALONE)
     assert files(tmp_path) == []
@@ -472,7 +472,7 @@ def test_a_full_disk_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert problem.place == str(tmp_path / "step-000100.partial")
     assert problem.seen.startswith("No space left on device, ")
     assert problem.seen.endswith(" free")
-    assert problem.expected == "a place that takes 232 bytes"
+    assert problem.expected == "a place that takes 1.2 KiB"
     assert newest(tmp_path) == (older, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
 
@@ -490,7 +490,7 @@ def test_space_is_looked_at_before_anything_is_written(
         "choose another folder"
     )
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100))
-    with pytest.raises(DiskError, match="100 bytes free; expected at least 232 bytes free"):
+    with pytest.raises(DiskError, match="100 bytes free; expected at least 1.2 KiB free"):
         saved(tmp_path / "checkpoints")
     assert files(tmp_path) == []
 
