@@ -6,7 +6,7 @@ stall, and memory.
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
 moments in float32. save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading
 without and with the verification of every byte), `safetensors.torch` writing and reading the same
-bytes, each rank its share as one file of tensors that are whole beforehand, and
+bytes, each rank what it holds as one file, and
 `torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to disk, and
 dropped from the page cache before it is read. stall: how long the loop waits in a save that is
 waited for, and in one beside the training; a step that has a save beside it, against one that has
@@ -60,10 +60,13 @@ class Arms:
             }
             self.sharded |= {f"{name}.{key}": moment for key, moment in moments.items()}
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """This rank's share as whole tensors of its own."""
-        read = {f"{entry.name}.{entry.key}": entry.read() for entry in self.state_tensors}
-        return {name: value.clone() for name, value in read.items() if value is not None}
+    def share(self) -> dict[str, torch.Tensor]:
+        """What this rank writes, as tensors of a file of its own."""
+        return {
+            f"{entry.name}.{entry.key}": part.value.clone()
+            for entry in self.state_tensors
+            for part in entry.parts()
+        }
 
     def ours(self, entries: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
         folder, ranks = self.fresh(name), ranks or self.ranks
@@ -141,7 +144,7 @@ class Arms:
 
 
 def measure_bandwidth(arms: Arms, rounds: int) -> list[str]:
-    tensors = arms.whole()
+    tensors = arms.share()
     size = sum(tensor.nbytes for tensor in arms.sharded.values()) / 2**20
     saves = {
         "ours": arms.ours,

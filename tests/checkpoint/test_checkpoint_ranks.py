@@ -21,7 +21,7 @@ from tests.support.checkpoint_pieces import (
 )
 from tests.support.pool import Pools
 from trainer.checkpoint import export, load, manifest, newest, save, verify
-from trainer.checkpoint.safetensors_stream import PartWriter
+from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
 
@@ -41,8 +41,8 @@ def _fail(folder: Path, phase: str) -> str:
     ranks = Ranks(torch.distributed.get_rank(), 2)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     rank, target, name = {
-        "tensors of rank 1": (1, PartWriter, "write"),
-        "end of rank 1": (1, PartWriter, "finish"),
+        "tensors of rank 1": (1, SharedFile, "write"),
+        "end of rank 1": (1, SharedFile, "finish"),
         "manifest": (0, os, "fsync"),
         "rename": (0, os, "rename"),
     }[phase]

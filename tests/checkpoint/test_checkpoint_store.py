@@ -42,7 +42,7 @@ from trainer.checkpoint import (
     verify,
 )
 from trainer.checkpoint.manifest import hash_file
-from trainer.checkpoint.safetensors_stream import PartWriter
+from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.errors import ConfigError, DiskError
 from trainer.state import WEIGHT, Part, StateTensor
 from trainer.storage import ensure_writable, to_json
@@ -462,10 +462,10 @@ def test_export_that_dies_between_its_renames_is_made_up_for(
 def test_a_full_disk_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     older = saved(tmp_path, 50)
 
-    def full(self: PartWriter, place: object, content: object) -> None:
+    def full(self: SharedFile, place: object, content: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(PartWriter, "write", full)
+    monkeypatch.setattr(SharedFile, "write", full)
     with pytest.raises(DiskError) as caught:
         saved(tmp_path, 100)
     [problem] = caught.value.problems

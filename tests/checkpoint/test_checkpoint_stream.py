@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,7 +15,7 @@ from safetensors import safe_open
 
 from trainer.checkpoint.safetensors_stream import (
     FileRecord,
-    PartWriter,
+    SharedFile,
     TensorType,
     header_of,
     on_host,
@@ -45,12 +46,12 @@ def test_the_library_reads_what_we_write(
 ) -> None:
     types = {name: TensorType(shape, dtype) for name, (shape, dtype) in announced.items()}
     tensors = {name: (torch.randn(kind.shape) * 3).to(kind.dtype) for name, kind in types.items()}
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(1) as threads:
         path = Path(folder, "t.safetensors")
         header = header_of(types)
         size = len(header) + sum(kind.size for kind in types.values())
         path.write_bytes(b"\xff" * size)
-        writer = PartWriter(path)
+        writer = SharedFile(path, threads)
         writer.write(span(0, len(header)), header)
         start = len(header)
         for name, tensor in tensors.items():
@@ -80,11 +81,12 @@ def test_a_strided_gradient_carrying_tensor_is_converted() -> None:
 
 def test_a_file_that_others_write_has_a_hash_for_each_part(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"0123456789")
-    writer = PartWriter(tmp_path / "t")
-    writer.write(span(1, 3), b"ab")
-    writer.write(span(3, 5), b"cd")
-    writer.write(span(7, 9), b"ef")
-    parts = writer.finish()
+    with ThreadPoolExecutor(1) as threads:
+        writer = SharedFile(tmp_path / "t", threads)
+        writer.write(span(1, 3), b"ab")
+        writer.write(span(3, 5), b"cd")
+        writer.write(span(7, 9), b"ef")
+        parts = writer.finish()
     assert (tmp_path / "t").read_bytes() == b"0abcd56ef9"
     assert parts == [
         (place, hashlib.sha256(content).hexdigest())

@@ -89,7 +89,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
 
 
 def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
-    """Send a part of a file from the keeper `giver` to the others, to the end even after a failure."""
+    """Send a part of a file from the keeper `giver` to others, to the end even after a failure."""
     import torch
     import torch.distributed as dist
 

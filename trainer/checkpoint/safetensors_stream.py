@@ -1,8 +1,8 @@
 """The safetensors format, written by several ranks at once, each hashing the parts that it writes.
 
 Format: https://huggingface.co/docs/safetensors - the header's length as 8 little-endian bytes, the
-header as JSON padded with spaces to a multiple of 8, then the tensors' bytes without gaps: the place
-of each value is known before any is written.
+header as JSON padded with spaces to a multiple of 8, then the tensors' bytes without gaps: where
+each value goes is known before any is written.
 """
 
 from __future__ import annotations
@@ -127,17 +127,21 @@ class FileRecord:
         return cls(size, tuple(zip(places, (digest for *_, digest in parts), strict=True)))
 
 
-class PartWriter:
-    """Writes this rank's parts of a file of the right size, and hashes them. Raises OSError."""
+class SharedFile:
+    """A file of the right size in which this rank writes parts, and hashes them: by a thread of
+    `threads`. Opened for the first part. Raises OSError.
+    """
 
-    def __init__(self, path: Path) -> None:
-        self._hasher = ThreadPoolExecutor(1)
-        self._file = path.open("r+b", buffering=0)
+    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
+        self._path, self._threads = path, threads
+        self._file: Any = None
         self._hashes: list[tuple[Span, Any]] = []
 
     def write(self, place: Span, content: bytes | memoryview) -> None:
         """Write the bytes of a part, without the gaps between its runs."""
-        hashed = self._hasher.submit(self._hash(place).update, content)
+        if self._file is None:
+            self._file = self._path.open("r+b", buffering=0)
+        hashed = self._threads.submit(self._hash(place).update, content)
         rest = memoryview(content)
         for start, end in place.runs(place.run):
             put(self._file.fileno(), rest[: end - start], start)
@@ -146,23 +150,23 @@ class PartWriter:
 
     def _hash(self, place: Span) -> Any:
         """Return the hash of a part, which goes on where the last one ended."""
-        if self._hashes and place == span(*place[:2]):
-            last, digest = self._hashes[-1]
-            if last == span(last.start, place.start):
-                self._hashes[-1] = span(last.start, place.end), digest
-                return digest
-        self._hashes.append((place, hashlib.sha256()))
-        return self._hashes[-1][1]
+        last, digest = self._hashes[-1] if self._hashes else (place, None)
+        if digest and (last.end, last, place) == (place.start, span(*last[:2]), span(*place[:2])):
+            self._hashes[-1] = span(last.start, place.end), digest
+        else:
+            self._hashes.append((place, digest := hashlib.sha256()))
+        return digest
 
     def finish(self) -> list[Hashed]:
-        """Flush the file to the disk; return place and SHA-256 of each part."""
-        os.fsync(self._file.fileno())
-        self.close()
+        """Flush the file to the disk; return the parts."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self.close()
         return [(place, digest.hexdigest()) for place, digest in self._hashes]
 
     def close(self) -> None:
-        self._hasher.shutdown()
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def put(handle: int, content: memoryview, start: int) -> None:

@@ -17,7 +17,7 @@ from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
 from trainer.checkpoint.safetensors_stream import (
     FileRecord,
     Hashed,
-    PartWriter,
+    SharedFile,
     Span,
     on_host,
     span,
@@ -145,19 +145,20 @@ def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, Fi
     """
     names = sorted(planned)
     first = ranks.rank * len(names) // ranks.world_size
-    mine = [_Parts(partial / name, planned[name], ranks.rank) for name in names]
 
     @disk_errors(partial, sum(one.size for one in planned.values()))
     def write() -> list[list[Hashed]]:
+        files: dict[str, SharedFile] = {}
         try:
-            with ThreadPoolExecutor(1) as thread:
-                for parts in (*mine[first:], *mine[:first]):
-                    parts.write(thread)
+            with ThreadPoolExecutor(2) as threads:
+                for name in (*names[first:], *names[:first]):
+                    files[name] = SharedFile(partial / name, threads)
+                    _fill(files[name], planned[name], ranks.rank, threads)
             faults.at("flush")
-            return [parts.finish() for parts in mine]
+            return [files[name].finish() for name in names]
         finally:
-            for parts in mine:
-                parts.close()
+            for file in files.values():
+                file.close()
 
     written = ranks.on_each(write)
     records, writers = {}, {}
@@ -172,43 +173,27 @@ def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, Fi
     return records
 
 
-class _Parts:
-    """What this rank writes of a file, which it opens for the first of it."""
+def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExecutor) -> None:
+    """Write the parts of a file that this rank holds: one while the next is read."""
 
-    def __init__(self, path: Path, planned: FilePlan, rank: int) -> None:
-        self._path, self._planned = path, planned
-        self._begins = planned.owner == rank
-        self._writer: PartWriter | None = None
-
-    def write(self, thread: ThreadPoolExecutor) -> None:
-        """Write all parts: `thread` writes one while the next is read and looked through."""
-        header = self._planned.header if self._begins else b""
-        last = thread.submit(self._write, [span(0, len(header))], header)
-        for slot in self._planned.slots:
-            for part in slot.entry.parts():
-                came, kind = tuple(part.value.shape), slot.type
-                if part.strides is None and came != kind.shape:
-                    raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
-                content = on_host(slot.name, part.value, kind.dtype)
-                last.result()
-                last = thread.submit(self._write, spans_of(part, kind, slot.start), content)
-        last.result()
-
-    def _write(self, spans: Sequence[Span], content: bytes | memoryview) -> None:
+    def write(spans: Sequence[Span], content: bytes | memoryview) -> None:
         rest = memoryview(content)
-        for place in spans if rest else ():
-            if self._writer is None:
-                self._writer = PartWriter(self._path)
+        for place in spans:
             faults.at("shard")
-            self._writer.write(place, rest[: place.size])
+            file.write(place, rest[: place.size])
             rest = rest[place.size :]
 
-    def finish(self) -> list[Hashed]:
-        return self._writer.finish() if self._writer else []
-
-    def close(self) -> None:
-        if self._writer:
-            self._writer.close()
+    beginning = [span(0, len(planned.header))] if rank == planned.owner else []
+    last = threads.submit(write, beginning, planned.header)
+    for slot in planned.slots:
+        for part in slot.entry.parts():
+            came, kind = tuple(part.value.shape), slot.type
+            if part.strides is None and came != kind.shape:
+                raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
+            content = on_host(slot.name, part.value, kind.dtype)
+            last.result()
+            last = threads.submit(write, spans_of(part, kind, slot.start), content)
+    last.result()
 
 
 def _write_others(

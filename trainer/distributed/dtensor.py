@@ -36,7 +36,7 @@ def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> t
     return value
 
 
-def place_of(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | None:
+def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | None:
     """Return where this process's part begins in the whole, and the whole's strides, in values.
 
     None if another process writes an equal part: that of the replica in which `owner` is does.
@@ -46,8 +46,8 @@ def place_of(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | None:
     if owner not in ranks or own is None:
         return None
     at = np.unravel_index(ranks.index(owner), mesh.shape)
-    copies = [not hasattr(placement, "dim") for placement in like.placements]
-    if any(copy and own[axis] != at[axis] for axis, copy in enumerate(copies)):
+    equal = [not hasattr(placement, "dim") for placement in like.placements]
+    if any(same and own[axis] != at[axis] for axis, same in enumerate(equal)):
         return None
     part = own_shard(torch.empty(like.shape, device="meta"), like)
     return int(part.storage_offset()), part.stride()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.distributed.dtensor import local, own_shard, place_of
+from trainer.distributed.dtensor import local, own_position, own_shard
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere
@@ -116,7 +116,7 @@ def _parts(tensor: torch.Tensor, owner: int, rank: int) -> list[Part]:
     """Return what this rank writes of a tensor: its shard, or the whole if it is the owner."""
     if not isinstance(tensor, DTensor):
         return [Part(local(tensor).detach())] if rank == owner else []
-    place = place_of(tensor, owner)
+    place = own_position(tensor, owner)
     return [] if place is None else [Part(local(tensor).detach(), *place)]
 
 
