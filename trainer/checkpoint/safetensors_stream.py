@@ -266,8 +266,9 @@ def read_types(path: Path) -> dict[str, TensorType]:
 
 
 def header_of(types: Mapping[str, TensorType]) -> bytes:
-    """Return how a file of these tensors, in this order, begins. Raises ConfigError for a dtype that
-    the format does not have.
+    """Return how a file of these tensors, in this order, begins.
+
+    Raises ConfigError for a dtype that the format does not have.
     """
     # without metadata transformers refuses the file
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
