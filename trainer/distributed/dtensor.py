@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 
@@ -41,13 +43,18 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 
     None if another process writes an equal part: that of the replica in which `owner` is does.
     """
-    mesh, own = like.device_mesh, like.device_mesh.get_coordinate()
-    ranks = mesh.mesh.flatten().tolist()
-    if owner not in ranks or own is None:
+    own, at = like.device_mesh.get_coordinate(), _coordinate(like.device_mesh, owner)
+    if own is None or at is None:
         return None
-    at = np.unravel_index(ranks.index(owner), mesh.shape)
     equal = [not hasattr(placement, "dim") for placement in like.placements]
     if any(same and own[axis] != at[axis] for axis, same in enumerate(equal)):
         return None
     part = own_shard(torch.empty(like.shape, device="meta"), like)
     return int(part.storage_offset()), part.stride()
+
+
+@lru_cache
+def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    """Return where a rank is in a mesh; None if it is not."""
+    ranks = mesh.mesh.flatten().tolist()
+    return tuple(np.unravel_index(ranks.index(rank), mesh.shape)) if rank in ranks else None
