@@ -1,7 +1,8 @@
 """What a checkpoint costs, on CPU: beside plain safetensors and `torch.distributed.checkpoint`,
 stall, and memory.
 
-    torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--folder DISK] [--smoke]
+    torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--blocks 16] [--folder DISK]
+        [--smoke]
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
 moments in float32. save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from layouts import Bench, Peak, interleaved, ratio, resident
+from layouts import SIZES, Bench, Peak, interleaved, ratio, resident
 from safetensors.torch import load_file, save_file
 
 from trainer import checkpoint
@@ -248,6 +249,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=SIZES["memory"]["num_hidden_layers"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument(
         "--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure"
@@ -257,6 +259,7 @@ def main() -> None:
     if world is None:
         parser.error("start it with torchrun")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
+    SIZES["memory"]["num_hidden_layers"] = options.blocks
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     bench, rounds = (
