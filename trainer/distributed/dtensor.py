@@ -57,4 +57,5 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Return where a rank is in a mesh; None if it is not."""
     ranks = mesh.mesh.flatten().tolist()
-    return tuple(np.unravel_index(ranks.index(rank), mesh.shape)) if rank in ranks else None
+    found = np.unravel_index(ranks.index(rank), mesh.shape) if rank in ranks else None
+    return None if found is None else tuple(map(int, found))
