@@ -1,12 +1,13 @@
 """What a checkpoint costs, on CPU: beside plain safetensors and `torch.distributed.checkpoint`,
 stall, and memory.
 
-    torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--folder DISK] [--smoke]
+    torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--blocks 16] [--folder DISK]
+        [--smoke]
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
 moments in float32. save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading
 without and with the verification of every byte), `safetensors.torch` writing and reading the same
-bytes, each rank its share as one file of tensors that are whole beforehand, and
+bytes, each rank what it holds as one file, and
 `torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to disk, and
 dropped from the page cache before it is read. stall: how long the loop waits in a save that is
 waited for, and in one beside the training; a step that has a save beside it, against one that has
@@ -30,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from layouts import Bench, Peak, interleaved, ratio, resident
+from layouts import SIZES, Bench, Peak, interleaved, ratio, resident
 from safetensors.torch import load_file, save_file
 
 from trainer import checkpoint
@@ -60,10 +61,13 @@ class Arms:
             }
             self.sharded |= {f"{name}.{key}": moment for key, moment in moments.items()}
 
-    def whole(self) -> dict[str, torch.Tensor]:
-        """This rank's share as whole tensors of its own."""
-        read = {f"{entry.name}.{entry.key}": entry.read() for entry in self.state_tensors}
-        return {name: value.clone() for name, value in read.items() if value is not None}
+    def share(self) -> dict[str, torch.Tensor]:
+        """What this rank writes, as tensors of a file of its own."""
+        return {
+            f"{entry.name}.{entry.key}": part.value.clone()
+            for entry in self.state_tensors
+            for part in entry.parts()
+        }
 
     def ours(self, entries: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
         folder, ranks = self.fresh(name), ranks or self.ranks
@@ -141,7 +145,7 @@ class Arms:
 
 
 def measure_bandwidth(arms: Arms, rounds: int) -> list[str]:
-    tensors = arms.whole()
+    tensors = arms.share()
     size = sum(tensor.nbytes for tensor in arms.sharded.values()) / 2**20
     saves = {
         "ours": arms.ours,
@@ -245,6 +249,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=SIZES["memory"]["num_hidden_layers"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     parser.add_argument(
         "--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure"
@@ -254,6 +259,7 @@ def main() -> None:
     if world is None:
         parser.error("start it with torchrun")
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_world_size))
+    SIZES["memory"]["num_hidden_layers"] = options.blocks
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     bench, rounds = (

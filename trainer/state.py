@@ -25,22 +25,29 @@ STEP = "step"
 
 
 @dataclass(frozen=True)
-class LocalRead:
-    """Reads a state tensor without waiting for others: shards are copied, and gathered later."""
+class Part:
+    """A part of a state tensor that one rank holds, and its place in the whole."""
 
-    shard: Callable[[], torch.Tensor | None]
-    """Returns this rank's shard of the live tensor; None if it has none that `gather` needs."""
-    gather: Callable[[torch.Tensor | None, Ranks], torch.Tensor | None]
-    """Returns the whole tensor on its owner, from copied shards on the host. Collective."""
+    value: torch.Tensor
+    offset: int = 0
+    """Values of the whole before its first one."""
+    strides: tuple[int, ...] | None = None
+    """Values of the whole from one to the next, along each dimension; None: it is the whole."""
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the view of the whole tensor that is this part of it."""
+        if self.strides is None:
+            return whole
+        return whole.as_strided(self.value.shape, self.strides, self.offset)
 
 
 @dataclass(frozen=True)
 class StateTensor:
     """One named tensor of the training state.
 
-    `read` and `write` are collective: every rank calls them, for all state tensors in the same
-    order. `read()` returns the whole tensor on rank `owner` and None elsewhere; `write(tensor)` is
-    called with the whole tensor on every rank, and each rank keeps its shard.
+    `parts()` returns what this rank writes of it: over all ranks each value once. `write` is
+    collective: every rank calls it with the whole tensor, for all state tensors in the same order,
+    and each keeps its shard.
     """
 
     name: str
@@ -50,14 +57,24 @@ class StateTensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
     owner: int
-    read: Callable[[], torch.Tensor | None]
+    """The rank with the tensor's file, which also writes what several ranks hold."""
+    parts: Callable[[], list[Part]]
     write: Callable[[torch.Tensor], None]
-    local: LocalRead | None = None
     keep: Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]] | None = None
     """Makes the optimizer keep state for this weight as a checkpoint does; None if the weight is
     not trained. `keep(shapes)`, by key: all keys or, if empty, none. Returns the state tensors to
     be written. Not collective.
     """
+
+    def read(self, ranks: Ranks) -> torch.Tensor:
+        """Return the whole tensor on the host of every rank. Collective; for small models."""
+        import torch
+
+        own = [replace(part, value=part.value.detach().cpu().clone()) for part in self.parts()]
+        whole = torch.empty(self.shape, dtype=self.dtype)
+        for part in (part for parts in ranks.gather(own) for part in parts):
+            part.within(whole).copy_(part.value)
+        return whole
 
 
 def renamed(entries: Sequence[StateTensor], names: Mapping[str, str]) -> list[StateTensor]:

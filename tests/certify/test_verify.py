@@ -492,11 +492,10 @@ def stale_weight_saved(engine: str) -> Any:
         if entry.name != "transformer.h.1.mlp.c_fc.weight" or entry.key != "weight":
             return entry
 
-        def read():
-            value = entry.read()
-            return None if value is None else value * 0.999
+        def parts():
+            return [replace(part, value=part.value * 0.999) for part in entry.parts()]
 
-        return replace(entry, read=read, local=None)
+        return replace(entry, parts=parts)
 
     return of_state_tensors("save", stale)
 

@@ -21,7 +21,7 @@ from tests.support.checkpoint_pieces import (
 )
 from tests.support.pool import Pools
 from trainer.checkpoint import export, load, manifest, newest, save, verify
-from trainer.checkpoint.safetensors_stream import TensorWriter
+from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
 
@@ -41,15 +41,15 @@ def _fail(folder: Path, phase: str) -> str:
     ranks = Ranks(torch.distributed.get_rank(), 2)
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     rank, target, name = {
-        "tensors of rank 1": (1, TensorWriter, "write"),
-        "end of rank 1": (1, TensorWriter, "finish"),
+        "tensors of rank 1": (1, SharedFile, "write"),
+        "end of rank 1": (1, SharedFile, "finish"),
         "manifest": (0, os, "fsync"),
         "rename": (0, os, "rename"),
     }[phase]
     if phase == "manifest":
-        real, calls = os.fsync, iter(range(99))  # rank 0 flushes its two files first
+        real, calls = os.fsync, iter(range(99))  # rank 0 flushes its parts of four files first
         broken = patch.object(
-            os, "fsync", lambda handle: real(handle) if next(calls) < 2 else _raise(full)
+            os, "fsync", lambda handle: real(handle) if next(calls) < 4 else _raise(full)
         )
     else:
         broken = patch.object(target, name, lambda *_: _raise(full))
@@ -73,8 +73,8 @@ def _raise(error: Exception) -> None:
 def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
     ranks = Ranks(torch.distributed.get_rank(), 2)
     state = live(ranks, seed=1)
-    state.tensors["b.weight", "exp_avg"][3] = value  # rank 0's
-    state.tensors["b.weight", "exp_avg_sq"][0] = value  # rank 1's
+    state.tensors["b.weight", "exp_avg"][0] = value  # rank 0's
+    state.tensors["b.weight", "exp_avg_sq"][3] = value  # rank 1's
     try:
         save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
     except MeshloomError as error:
@@ -173,11 +173,11 @@ def test_a_value_that_is_not_finite_is_never_published(
 
 def _verify(folder: Path) -> tuple[list[str], list[str]]:
     """The files that this rank hashed, and what was found."""
-    ranks, hashed = Ranks(torch.distributed.get_rank(), 2), []
-    real = manifest.hash_file
-    with patch.object(manifest, "hash_file", lambda path: hashed.append(path.name) or real(path)):
+    ranks, hashed = Ranks(torch.distributed.get_rank(), 2), set()
+    real = manifest.hash_part
+    with patch.object(manifest, "hash_part", lambda *part: hashed.add(part[0].name) or real(*part)):
         problems = [problem.seen for problem in verify(folder / "step-000100", ranks)]
-    return hashed, problems
+    return sorted(hashed), problems
 
 
 def _blind(folder: Path) -> str:

@@ -1,8 +1,9 @@
-"""Our streaming writer against the safetensors library's own reader."""
+"""What we write against the safetensors library's own reader."""
 
 from __future__ import annotations
 
 import hashlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -12,7 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from trainer.checkpoint.safetensors_stream import TensorType, TensorWriter, read_types
+from trainer.checkpoint.safetensors_stream import (
+    FileRecord,
+    SharedFile,
+    TensorType,
+    header_of,
+    on_host,
+    read_types,
+    span,
+)
 from trainer.errors import ConfigError
 
 DTYPES = [
@@ -32,19 +41,26 @@ NAMES = st.text(st.characters(blacklist_categories=["Cs"]), min_size=1, max_size
 
 @given(st.dictionaries(NAMES, st.tuples(SHAPES, st.sampled_from(DTYPES)), max_size=5))
 @settings(max_examples=80, deadline=None)
-def test_the_library_reads_what_we_stream(
+def test_the_library_reads_what_we_write(
     announced: dict[str, tuple[tuple[int, ...], torch.dtype]],
 ) -> None:
     types = {name: TensorType(shape, dtype) for name, (shape, dtype) in announced.items()}
     tensors = {name: (torch.randn(kind.shape) * 3).to(kind.dtype) for name, kind in types.items()}
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, ThreadPoolExecutor(1) as threads:
         path = Path(folder, "t.safetensors")
-        writer = TensorWriter(path, types)
+        header = header_of(types)
+        size = len(header) + sum(kind.size for kind in types.values())
+        path.write_bytes(b"\xff" * size)
+        writer = SharedFile(path, threads)
+        writer.write(span(0, len(header)), header)
+        start = len(header)
         for name, tensor in tensors.items():
-            writer.write(name, tensor)
-        record = writer.finish()
+            content = on_host(name, tensor, tensor.dtype)
+            writer.write(span(start, start + len(content)), content)
+            start += len(content)
         content = path.read_bytes()
-        assert (record.size, record.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+        # one rank wrote it from end to end, so that it has one hash
+        assert writer.finish() == [(span(0, size), hashlib.sha256(content).hexdigest())]
         assert int.from_bytes(content[:8], "little") % 8 == 0
         assert read_types(path) == types
         with safe_open(path, framework="pt") as opened:
@@ -56,26 +72,32 @@ def test_the_library_reads_what_we_stream(
                 assert torch.equal(found, tensor)
 
 
-def test_a_strided_gradient_carrying_tensor_is_converted(tmp_path: Path) -> None:
+def test_a_strided_gradient_carrying_tensor_is_converted() -> None:
     source = torch.nn.Parameter(torch.arange(6.0).reshape(2, 3))
-    writer = TensorWriter(tmp_path / "t", {"x": TensorType((3, 2), torch.bfloat16)})
-    writer.write("x", source.T)
-    writer.finish()
-    with safe_open(tmp_path / "t", framework="pt") as opened:
-        assert torch.equal(opened.get_tensor("x"), source.detach().T.bfloat16())
+    content = on_host("x", source.T, torch.bfloat16)
+    wanted = source.detach().T.bfloat16().contiguous().view(torch.uint8)
+    assert bytes(content) == bytes(wanted.numpy().data)
 
 
-def test_what_was_not_announced_is_not_written(tmp_path: Path) -> None:
-    writer = TensorWriter(tmp_path / "t", {"x": TensorType((2,), torch.float32)})
-    with pytest.raises(ValueError, match=r"1 tensors were announced and not written"):
-        writer.finish()
-    with pytest.raises(ValueError, match=r"y \(2,\) came where x \(2,\) was announced"):
-        writer.write("y", torch.zeros(2))
+def test_a_file_that_others_write_has_a_hash_for_each_part(tmp_path: Path) -> None:
+    (tmp_path / "t").write_bytes(b"0123456789")
+    with ThreadPoolExecutor(1) as threads:
+        writer = SharedFile(tmp_path / "t", threads)
+        writer.write(span(1, 3), b"ab")
+        writer.write(span(3, 5), b"cd")
+        writer.write(span(7, 9), b"ef")
+        parts = writer.finish()
+    assert (tmp_path / "t").read_bytes() == b"0abcd56ef9"
+    assert parts == [
+        (place, hashlib.sha256(content).hexdigest())
+        for place, content in ((span(1, 5), b"abcd"), (span(7, 9), b"ef"))
+    ]
+    with pytest.raises(ValueError, match="not the whole file"):
+        FileRecord.of(10, parts=[[*place[:2], digest] for place, digest in parts])
 
 
-def test_a_dtype_without_a_name_in_the_format_is_refused(tmp_path: Path) -> None:
+def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"^x: a tensor of torch.complex64; expected one of torch.float64, "
     ):
-        TensorWriter(tmp_path / "t", {"x": TensorType((1,), torch.complex64)})
-    assert not (tmp_path / "t").exists()
+        header_of({"x": TensorType((1,), torch.complex64)})

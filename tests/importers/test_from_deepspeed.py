@@ -14,6 +14,7 @@ import torch
 
 from tests.support.commands import Result, run, train, write_job
 from tests.support.pool import Pools
+from trainer.distributed.ranks import ALONE
 from trainer.engines.deepspeed import patches
 from trainer.errors import ConfigError, DataError
 from trainer.state import MASTER, WEIGHT
@@ -116,7 +117,7 @@ def test_every_value_is_that_of_deepspeed(
         0
     ]
     imported = read_deepspeed(tmp_path)
-    found = {(entry.name, entry.key): entry.read() for entry in imported.state_tensors}
+    found = {(entry.name, entry.key): entry.read(ALONE) for entry in imported.state_tensors}
     for entry in imported.state_tensors:
         tensor = found[entry.name, entry.key]
         assert tensor is not None and (tuple(tensor.shape), tensor.dtype) == (
@@ -154,7 +155,10 @@ def test_an_order_that_deepspeed_itself_gets_wrong(
             trained, folder=tmp_path / str(turns), stage=stage, precision=precision, **options
         )
         found.append(
-            {(p.name, p.key): p.read() for p in read_deepspeed(tmp_path / str(turns)).state_tensors}
+            {
+                (p.name, p.key): p.read(ALONE)
+                for p in read_deepspeed(tmp_path / str(turns)).state_tensors
+            }
         )
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
@@ -169,7 +173,7 @@ def test_weights_that_differ_from_their_masters_are_refused(tmp_path: Path, pool
     torch.save(content, file)
     with pytest.raises(DataError, match=r"other values of model\.norm\.weight"):
         for entry in read_deepspeed(tmp_path).state_tensors:
-            entry.read()
+            entry.read(ALONE)
 
 
 def ask(*arguments: str | Path) -> Result:
@@ -252,9 +256,9 @@ def written(tmp_path: Path) -> Path:
 def test_what_was_written_by_hand(written: Path) -> None:
     for path in (written, written / "global_step7"):
         weight, moment = read_deepspeed(path).state_tensors
-        assert torch.equal(weight.read(), torch.arange(3.0))
+        assert torch.equal(weight.read(ALONE), torch.arange(3.0))
         assert (moment.key, moment.name) == ("exp_avg", "a") and torch.equal(
-            moment.read(), torch.ones(3)
+            moment.read(ALONE), torch.ones(3)
         )
 
 

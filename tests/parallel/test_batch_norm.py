@@ -114,14 +114,7 @@ def trained(case: Case, together: bool) -> Outcome:
     weights = {}
     for entry in engine.state_tensors():
         if entry.key == "weight":
-            value = entry.read()
-            value = (
-                torch.empty(entry.shape, dtype=entry.dtype)
-                if value is None
-                else value.detach().clone()
-            )
-            dist.broadcast(value, entry.owner)
-            weights[entry.name] = value
+            weights[entry.name] = entry.read(engine.job.machine.ranks)
     buffers = (
         {
             n.removeprefix("model."): b

@@ -121,13 +121,9 @@ def advance(
 
 
 def state_of(engine: Any, case: Case) -> dict[tuple[str, str], torch.Tensor]:
-    """Return all of the state that this rank reads."""
-    found = {}
-    for entry in engine.state_tensors():
-        value = entry.read()
-        if value is not None:
-            found[entry.name, entry.key] = value.detach().clone()
-    return found
+    """Return all of the state, whole."""
+    ranks = engine.job.machine.ranks
+    return {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
 
 
 def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) -> list[list[str]]:

@@ -188,10 +188,10 @@ def _broken(folder: Path, how: str) -> str:
     if how == "lost" and ranks.rank == 1:
         (mine / "one").unlink()
     if how == "changed":
-        records["one"] = FileRecord(records["one"].size, "0" * 64)
+        records["one"] = FileRecord.whole(records["one"].size, "0" * 64)
     ranks.barrier()
     try:
-        spread(mine, records, dict.fromkeys(names, 1), ranks)
+        spread(mine, records, dict.fromkeys(names, [1]), ranks)
     except DiskError as error:
         assert error.shared and (mine / "two").read_bytes() == b"two" * 1000
         return str(error)

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from trainer.distributed.ranks import Ranks
-from trainer.state import WEIGHT, RunState, StateTensor
+from trainer.state import WEIGHT, Part, RunState, StateTensor
 
 ALONE = Ranks()
 DESCRIPTION = {"seed": 7, "config": {"trainer": {"steps": 9}}}
@@ -34,12 +34,16 @@ class Live:
         tensor = self.tensors[name, part]
         owner = index % self._ranks.world_size
 
-        def read() -> torch.Tensor | None:
-            # as an engine gathers: who does not come here leaves the others waiting
-            self._ranks.barrier()
-            return tensor if owner == self._ranks.rank else None
+        def parts() -> list[Part]:
+            """As of a model that is sharded along its rows, with one copy of its scalars."""
+            if not tensor.ndim:
+                return [Part(tensor)] if owner == self._ranks.rank else []
+            rows = tensor.tensor_split(self._ranks.world_size)[self._ranks.rank]
+            return [Part(rows, rows.storage_offset(), rows.stride())]
 
-        return StateTensor(name, part, tuple(tensor.shape), tensor.dtype, owner, read, tensor.copy_)
+        return StateTensor(
+            name, part, tuple(tensor.shape), tensor.dtype, owner, parts, tensor.copy_
+        )
 
 
 def live(ranks: Ranks = ALONE, seed: int = 0) -> Live:

@@ -381,24 +381,15 @@ def allow_float16(case: Case) -> None:
 
 
 def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
-    """Return every weight, on every rank: each is read on its owner and broadcast."""
+    """Return every weight, on every rank."""
     import torch.distributed as dist
 
-    found = {}
+    from trainer.distributed.ranks import Ranks
+
+    ranks = Ranks(dist.get_rank(), case.world_size) if case.world_size > 1 else Ranks()
     wanted = "master" if case.precision != "float32" and case.engine == "deepspeed" else "weight"
-    for entry in engine.state_tensors():
-        value = entry.read()
-        if entry.key == wanted:
-            value = (
-                torch.empty(entry.shape)
-                if value is None
-                else value.detach().float().clone().contiguous()
-            )
-            value = value.to(device_here())
-            if case.world_size > 1:
-                dist.broadcast(value, entry.owner)
-            found[entry.name] = value.cpu()
-    return found
+    entries = [entry for entry in engine.state_tensors() if entry.key == wanted]
+    return {entry.name: entry.read(ranks).float() for entry in entries}
 
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:

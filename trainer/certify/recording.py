@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 
 from trainer import checkpoint
 from trainer.certify.outputs import Listener, Outputs
@@ -263,17 +262,7 @@ def _schedule(small: Tiny) -> LRSchedule:
 
 
 def state_of(engine: Engine) -> State:
-    """Gather all state tensors on the first rank, each sent by its owner. Collective."""
-    found: State = {}
-    machine = engine.job.machine
-    for entry in engine.state_tensors():
-        value = entry.read()
-        if value is None:
-            value = torch.empty(entry.shape, dtype=entry.dtype)
-        value = value.detach().clone().contiguous()
-        if machine.ranks.world_size > 1:
-            value = value.to(machine.device)
-            dist.broadcast(value, entry.owner)
-        if machine.ranks.first:  # the rank that compares them
-            found[entry.name, entry.key] = value.cpu()
-    return found
+    """Return all state tensors, whole, on the first rank, which compares them. Collective."""
+    ranks = engine.job.machine.ranks
+    found = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
+    return found if ranks.first else {}

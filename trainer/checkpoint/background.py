@@ -9,7 +9,6 @@ from threading import Thread
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.save import read_all
 from trainer.distributed.ranks import Ranks
 from trainer.state import StateTensor
 
@@ -29,7 +28,7 @@ class Background:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._copies: dict[tuple[str, str], torch.Tensor] = {}
+        self._copies: dict[tuple[str, str, int], torch.Tensor] = {}
         self._thread: Thread | None = None
         self._failure: Exception | None = None
 
@@ -39,13 +38,11 @@ class Background:
         Waits for the previous save, and raises its error.
         """
         self.wait()
-        own = [replace(one, read=one.local.shard) if one.local else one for one in entries]
-        self._ranks.on_each(lambda: read_all(own, self._copy))
+        frozen = self._ranks.on_own(lambda: [self._frozen(entry) for entry in entries])
         if any(tensor.is_pinned() for tensor in self._copies.values()):
             import torch
 
             torch.cuda.current_stream().synchronize()
-        frozen = [replace(entry, read=partial(self._read, entry)) for entry in entries]
         work = partial(self._run, frozen, write)
         self._thread = Thread(target=work, name="checkpoint", daemon=True)
         self._thread.start()
@@ -70,17 +67,17 @@ class Background:
         elif self._thread is not None:
             self._thread.join()
 
-    def _copy(self, entry: StateTensor, tensor: torch.Tensor) -> None:
+    def _frozen(self, entry: StateTensor) -> StateTensor:
+        """Return the state tensor with a copy of what this rank holds of it."""
         import torch
 
-        key = entry.name, entry.key
-        if key not in self._copies:
-            self._copies[key] = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        self._copies[key].copy_(tensor, non_blocking=True)
-
-    def _read(self, entry: StateTensor) -> torch.Tensor | None:
-        copied = self._copies.get((entry.name, entry.key))
-        return entry.local.gather(copied, self._ranks) if entry.local else copied
+        found = []
+        for number, part in enumerate(entry.parts()):
+            key, like = (entry.name, entry.key, number), part.value
+            if key not in self._copies:
+                self._copies[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
+            found.append(replace(part, value=self._copies[key].copy_(like, non_blocking=True)))
+        return replace(entry, parts=lambda: found)
 
     def _run(self, entries: list[StateTensor], write: Write) -> None:
         try:

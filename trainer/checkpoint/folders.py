@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manifest import read_manifest, write_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord
+from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, put
 from trainer.errors import DiskError, Problem
 from trainer.storage import disk_errors, flush, rename_folder
 
@@ -24,12 +24,15 @@ CHUNK = 16 * 2**20
 
 
 def spread(
-    folder: Path | None, records: Mapping[str, FileRecord], writers: Mapping[str, int], ranks: Ranks
+    folder: Path | None,
+    records: Mapping[str, FileRecord],
+    writers: Mapping[str, Sequence[int]],
+    ranks: Ranks,
 ) -> None:
-    """Copy each file of `records` from the folder of its writer to all others. Collective.
+    """Copy each part of the files of `records` from the folder of its writer to all others.
 
-    `folder` is the one that this rank sees; None if it wants no copy. Copies are flushed, and have
-    the hash of their record. Raises DiskError everywhere, after all were sent.
+    Collective. `folder` is the one that this rank sees; None if it wants no copy. Copies are
+    flushed, and have the hashes of their records. Raises DiskError everywhere, after all were sent.
     """
     if len(set(ranks.keepers)) < 2:
         return
@@ -37,11 +40,15 @@ def spread(
     def copy() -> None:
         failures = []
         for name in sorted(records) if ranks.rank == ranks.keeper else ():
-            giver = ranks.keepers[writers[name]]
-            try:
-                _pass_on(None if folder is None else folder / name, records[name], giver, ranks)
-            except DiskError as error:
-                failures.append(error)
+            path = None if folder is None else folder / name
+            for part, rank in zip(records[name].parts, writers[name], strict=True):
+                try:
+                    _pass_on(path, part, ranks.keepers[rank], ranks)
+                except DiskError as error:
+                    failures.append(error)
+            if path is not None and not failures:
+                with disk_errors(path):
+                    flush(path)
         if failures:
             raise failures[0]
 
@@ -72,7 +79,8 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     ranks.on_keepers(prepare)
     here = path if ranks.rank == giver else partial if wants and at_work else None
     try:
-        spread(here, records, dict.fromkeys(records, giver), ranks)
+        writers = {name: [giver] * len(record.parts) for name, record in records.items()}
+        spread(here, records, writers, ranks)
         ranks.on_keepers(publish)
     except Exception:
         if wants and at_work:
@@ -80,14 +88,13 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
         raise
 
 
-def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) -> None:
-    """Send one file from the keeper `giver` to the others, to the end even after a failure."""
+def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
+    """Send a part of a file from the keeper `giver` to others, to the end even after a failure."""
     import torch
     import torch.distributed as dist
 
-    gives, digest = ranks.rank == giver, hashlib.sha256()
-    file: Any = None
-    failure: OSError | None = None
+    (place, wanted), gives, digest = part, ranks.rank == giver, hashlib.sha256()
+    file, failure = -1, None
 
     def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal failure
@@ -98,31 +105,46 @@ def _pass_on(path: Path | None, record: FileRecord, giver: int, ranks: Ranks) ->
                 failure = error
         return None
 
-    def move(values: memoryview) -> None:
-        (file.readinto if gives else file.write)(values)
-
-    if path is not None and not gives:
-        attempt(lambda: path.parent.mkdir(parents=True, exist_ok=True))
-    file = attempt(open, path, "rb" if gives else "wb")
-    for start in range(0, record.size, CHUNK):
-        part = torch.zeros(min(CHUNK, record.size - start), dtype=torch.uint8)
-        values = part.numpy().data
+    def begin(path: Path) -> int:
         if gives:
-            attempt(move, values)
-        dist.broadcast(part, src=giver, group=ranks.among_keepers)
+            return os.open(path, os.O_RDONLY)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+
+    def move(values: memoryview, pieces: Sequence[tuple[int, int]]) -> None:
+        for start, end in pieces:
+            own, values = values[: end - start], values[end - start :]
+            os.preadv(file, [own], start) if gives else put(file, own, start)
+
+    file = attempt(begin, path)
+    for pieces in _batches(place.runs(CHUNK)):
+        sent = torch.zeros(sum(end - start for start, end in pieces), dtype=torch.uint8)
+        values = sent.numpy().data
+        if gives:
+            attempt(move, values, pieces)
+        dist.broadcast(sent, src=giver, group=ranks.among_keepers)
         digest.update(values)
         if not gives:
-            attempt(move, values)
+            attempt(move, values, pieces)
     if file is not None:
-        attempt(file.flush)
-        with suppress(OSError):
-            file.close()
+        attempt(os.close, file)
     if path is None:
         return
-    with disk_errors(path, record.size):
+    with disk_errors(path, place.size):
         if failure is not None:
             raise failure
-        flush(path)
-    if digest.hexdigest() != record.sha256:
+    if digest.hexdigest() != wanted:
         actual = f"SHA-256 {digest.hexdigest()[:12]}... of what came from rank {giver}"
-        raise DiskError(Problem(str(path), actual, f"{record.sha256[:12]}..., as it was written"))
+        raise DiskError(Problem(str(path), actual, f"{wanted[:12]}..., as it was written"))
+
+
+def _batches(pieces: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Yield pieces of a file in groups of about `CHUNK` bytes."""
+    batch, size = [], 0
+    for start, end in pieces:
+        batch.append((start, end))
+        if (size := size + end - start) >= CHUNK:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.safetensors_stream import FileRecord, read_header
+from trainer.checkpoint.safetensors_stream import FileRecord, Span, read_header, span
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem
 from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
 
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
-FORMAT = 1
+FORMAT, EARLIER = 2, (1,)
+"""The format that is written, and those that are read too."""
 PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 """File types whose content can run code when opened, so that none is opened."""
 ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
@@ -49,7 +51,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
         elif name not in records:
             flush(path)
             records[name] = hash_file(path)
-    files = {name: asdict(record) for name, record in records.items()}
+    files = {name: record.to_json() for name, record in records.items()}
     write_file(folder / MANIFEST, to_json({"format": FORMAT, "files": files}))
     flush(folder)
 
@@ -63,22 +65,29 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     parsed = parse_json(content)
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
-    if parsed.get("format") != FORMAT:
+    if parsed.get("format") not in (FORMAT, *EARLIER):
         raise ValueError(f"format {parsed.get('format')!r:.50}, where this version reads {FORMAT}")
     if to_json(parsed) != content:
         raise ValueError("damaged (it is not in the form in which it was written)")
-    for name, record in parsed["files"].items():
-        if not _is(record, {"size": int, "sha256": str}):
-            raise ValueError(f"damaged (no size and SHA-256 of {name!r:.200})")
-        if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise ValueError(f"a path that leaves the folder: {name!r:.200}")
-        if PurePosixPath(name).suffix in PICKLES:
-            raise ValueError(f"a pickle, which is never opened: {name!r:.200}")
+    records = {name: _record(name, entry) for name, entry in parsed["files"].items()}
     if DESCRIPTION not in parsed["files"] and any(
         name.startswith("model/") for name in parsed["files"]
     ):
         raise ValueError(f"damaged (no {DESCRIPTION})")
-    return {name: FileRecord(**record) for name, record in parsed["files"].items()}
+    return records
+
+
+def _record(name: str, entry: Any) -> FileRecord:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"a path that leaves the folder: {name!r:.200}")
+    if PurePosixPath(name).suffix in PICKLES:
+        raise ValueError(f"a pickle, which is never opened: {name!r:.200}")
+    try:
+        if _is(entry, {"size": int, "sha256": str}) or _is(entry, {"size": int, "parts": list}):
+            return FileRecord.of(**entry)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"damaged (of {name!r:.200}: {error})") from error
+    raise ValueError(f"damaged (no size and SHA-256 of {name!r:.200})")
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -198,9 +207,17 @@ def _shown(path: Path) -> str:
 
 def hash_file(path: Path) -> FileRecord:
     check_regular(path)
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return FileRecord(path.stat().st_size, digest)
+    size = path.stat().st_size
+    return FileRecord.whole(size, hash_part(path, span(0, size)))
+
+
+def hash_part(path: Path, place: Span) -> str:
+    """Return the SHA-256 of a part of a file. Raises OSError."""
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as file:
+        for start, end in place.runs(1 << 20):
+            digest.update(os.pread(file.fileno(), end - start, start))
+    return digest.hexdigest()
 
 
 def _wrong_size(path: Path, record: FileRecord) -> tuple[str, str] | None:
@@ -212,7 +229,8 @@ def _wrong_size(path: Path, record: FileRecord) -> tuple[str, str] | None:
 def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
     if fault := _wrong_size(path, record):
         return fault
-    digest = hash_file(path).sha256
-    if digest == record.sha256:
-        return None
-    return f"SHA-256 {digest[:12]}...", f"{record.sha256[:12]}..."
+    for place, wanted in record.parts:
+        if (digest := hash_part(path, place)) != wanted:
+            which = "" if place.size == record.size else f" of bytes {place.start} to {place.end}"
+            return f"SHA-256 {digest[:12]}...{which}", f"{wanted[:12]}..."
+    return None

@@ -1,8 +1,8 @@
-"""The safetensors format, written one tensor at a time and hashed in the same pass.
+"""The safetensors format, written by several ranks at once, each hashing the parts that it writes.
 
 Format: https://huggingface.co/docs/safetensors - the header's length as 8 little-endian bytes, the
-header as JSON padded with spaces to a multiple of 8, then the tensors' bytes without gaps. The
-library's own writer takes all tensors at once; here memory holds the largest one.
+header as JSON padded with spaces to a multiple of 8, then the tensors' bytes without gaps: where
+each value goes is known before any is written.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.errors import ConfigError, NumericsError, Problem
+from trainer.state import Part
 from trainer.storage import parse_json
 
 if TYPE_CHECKING:
@@ -58,70 +60,156 @@ class TensorType:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
+class Span(NamedTuple):
+    """Bytes of a file: runs of `run` bytes, one every `step` bytes from `start` on, up to `end`."""
+
+    start: int
+    end: int
+    run: int
+    step: int
+
+    @property
+    def size(self) -> int:
+        """Bytes in all runs."""
+        return ((self.end - self.start - self.run) // self.step + 1) * self.run
+
+    def runs(self, most: int) -> Iterator[tuple[int, int]]:
+        """Yield start and end of each run, or of pieces of it of at most so many bytes."""
+        for start in range(self.start, self.end, self.step):
+            for piece in range(start, start + self.run, most):
+                yield piece, min(piece + most, start + self.run)
+
+
+def span(start: int, end: int) -> Span:
+    """Return the span of all bytes between two places."""
+    return Span(start, end, end - start, max(1, end - start))
+
+
+Hashed = tuple[Span, str]
+"""A part of a file, and its SHA-256."""
+
+
 @dataclass(frozen=True)
 class FileRecord:
-    """The size and hash of a finished file."""
+    """The size and the hashes of a finished file."""
 
     size: int
     """Bytes."""
-    sha256: str
+    parts: tuple[Hashed, ...]
+    """Its parts: one, if one rank wrote it."""
+
+    @classmethod
+    def whole(cls, size: int, sha256: str) -> FileRecord:
+        return cls(size, ((span(0, size), sha256),))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the file's entry in a manifest."""
+        if [place for place, _ in self.parts] == [span(0, self.size)]:
+            return {"size": self.size, "sha256": self.parts[0][1]}
+        places = [place[:2] if place == span(*place[:2]) else place for place, _ in self.parts]
+        hashes = [digest for _, digest in self.parts]
+        return {"size": self.size, "parts": [[*p, h] for p, h in zip(places, hashes, strict=True)]}
+
+    @classmethod
+    def of(cls, size: int, sha256: str | None = None, parts: Any = ()) -> FileRecord:
+        """Return the record of an entry of a manifest. Raises TypeError, ValueError."""
+        if sha256 is not None:
+            return cls.whole(size, sha256)
+        places = [Span(*at) if at[2:] else span(*at) for *at, _ in parts]
+        if any(type(number) is not int for place in places for number in place):
+            raise TypeError("parts without places")
+        if any(type(digest) is not str for *_, digest in parts):
+            raise TypeError("parts without hashes")
+        if not all(0 <= p.start < p.end <= size and 0 < p.run <= p.step for p in places):
+            raise ValueError("parts outside the file")
+        if sum(place.size for place in places) != size:
+            raise ValueError("parts that are not the whole file")
+        return cls(size, tuple(zip(places, (digest for *_, digest in parts), strict=True)))
 
 
-class TensorWriter:
-    """A safetensors file that is being written. `types` are all its tensors, in the order of
-    writing.
-
-    Raises ConfigError for a dtype that the format does not have, and OSError.
+class SharedFile:
+    """A file of the right size in which this rank writes parts, and hashes them: by a thread of
+    `threads`. Opened for the first part. Raises OSError.
     """
 
-    def __init__(self, path: Path, types: Mapping[str, TensorType]) -> None:
-        header = _header(types)
-        self._waiting = list(types.items())[::-1]
-        self._hash, self._hasher = hashlib.sha256(), ThreadPoolExecutor(1)
-        self._size = 0
-        self._file = path.open("wb", buffering=0)
-        self._write(len(header).to_bytes(8, "little"))
-        self._write(header)
+    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
+        self._path, self._threads = path, threads
+        self._file: Any = None
+        self._hashes: list[tuple[Span, Any]] = []
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Write the next tensor, from any device; it is converted to its dtype in `types`.
-
-        Raises NumericsError for a value that is not finite.
-        """
-        import torch
-
-        expected, kind = self._waiting.pop()
-        if (name, tuple(tensor.shape)) != (expected, kind.shape):
-            came = f"{name} {tuple(tensor.shape)}"
-            raise ValueError(f"{came} came where {expected} {kind.shape} was announced")
-        flat = tensor.detach().to("cpu", kind.dtype).contiguous().reshape(-1)
-        # an infinity or NaN shows in the extremes: one pass, and no mask as large as the tensor
-        checked = kind.dtype.is_floating_point and len(flat) > 0
-        if checked and not all(end.isfinite() for end in flat.aminmax()):
-            raise NumericsError(Problem(name, *_NOT_FINITE))
-        self._write(flat.view(torch.uint8).numpy().data)
-
-    def finish(self) -> FileRecord:
-        """Flush the file to the disk; return its size and hash."""
-        if self._waiting:
-            count = len(self._waiting)
-            raise ValueError(f"{self._file.name}: {count} tensors were announced and not written")
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return FileRecord(self._size, self._hash.hexdigest())
-
-    def abandon(self) -> None:
-        """Close an unfinished file."""
-        self._hasher.shutdown()
-        self._file.close()
-
-    def _write(self, content: bytes | memoryview) -> None:
-        hashed = self._hasher.submit(self._hash.update, content)
-        self._size += len(content)
+    def write(self, place: Span, content: bytes | memoryview) -> None:
+        """Write the bytes of a part, without the gaps between its runs."""
+        if self._file is None:
+            self._file = self._path.open("r+b", buffering=0)
+        hashed = self._threads.submit(self._hash(place).update, content)
         rest = memoryview(content)
-        while rest:  # one call takes at most 2 GiB
-            rest = rest[self._file.write(rest) :]
+        for start, end in place.runs(place.run):
+            put(self._file.fileno(), rest[: end - start], start)
+            rest = rest[end - start :]
         hashed.result()
+
+    def _hash(self, place: Span) -> Any:
+        """Return the hash of a part, which goes on where the last one ended."""
+        last, digest = self._hashes[-1] if self._hashes else (place, None)
+        if digest and (last.end, last, place) == (place.start, span(*last[:2]), span(*place[:2])):
+            self._hashes[-1] = span(last.start, place.end), digest
+        else:
+            self._hashes.append((place, digest := hashlib.sha256()))
+        return digest
+
+    def finish(self) -> list[Hashed]:
+        """Flush the file to the disk; return the parts."""
+        if self._file is not None:
+            os.fsync(self._file.fileno())
+            self.close()
+        return [(place, digest.hexdigest()) for place, digest in self._hashes]
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def put(handle: int, content: memoryview, start: int) -> None:
+    """Write bytes at a place of a file. Raises OSError."""
+    while content:  # one call takes at most 2 GiB
+        count = os.pwrite(handle, content, start)
+        start, content = start + count, content[count:]
+
+
+def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+    """Return the bytes of a tensor from any device, as a file has them.
+
+    Raises NumericsError for a value that is not finite.
+    """
+    import torch
+
+    flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
+    # an infinity or NaN shows in the extremes: one pass, and no mask as large as the tensor
+    checked = dtype.is_floating_point and len(flat) > 0
+    if checked and not all(end.isfinite() for end in flat.aminmax()):
+        raise NumericsError(Problem(name, *_NOT_FINITE))
+    return flat.view(torch.uint8).numpy().data
+
+
+def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
+    """List the bytes of a file that hold a part of a tensor, in the order of the part's values.
+
+    The tensor begins at `start`.
+    """
+    shape, strides = part.value.shape, part.strides
+    if strides is None or not part.value.numel():
+        return [span(start, start + kind.size)] if part.value.numel() else []
+    dims = [(1, 1)]  # sizes and strides, innermost first; those without a gap joined to one
+    for size, stride in zip(reversed(shape), reversed(strides), strict=True):
+        if size > 1 and stride == dims[-1][0] * dims[-1][1]:
+            dims[-1] = dims[-1][0] * size, dims[-1][1]
+        elif size > 1:
+            dims.append((size, stride))
+    run, (count, step) = dims[0][0], (*dims[1:], (1, dims[0][0]))[0]
+    length, each = (count - 1) * step + run, kind.dtype.itemsize
+    outer = product(*(range(0, size * stride, stride) for size, stride in reversed(dims[2:])))
+    starts = [start + each * (part.offset + sum(at)) for at in outer]
+    return [Span(at, at + each * length, each * run, each * step) for at in starts]
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
@@ -177,7 +265,11 @@ def read_types(path: Path) -> dict[str, TensorType]:
     }
 
 
-def _header(types: Mapping[str, TensorType]) -> bytes:
+def header_of(types: Mapping[str, TensorType]) -> bytes:
+    """Return how a file of these tensors, in this order, begins.
+
+    Raises ConfigError for a dtype that the format does not have.
+    """
     # without metadata transformers refuses the file
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -192,4 +284,5 @@ def _header(types: Mapping[str, TensorType]) -> bytes:
             "data_offsets": [start, end],
         }
     text = json.dumps(entries, separators=(",", ":")).encode()
-    return text + b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from safetensors import safe_open
+from typing import Any
 
 from trainer.checkpoint import faults
 from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord, TensorWriter, read_types
+from trainer.checkpoint.safetensors_stream import (
+    FileRecord,
+    Hashed,
+    SharedFile,
+    Span,
+    on_host,
+    span,
+    spans_of,
+)
 from trainer.checkpoint.slots import (
     MODEL,
     PLAIN,
+    FilePlan,
     ModelForm,
     SavePlan,
-    Slot,
     indexes,
-    model_stem,
     plan,
     stateless,
 )
@@ -32,9 +37,6 @@ from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
 from trainer.state import WEIGHT, RunState, StateTensor
 from trainer.storage import disk_errors, ensure_writable, rename_folder, to_json
-
-if TYPE_CHECKING:
-    import torch
 
 WriteModelFiles = Callable[[Path], object]
 """Writes the config, tokenizer and generation config into a folder; called on rank 0."""
@@ -72,7 +74,7 @@ def save(
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
-        _seal(partial, planned, _joined(partial, form, True, records))
+        _seal(partial, planned, records)
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
@@ -83,7 +85,7 @@ def save(
         record = {"stateless": stateless(entries), "position": asdict(state)}
         text = ranks.on_first(lambda: to_json({**description, **record}))
         ranks.on_keepers(prepare)
-        records = _write_shards(partial, planned, entries, ranks)
+        records = _write_parts(partial, planned, ranks)
         _write_others(partial, partial / MODEL, write_model_files, records, ranks)
         ranks.on_keepers(lambda: publish(records, text))
     return final
@@ -111,7 +113,7 @@ def export(
 
     @disk_errors(partial)
     def publish(records: Mapping[str, FileRecord]) -> None:
-        _seal(partial, planned, _joined(partial, form, False, records))
+        _seal(partial, planned, records)
         if folder.exists():
             set_aside(folder)
         rename_folder(partial, folder)
@@ -119,126 +121,79 @@ def export(
 
     with _removed_on_error(partial, ranks):
         ranks.on_keepers(prepare)
-        records = _write_shards(partial, planned, weights, ranks)
+        records = _write_parts(partial, planned, ranks)
         _write_others(partial, partial, write_model_files, records, ranks)
         ranks.on_keepers(lambda: publish(records))
     return folder
 
 
 def _make(partial: Path, planned: SavePlan) -> None:
-    """Make an empty folder on a disk that has room for its future content."""
-    ensure_writable(partial.parent, _size(_slots(planned)))
+    """Make a folder of files of the right size, on a disk that has room for their content."""
+    ensure_writable(partial.parent, sum(one.size for one in planned.values()))
     partial.mkdir()
-    for folder in {(partial / slot.file).parent for slot in _slots(planned)}:
-        folder.mkdir(exist_ok=True)
+    for name, one in planned.items():
+        (partial / name).parent.mkdir(exist_ok=True)
+        with (partial / name).open("wb") as file:
+            file.truncate(one.size)
 
 
-def _write_shards(
-    partial: Path, planned: SavePlan, entries: Sequence[StateTensor], ranks: Ranks
-) -> dict[str, FileRecord]:
-    """Write the tensors that each rank owns; return the records of all files. Collective."""
-    mine = [slot for slot in _slots(planned) if slot.owner == ranks.rank]
-    shards = _Shards(partial, mine)
+def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, FileRecord]:
+    """Write the parts of tensors that each rank holds; return the records of all files.
+    Collective.
 
-    def write_one(entry: StateTensor, tensor: torch.Tensor) -> None:
-        shards.write(planned[entry.name, entry.key], tensor)
+    Each rank begins with another file, since a file system takes the writes to a file in turn.
+    """
+    names = sorted(planned)
+    first = ranks.rank * len(names) // ranks.world_size
 
-    @disk_errors(partial, _size(mine))
-    def write() -> dict[str, FileRecord]:
+    @disk_errors(partial, sum(one.size for one in planned.values()))
+    def write() -> list[list[Hashed]]:
+        files: dict[str, SharedFile] = {}
         try:
-            read_all(entries, write_one)
-            return shards.finish()
+            with ThreadPoolExecutor(2) as threads:
+                for name in (*names[first:], *names[:first]):
+                    files[name] = SharedFile(partial / name, threads)
+                    _fill(files[name], planned[name], ranks.rank, threads)
+            faults.at("flush")
+            return [files[name].finish() for name in names]
         finally:
-            shards.abandon()
+            for file in files.values():
+                file.close()
 
     written = ranks.on_each(write)
-    writers = {name: rank for rank, records in enumerate(written) for name in records}
-    found = {name: written[rank][name] for name, rank in writers.items()}
-    spread(partial, found, writers, ranks)
-    return found
+    records, writers = {}, {}
+    for name, by_rank in zip(names, zip(*written, strict=True), strict=True):
+        found = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
+        size, there = planned[name].size, sum(place.size for (place, _), _ in found)
+        if there != size:
+            raise ValueError(f"{name}: the ranks wrote {there} bytes where {size} were announced")
+        records[name] = FileRecord(size, tuple(part for part, _ in found))
+        writers[name] = [rank for _, rank in found]
+    spread(partial, records, writers, ranks)
+    return records
 
 
-class _Shards:
-    """The files that this rank writes, each opened when its first tensor comes.
+def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExecutor) -> None:
+    """Write the parts of a file that this rank holds: one while the next is read."""
 
-    A thread writes one tensor while the next is gathered: no more than two are whole.
-    """
-
-    def __init__(self, folder: Path, slots: Sequence[Slot]) -> None:
-        self._folder, self._slots = folder, slots
-        self._writers: dict[str, TensorWriter] = {}
-        self._thread = ThreadPoolExecutor(1)
-        self._last: Future[None] | None = None
-
-    def write(self, slots: Sequence[Slot], tensor: torch.Tensor) -> None:
-        """Begin to write a tensor. Waits for the one before, and raises its error."""
-        self._wait()
-        self._last = self._thread.submit(self._write, slots, tensor)
-
-    def _wait(self) -> None:
-        last, self._last = self._last, None
-        if last is not None:
-            last.result()
-
-    def _write(self, slots: Sequence[Slot], tensor: torch.Tensor) -> None:
-        for slot in slots:
-            if slot.file not in self._writers:
-                types = {other.name: other.type for other in self._slots if other.file == slot.file}
-                self._writers[slot.file] = TensorWriter(self._folder / slot.file, types)
+    def write(spans: Sequence[Span], content: bytes | memoryview) -> None:
+        rest = memoryview(content)
+        for place in spans:
             faults.at("shard")
-            self._writers[slot.file].write(slot.name, tensor)
+            file.write(place, rest[: place.size])
+            rest = rest[place.size :]
 
-    def finish(self) -> dict[str, FileRecord]:
-        self._wait()
-        if missing := {slot.file for slot in self._slots} - set(self._writers):
-            names = ", ".join(sorted(missing))
-            raise ValueError(f"no state tensor of {names} was read on its owner")
-        faults.at("flush")
-        return {name: writer.finish() for name, writer in self._writers.items()}
-
-    def abandon(self) -> None:
-        self._thread.shutdown()
-        for writer in self._writers.values():
-            writer.abandon()
-
-
-def read_all(
-    entries: Sequence[StateTensor], write: Callable[[StateTensor, torch.Tensor], None]
-) -> None:
-    """Read every state tensor, and write it at once; a failure is raised at the end.
-
-    Reading is collective: a rank that stopped because its disk is full would make the others hang.
-    """
-    failure: Exception | None = None
-    for entry in entries:
-        try:
-            tensor = entry.read()
-            if tensor is not None and failure is None:
-                write(entry, tensor)
-        except Exception as error:
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
-def _joined(
-    partial: Path, form: ModelForm, resumable: bool, records: Mapping[str, FileRecord]
-) -> dict[str, FileRecord]:
-    """Join the model's files into one, if that is their form; return the records of all files."""
-    stem = model_stem(form, resumable)
-    parts = sorted(name for name in records if name.startswith(f"{stem}-"))
-    if not parts or not form.joined:
-        return dict(records)
-    types = {name: kind for part in parts for name, kind in read_types(partial / part).items()}
-    whole = f"{stem}.safetensors"
-    writer = TensorWriter(partial / whole, types)
-    for part in parts:
-        with safe_open(partial / part, "pt") as file:
-            for name in read_types(partial / part):
-                writer.write(name, file.get_tensor(name))
-        (partial / part).unlink()
-    others = {name: record for name, record in records.items() if name not in parts}
-    return others | {whole: writer.finish()}
+    beginning = [span(0, len(planned.header))] if rank == planned.owner else []
+    last = threads.submit(write, beginning, planned.header)
+    for slot in planned.slots:
+        for part in slot.entry.parts():
+            came, kind = tuple(part.value.shape), slot.type
+            if part.strides is None and came != kind.shape:
+                raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
+            content = on_host(slot.name, part.value, kind.dtype)
+            last.result()
+            last = threads.submit(write, spans_of(part, kind, slot.start), content)
+    last.result()
 
 
 def _write_others(
@@ -260,12 +215,12 @@ def _write_others(
         return {name: hash_file(path) for name, path in names.items() if name not in records}
 
     others = ranks.on_first(written)
-    spread(partial, others, dict.fromkeys(others, 0), ranks)
+    spread(partial, others, dict.fromkeys(others, [0]), ranks)
 
 
 def _seal(partial: Path, planned: SavePlan, records: Mapping[str, FileRecord]) -> None:
     """Write the indexes, and the manifest last."""
-    for name, index in indexes([slot for slot in _slots(planned) if slot.file in records]).items():
+    for name, index in indexes(planned).items():
         (partial / name).write_bytes(to_json(index))
     faults.at("manifest")
     write_manifest(partial, records)
@@ -280,11 +235,3 @@ def _removed_on_error(partial: Path, ranks: Ranks) -> Iterator[None]:
         if ranks.rank == ranks.keeper:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-
-
-def _slots(planned: SavePlan) -> list[Slot]:
-    return [slot for slots in planned.values() for slot in slots]
-
-
-def _size(slots: Iterable[Slot]) -> int:
-    return sum(slot.type.size for slot in slots)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trainer.checkpoint.safetensors_stream import TensorType
+from trainer.checkpoint.safetensors_stream import TensorType, header_of
 from trainer.state import MASTER, WEIGHT, StateTensor
 
 if TYPE_CHECKING:
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MODEL, OPTIMIZER = "model", "optimizer"
 """The folders, and the first word of the names of the safetensors files in them."""
+MOST_FILES = 64
+"""So many files of a kind at the most: every rank opens and flushes each."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +39,32 @@ PLAIN = ModelForm()
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor in one file."""
+    """The place of one state tensor in a file."""
 
-    file: str
-    """The path below the checkpoint."""
+    entry: StateTensor
     name: str
     type: TensorType
+    start: int
+    """Where its bytes begin."""
+
+
+@dataclass(frozen=True)
+class FilePlan:
+    """A file with its tensors, in order."""
+
     owner: int
+    """The rank that writes how it begins."""
+    header: bytes
+    slots: Sequence[Slot]
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return len(self.header) + sum(slot.type.size for slot in self.slots)
 
 
-SavePlan = dict[tuple[str, str], list[Slot]]
-"""The slots of each state tensor, by (name, key)."""
+SavePlan = dict[str, FilePlan]
+"""The files by their path below the checkpoint."""
 
 
 def optimizer_name(entry: StateTensor) -> str:
@@ -62,7 +79,8 @@ def stateless(entries: Sequence[StateTensor]) -> list[str]:
 
 
 def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> SavePlan:
-    """Assign weights to the model's files and all else to the optimizer's, a file for each owner.
+    """Assign weights to the model's files and all else to the optimizer's, a file for each owner if
+    they are few.
 
     If `resumable`, the model has a folder of its own, and a weight that `form` narrows goes to
     both, since resuming must be exact, bit for bit.
@@ -78,16 +96,27 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
         if entry.key != WEIGHT or (resumable and stored != exact):
             locations.append((entry, OPTIMIZER, exact))
     stems = {MODEL: model_stem(form, resumable), OPTIMIZER: f"{OPTIMIZER}/{OPTIMIZER}"}
-    files = {
-        kind: _file_names(stem, {entry.owner for entry, place, _ in locations if place == kind})
-        for kind, stem in stems.items()
-    }
     found: SavePlan = {}
-    for entry, location, kind in locations:
-        name = entry.name if location == MODEL else optimizer_name(entry)
-        slot = Slot(files[location][entry.owner], name, kind, entry.owner)
-        found.setdefault((entry.name, entry.key), []).append(slot)
+    for kind, stem in stems.items():
+        members = [(entry, stored) for entry, place, stored in locations if place == kind]
+        owners = sorted({entry.owner for entry, _ in members})
+        count = 1 if kind == MODEL and form.joined else min(len(owners), MOST_FILES)
+        files = [owners.index(entry.owner) * count // len(owners) for entry, _ in members]
+        for number in range(count if members else 0):
+            end = "" if count == 1 else f"-{number + 1:05d}-of-{count:05d}"
+            own = [member for member, file in zip(members, files, strict=True) if file == number]
+            found[f"{stem}{end}.safetensors"] = _file(own, kind)
     return found
+
+
+def _file(members: Sequence[tuple[StateTensor, TensorType]], kind: str) -> FilePlan:
+    names = [e.name if kind == MODEL else optimizer_name(e) for e, _ in members]
+    header = header_of(dict(zip(names, (stored for _, stored in members), strict=True)))
+    slots, end = [], len(header)
+    for name, (entry, stored) in zip(names, members, strict=True):
+        slots.append(Slot(entry, name, stored, end))
+        end += stored.size
+    return FilePlan(members[0][0].owner, header, slots)
 
 
 def model_stem(form: ModelForm, resumable: bool) -> str:
@@ -95,26 +124,17 @@ def model_stem(form: ModelForm, resumable: bool) -> str:
     return f"{MODEL}/{form.stem}" if resumable else form.stem
 
 
-def indexes(slots: Sequence[Slot]) -> dict[str, dict[str, object]]:
+def indexes(planned: SavePlan) -> dict[str, dict[str, object]]:
     """Return path and content of an index for each set of several files (Hugging Face's)."""
-    sets: dict[str, list[Slot]] = {}
-    for slot in slots:
-        if "-of-" in slot.file:
-            sets.setdefault(slot.file.partition("-0")[0], []).append(slot)
+    sets: dict[str, list[tuple[str, Slot]]] = {}
+    for file, one in planned.items():
+        if "-of-" in file:
+            members = sets.setdefault(file.partition("-0")[0], [])
+            members += [(file.rpartition("/")[2], slot) for slot in one.slots]
     return {
         f"{stem}.safetensors.index.json": {
-            "metadata": {"total_size": sum(slot.type.size for slot in members)},
-            "weight_map": {slot.name: slot.file.rpartition("/")[2] for slot in members},
+            "metadata": {"total_size": sum(slot.type.size for _, slot in members)},
+            "weight_map": {slot.name: file for file, slot in members},
         }
         for stem, members in sets.items()
-    }
-
-
-def _file_names(stem: str, owners: set[int]) -> dict[int, str]:
-    if len(owners) == 1:
-        return dict.fromkeys(owners, f"{stem}.safetensors")
-    count = len(owners)
-    return {
-        owner: f"{stem}-{number:05d}-of-{count:05d}.safetensors"
-        for number, owner in enumerate(sorted(owners), start=1)
     }

@@ -1,18 +1,14 @@
-"""A process's shard of a DTensor: cut from the whole tensor, and gathered on one process."""
+"""A process's shard of a DTensor: cut from the whole tensor, and its place there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from functools import lru_cache
 
+import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-
-from trainer.distributed.ranks import Ranks
-
-BUFFER_BYTES = 64 << 20
-"""Bytes of a device's memory that gathering takes, approximately."""
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,80 +38,24 @@ def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> t
     return value
 
 
-def gather(part: torch.Tensor, like: DTensor, owner: int, ranks: Ranks) -> torch.Tensor | None:
-    """Gather the whole tensor on `owner` from each process's `part`; None elsewhere. Collective.
+def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | None:
+    """Return where this process's part begins in the whole, and the whole's strides, in values.
 
-    The parts are on the host, and sent to `owner` only, one of several equal ones.
+    None if another process writes an equal part: that of the replica in which `owner` is does.
     """
-    mesh = like.device_mesh.mesh
-    coordinates = {int(mesh[at]): at for at in product(*map(range, mesh.shape))}
-    if owner not in coordinates:  # it belongs to another replica
+    own, at = like.device_mesh.get_coordinate(), _coordinate(like.device_mesh, owner)
+    if own is None or at is None:
         return None
-    replicated = _axes(like, divided=False)
-    senders = {
-        rank: at
-        for rank, at in coordinates.items()
-        if all(at[axis] == coordinates[owner][axis] for axis in replicated)
-    }
-    if ranks.rank != owner:
-        if ranks.rank in senders and part.numel():
-            dist.send(part.contiguous(), owner, group=ranks.group)
+    equal = [not hasattr(placement, "dim") for placement in like.placements]
+    if any(same and own[axis] != at[axis] for axis, same in enumerate(equal)):
         return None
-    whole = torch.empty(like.shape, dtype=part.dtype)
-    for rank, at in senders.items():
-        target = shard_at(whole, like, at)
-        if rank == owner:
-            target.copy_(part)
-        elif target.numel():
-            received = target.contiguous()  # the target itself, if it is
-            dist.recv(received, rank, group=ranks.group)
-            if received is not target:
-                target.copy_(received)
-    return whole
+    part = own_shard(torch.empty(like.shape, device="meta"), like)
+    return int(part.storage_offset()), part.stride()
 
 
-def _axes(like: DTensor, divided: bool) -> list[int]:
-    """List the axes of the mesh that divide `like`, or those on which it is replicated."""
-    sharded = [hasattr(placement, "dim") for placement in like.placements]
-    return [axis for axis, cut in enumerate(sharded) if cut == divided]
-
-
-def gather_by_device(like: DTensor, owner: int, rank: int) -> torch.Tensor | None:
-    """Gather the whole tensor on the host of `owner`; None elsewhere. Collective over its mesh.
-
-    Uses the devices' own groups, which gather on all their ranks, a buffer at a time: only the host
-    holds the whole.
-    """
-    mesh, part = like.device_mesh, local(like).detach()
-    coordinates = {int(mesh.mesh[at]): at for at in product(*map(range, mesh.mesh.shape))}
-    if owner not in coordinates:
-        return None
-    own, mine = coordinates[owner], coordinates[rank]
-    if any(own[axis] != mine[axis] for axis in _axes(like, divided=False)):
-        return None  # another replica
-    whole = torch.empty(like.shape, dtype=part.dtype, device="meta" if rank != owner else None)
-    divided = _axes(like, divided=True)
-    places = [
-        range(mesh.size(axis)) if axis in divided else [own[axis]] for axis in range(mesh.ndim)
-    ]
-    targets = [shard_at(whole, like, at) for at in product(*places)]
-    parts = [
-        target.view(-1) if target.is_contiguous() else target.new_empty(target.numel())
-        for target in targets
-    ]
-    most, step = max(map(len, parts)), max(1, BUFFER_BYTES // (len(parts) * part.itemsize))
-    for start in range(0, most, step):
-        piece = part.reshape(-1)[start : start + step]
-        buffer = torch.zeros(min(step, most - start), dtype=part.dtype, device=mesh.device_type)
-        buffer[: len(piece)].copy_(piece)
-        for axis in reversed(divided):
-            received = buffer.new_empty(mesh.size(axis) * len(buffer))
-            dist.all_gather_into_tensor(received, buffer, group=mesh.get_group(axis))
-            buffer = received
-        for flat, gathered in zip(parts, buffer.view(len(parts), -1), strict=True):
-            wanted = flat[start : start + step]
-            wanted.copy_(gathered[: len(wanted)])
-    for target, flat in zip(targets, parts, strict=True):
-        if not target.is_contiguous():
-            target.copy_(flat.view(target.shape))
-    return whole if rank == owner else None
+@lru_cache
+def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+    """Return where a rank is in a mesh; None if it is not."""
+    ranks = mesh.mesh.flatten().tolist()
+    found = np.unravel_index(ranks.index(rank), mesh.shape) if rank in ranks else None
+    return None if found is None else tuple(map(int, found))

@@ -88,6 +88,6 @@ def _is_like(value: Any, tensor: torch.Tensor) -> bool:
 def elsewhere(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
     """List the state tensors of a parameter that other ranks hold."""
     return [
-        StateTensor(name, part, shape, torch.float32, 0, lambda: None, lambda value: None)
+        StateTensor(name, part, shape, torch.float32, 0, list, lambda value: None)
         for part, shape in shapes.items()
     ]

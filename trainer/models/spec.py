@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from trainer.distributed.ranks import Ranks
-from trainer.state import WEIGHT, StateTensor, renamed
+from trainer.state import WEIGHT, Part, StateTensor, renamed
 
 WHOLE = "whole"
 """The style of a tensor plan entry that every rank holds whole."""
@@ -204,12 +204,13 @@ def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
     stateful = model.state_dict().keys()
 
     def entry(name: str, like: torch.Tensor, owner: int) -> StateTensor:
-        def read() -> torch.Tensor | None:
-            return spec.weights.read(name) if owner == ranks.rank else None
+        def parts() -> list[Part]:
+            value = spec.weights.read(name) if owner == ranks.rank else None
+            return [] if value is None else [Part(value)]
 
         value = spec.weights.read(name)
         dtype, shape = like.dtype if value is None else value.dtype, tuple(like.shape)
-        return StateTensor(name, WEIGHT, shape, dtype, owner, read, write=lambda value: None)
+        return StateTensor(name, WEIGHT, shape, dtype, owner, parts, write=lambda value: None)
 
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     kept = [(name, tensor) for name, tensor in tensors.items() if name in stateful]

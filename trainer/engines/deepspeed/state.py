@@ -9,11 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import (
-    safe_get_full_fp32_param,
     safe_get_full_grad,
-    safe_get_full_optimizer_state,
+    safe_get_local_fp32_param,
+    safe_get_local_optimizer_state,
     safe_set_full_fp32_param,
     safe_set_full_optimizer_state,
 )
@@ -21,15 +22,15 @@ from torch import nn
 
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
-from trainer.engines.deepspeed.tensor import Split
+from trainer.engines.deepspeed.tensor import Split, ranges
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere, fresh_state
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
 from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.state import MASTER, STEP, WEIGHT, StateTensor
+from trainer.parallel.parallel_mesh import REDUCTIONS, ParallelMesh
+from trainer.state import MASTER, STEP, WEIGHT, Part, StateTensor
 from trainer.tasks.task import bare_name
 
 
@@ -120,11 +121,8 @@ class MasterState:
     ) -> StateTensor:
         name, key = kind[:2]
 
-        def read() -> torch.Tensor | None:
-            if held is None or not is_source:
-                return None
-            value = self._read(held, key)
-            return value.detach() if owner == self._ranks.rank else None
+        def parts() -> list[Part]:
+            return [] if held is None or not is_source else self._parts(held, key, owner)
 
         def write(value: torch.Tensor) -> None:
             if isinstance(held, nn.Parameter):
@@ -134,7 +132,7 @@ class MasterState:
 
         still = held is not None and not held.requires_grad
         keep = partial(self._keep, name, held) if key == WEIGHT and not still else None
-        return StateTensor(*kind, owner, read, write, keep=keep)
+        return StateTensor(*kind, owner, parts, write, keep)
 
     def _keep(
         self, name: str, parameter: torch.Tensor | None, shapes: Mapping[str, tuple[int, ...]]
@@ -154,7 +152,7 @@ class MasterState:
             if shapes and key == STEP and key not in shapes:
                 write(torch.tensor(self._states.common_step))
             elif shapes or self._states.from_start:
-                entries.append(StateTensor(name, key, shape, value.dtype, 0, lambda: None, write))
+                entries.append(StateTensor(name, key, shape, value.dtype, 0, list, write))
             elif value.ndim:
                 write(torch.zeros(shape))
         return entries
@@ -166,18 +164,47 @@ class MasterState:
     def _whole(self, held: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         return self._split.whole(held, own) if self._split else own
 
-    def _read(self, held: torch.Tensor, key: str) -> torch.Tensor:
+    def _parts(self, held: Any, key: str, owner: int) -> list[Part]:
+        """Return what this rank writes of a parameter, of its state, or of a buffer."""
+        value, start = self._own(held, key)
+        split = self._split if value.ndim else None
+        at, own = (self._mesh.layout.coordinates(rank) for rank in (owner, self._ranks.rank))
+        # ranks that differ along the others hold other values
+        copies = set(at) - set(REDUCTIONS["batch"] if start is not None else ())
+        copies -= {"tensor"} if split and held in split else set()
+        if any(at[axis] != own[axis] for axis in copies):
+            return []
+        place = split.place(held) if split else (0, None)
+        return [Part(value, *place)] if start is None else ranges(value, start, held, *place)
+
+    def _own(self, held: Any, key: str) -> tuple[torch.Tensor, int | None]:
+        """Return this rank's values, and where in the flat tensor they begin; None: all it has."""
+        if key == WEIGHT and not (self._partitioned and isinstance(held, nn.Parameter)):
+            return held.detach(), None
+        if key not in (WEIGHT, MASTER):
+            value = self._states.of(self._updated(held)[0])[key]
+            if self._flat is None or not value.ndim:
+                return value, None
+        if self._partitioned:
+            start = held.ds_tensor.ds_numel * dist.get_rank(self._optimizer.dp_process_group)
+            return self._partition(held, key).detach()[: max(0, held.ds_numel - start)], start
+        if (fragment := held._hp_mapping) is None:
+            return torch.empty(0), 0
+        value = fragment.get_hp_fragment(None if key == MASTER else key)
+        return value.detach(), fragment.lp_fragment_address.start
+
+    def _partition(self, held: Any, key: str) -> torch.Tensor:
+        """Return this rank's partition under ZeRO-3, with the padding at its end."""
         if key == WEIGHT:
-            if not (self._partitioned and isinstance(held, nn.Parameter)):
-                return self._whole(held, held)
-            with GatheredParameters([held]):
-                return held.detach().clone()
-        if key == MASTER:
-            return self._whole(held, safe_get_full_fp32_param(held))
-        state = self._states.of(self._updated(held)[0])[key]
-        if self._flat is None:
-            return self._whole(held, state) if state.ndim else state
-        return self._whole(held, safe_get_full_optimizer_state(held, key)) if state.ndim else state
+            own: torch.Tensor = held.ds_tensor
+            if held.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE:  # on a disk
+                own = torch.empty(held.ds_tensor.ds_numel, dtype=held.dtype)
+                held.nvme_swapper.swap_into_buffer(held, own)
+            return own
+        get = safe_get_local_optimizer_state
+        value = safe_get_local_fp32_param(held) if key == MASTER else get(held, key)
+        # the buffer of what is on a disk is the next tensor's
+        return value.clone() if self._optimizer.swap_optimizer else value
 
     def _write(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         in_state = key not in (WEIGHT, MASTER)

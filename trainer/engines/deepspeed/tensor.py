@@ -15,6 +15,7 @@ from trainer.layout import Layout
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.splits import matrices
+from trainer.state import Part
 
 NOTE = "AutoTP divides a model that is there: each rank holds all of it in host memory at the start"
 _KINDS: dict[str, dict[str, Any]] = {
@@ -118,3 +119,32 @@ class Split:
         if parameter not in self._dims:
             return whole
         return whole.chunk(self._ranks, self._dims[parameter])[self._rank]
+
+    def place(self, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]]:
+        """Return where this rank's part begins in the whole, and the whole's strides, in values."""
+        shape = self.shape(parameter, tuple(parameter.shape))
+        part = self.own(parameter, torch.empty(shape, device="meta"))
+        return int(part.storage_offset()), part.stride()
+
+
+def ranges(
+    values: torch.Tensor,
+    start: int,
+    held: torch.Tensor,
+    offset: int,
+    strides: tuple[int, ...] | None,
+) -> list[Part]:
+    """Return a range of a rank's flat parameter `held` as parts of the whole, which begins at
+    `start`: between its rows the whole may have those of other ranks.
+    """
+    if strides is None or strides == torch.empty(held.shape, device="meta").stride():
+        return [Part(values, offset + start, (1,))] if len(values) else []
+    found, width = [], held.shape[-1]
+    while len(values):
+        row, column = divmod(start, width)
+        most = width - column if column or len(values) < width else len(values) // width * width
+        part, values = values[:most], values[most:]
+        rows = part.view(-1, min(width, len(part)))
+        found.append(Part(rows, offset + row * strides[0] + column, (strides[0], 1)))
+        start += len(part)
+    return found

@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.distributed.dtensor import gather, gather_by_device, local, own_shard
+from trainer.distributed.dtensor import local, own_position, own_shard
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.state import STEP, WEIGHT, LocalRead, StateTensor
+from trainer.state import STEP, WEIGHT, Part, StateTensor
 from trainer.tasks.task import bare_name
 
 
@@ -71,33 +71,16 @@ class TorchState:
     ) -> StateTensor:
         held = tensors or []
 
-        def read() -> torch.Tensor | None:
-            if self._mesh.device_mesh.device_type == "cpu":
-                return assemble(shard(), self._ranks)
-            if not is_source:
-                return None
-            if isinstance(held[0], DTensor):
-                # a collective: to send, NCCL would make a communicator for each pair
-                return gather_by_device(held[0], owner, self._ranks.rank)
-            return held[0].detach() if owner == self._ranks.rank else None
+        def parts() -> list[Part]:
+            return _parts(held[0], owner, self._ranks.rank) if is_source else []
 
         def write(value: torch.Tensor) -> None:
             for tensor in held:
                 _copy_shard(tensor, value)
 
-        def shard() -> torch.Tensor | None:
-            sends = is_source and (isinstance(held[0], DTensor) or owner == self._ranks.rank)
-            return local(held[0]).detach() if sends else None
-
-        def assemble(shard: torch.Tensor | None, ranks: Ranks) -> torch.Tensor | None:
-            like = held[0] if held else None
-            if shard is None or not isinstance(like, DTensor):
-                return shard
-            return gather(shard, like, owner, ranks)
-
         still = bool(held) and not held[0].requires_grad
         keep = partial(self._keep, kind[0]) if kind[1] == WEIGHT and not still else None
-        return StateTensor(*kind, owner, read, write, LocalRead(shard, assemble), keep)
+        return StateTensor(*kind, owner, parts, write, keep)
 
     def _keep(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
         """Implement `StateTensor.keep`."""
@@ -120,13 +103,21 @@ class TorchState:
                 self._optimizer.put(parameters, key, self._optimizer.common_step)
             else:
                 entries.append(
-                    StateTensor(name, key, tuple(first.shape), first.dtype, 0, lambda: None, write)
+                    StateTensor(name, key, tuple(first.shape), first.dtype, 0, list, write)
                 )
         return entries
 
 
 def _kind(name: str, key: str, tensor: torch.Tensor) -> Kind:
     return name, key, tuple(tensor.shape), tensor.dtype
+
+
+def _parts(tensor: torch.Tensor, owner: int, rank: int) -> list[Part]:
+    """Return what this rank writes of a tensor: its shard, or the whole if it is the owner."""
+    if not isinstance(tensor, DTensor):
+        return [Part(local(tensor).detach())] if rank == owner else []
+    place = own_position(tensor, owner)
+    return [] if place is None else [Part(local(tensor).detach(), *place)]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ import torch
 
 from trainer.data.order import KEYED
 from trainer.errors import ConfigError, DataError, Problem, named_line
-from trainer.state import MASTER, WEIGHT, RunState, StateTensor
+from trainer.state import MASTER, WEIGHT, Part, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
 Extents = list[tuple[int, int, int]]
@@ -332,4 +332,7 @@ def _buffers(model: Mapping[str, Any]) -> list[StateTensor]:
 def _entry(
     name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Any
 ) -> StateTensor:
-    return StateTensor(name, key, shape, dtype, owner=0, read=read, write=lambda value: None)
+    def parts() -> list[Part]:
+        return [Part(read())]
+
+    return StateTensor(name, key, shape, dtype, 0, parts, write=lambda value: None)

@@ -202,8 +202,7 @@ def recorded(
 
 def _saved(entry: StateTensor) -> int:
     """Read a tensor as a save does; return the bytes that a background save copies to the host."""
-    kept = entry.local.shard() if entry.local else entry.read()
-    return 0 if kept is None else kept.nbytes
+    return sum(part.value.nbytes for part in entry.parts())
 
 
 def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
