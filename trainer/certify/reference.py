@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim._muon import muon
 
-from trainer.certify.outputs import Listener, Outputs, apart
+from trainer.certify.outputs import Listener, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
@@ -49,6 +49,9 @@ class MicroBatch(NamedTuple):
     inputs: Any
     """Token ids [batch, sequence], or whatever a module takes."""
     targets: Any
+    start: int = 0
+    row: int = 0
+    """The place of its first token in a packed row of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -225,8 +228,11 @@ class Reference(ABC):
         for part in parts:
             self._start_dropout(step, part.data_rank, part.number)
             self._inputs = part.inputs
-            place, words = (part.data_rank, part.number), self._spec.language.vocabulary > 0
-            self._listener.begin({place: part.inputs if words else None})
+            tokens: dict[int, Any] = {part.data_rank: None}
+            if self._spec.language.vocabulary:
+                rows = part.data_rank, self._layout.context, part.start, part.row
+                tokens = parts_of(part.inputs, *rows)
+            self._listener.begin([{(place, part.number): ids for place, ids in tokens.items()}])
             loss = self._loss_sum(model, part.inputs, part.targets)
             (loss * self._scale / counted).backward()
             total += float(loss.detach())
