@@ -120,9 +120,7 @@ class Reference(ABC):
         self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
         self._smoothing = small.config.trainer.label_smoothing
         self._exact = replace(EXACT, least=float8.ERROR[small.layout.float8])
-        self._scale = (
-            self._layout.data_ranks if self._exact.least else 1
-        )  # rounded as by the engine
+        self._scale = self._layout.data_ranks if self._exact.least else 1  # rounds as the engine
         self._margin = 0.05 if small.low_precision or self._exact.least else 1e-4
         self.model = own.model.to(device)
         float8.apply(self.model, spec, small.layout, torch.device("cpu"), gathers=False)
@@ -230,18 +228,16 @@ class Reference(ABC):
             self._inputs = part.inputs
             tokens: dict[int, Any] = {part.data_rank: None}
             if self._spec.language.vocabulary:
-                rows = part.data_rank, self._layout.context, part.start, part.row
-                tokens = parts_of(part.inputs, *rows)
+                row = part.data_rank, self._layout.context, part.start, part.row
+                tokens = parts_of(part.inputs, *row)
             self._listener.begin([{(place, part.number): ids for place, ids in tokens.items()}])
             loss = self._loss_sum(model, part.inputs, part.targets)
             (loss * self._scale / counted).backward()
             total += float(loss.detach())
             for key, value in self._listener.end().items():  # a packed row is several parts
                 self._outputs[key] = self._outputs.get(key, 0) + value
-        named = model.named_parameters()
-        return total / counted, {
-            n: p.grad.float().cpu() / self._scale for n, p in named if p.grad is not None
-        }
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return total / counted, {n: g.float().cpu() / self._scale for n, g in found.items()}
 
     def _order_of_computation(self) -> dict[str, int]:
         """Return the place of each parameter in a forward pass; -1 if it takes no part."""
