@@ -173,6 +173,13 @@ SMALL: dict[str, tuple[str, ...]] = {
     "meshloom plan --config hsdp --nodes 8 --gpus 8 MODEL": (
         "meshloom plan --config hsdp --nodes 8 --gpus 8 {tiny} train_micro_batch_size_per_gpu=1",
     ),
+    "meshloom plan --config long_context --nodes NODES --gpus 8 "
+    "trainer.model.config=examples/llama_8b.json trainer.engine=mesh "
+    "trainer.data.sequence_length=TOKENS train_micro_batch_size_per_gpu=1 sequence_parallel_size=N "
+    "trainer.activation_checkpointing=MODE": (
+        "meshloom plan --config long_context --nodes 1 --gpus 8 {tiny} trainer.engine=mesh "
+        f"train_micro_batch_size_per_gpu=1 sequence_parallel_size=2 {FULL}",
+    ),
     "python launch/verify.py --config ds_configs/zero2.json": (
         "python launch/verify.py --config ds_configs/zero2.json {tiny}",
     ),

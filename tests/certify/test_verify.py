@@ -32,11 +32,12 @@ def config(
     stage: int,
     stages: int = 1,
     tensor: int = 1,
+    context: int = 1,
     expert: int = 1,
     **trainer: Any,
 ) -> str:
     """GPT-2: dropout in three places, tied, biases; in so many pipeline stages, on so many ranks
-    that divide matrices, or experts.
+    that divide matrices, rows, or experts.
     """
     content = {
         "train_batch_size": 64,
@@ -44,6 +45,7 @@ def config(
         "zero_optimization": {"stage": stage},
         "pipeline": {"stages": stages},
         "tensor_parallel": {"autotp_size": tensor},
+        "sequence_parallel_size": context,
         "expert_parallel": {"enabled": expert > 1, "autoep_size": expert},
         "gradient_accumulation_steps": 4,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
@@ -710,6 +712,84 @@ def unscaled_attention(engine: str) -> Any:
     return in_blocks_of_the_run(change)
 
 
+# What shows where ranks share rows
+
+
+def weighed_by_its_own_targets(engine: str) -> Any:
+    """The gradient is that of a mean of the ranks' own means."""
+    from trainer.engines import normalise
+
+    own: list[Any] = []
+
+    def counted(real, *args):
+        own.append(real(*args))
+        return own[-1].clone()  # it is summed over the ranks in place
+
+    def scale(real, targets, mesh, divided_by=1):
+        return real(own[-1].clamp_min(1) * mesh.size("loss"), mesh, divided_by)
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(around(normalise, "counted_here", counted))
+    stack.enter_context(around(normalise, "gradient_scale", scale))
+    return stack
+
+
+def positions_of_each_rank(engine: str) -> Any:
+    """Position ids restart on each rank."""
+
+    def change(model: Any, spec: Any) -> None:
+        real = model.model.rotary_emb.forward
+        model.model.rotary_emb.forward = lambda x, position_ids, **named: real(
+            x, position_ids - position_ids[:, :1], **named
+        )
+
+    return in_blocks_of_the_run(change)
+
+
+def with_mask(change: Callable[..., Any]) -> Any:
+    """`change(seen, function, border)` gives the mask, of what is seen within documents and of the
+    model's own; `border(q, k)` is true if two ranks of a row have these tokens.
+    """
+    from trainer.tasks import masks
+
+    def apart(real, function, documents):
+        length = row[-1] // 2
+        return change(real(function, documents), function, lambda q, k: q // length != k // length)
+
+    row: list[int] = []
+    stack = contextlib.ExitStack()
+    stack.enter_context(
+        around(masks, "_of_whole_rows", lambda real, *args: row.append(args[1]) or real(*args))
+    )
+    stack.enter_context(around(masks, "_apart", apart))
+    return stack
+
+
+def window_within_a_rank(engine: str) -> Any:
+    return with_mask(
+        lambda seen, function, border: lambda b, h, q, k: seen(b, h, q, k) & ~border(q, k)
+    )
+
+
+def border_of_documents_ignored(engine: str) -> Any:
+    """A document on the second rank sees those on the first."""
+    return with_mask(
+        lambda seen, function, border: (
+            lambda b, h, q, k: seen(b, h, q, k) | (function(b, h, q, k) & border(q, k))
+        )
+    )
+
+
+def kv_heads_of_the_neighbour(engine: str) -> Any:
+    from trainer.distributed.shared_rows import ContextRanks
+
+    def attended(real, self, compute, query, key, value):
+        others = (part.roll(part.shape[1] // self.size, 1) for part in (key, value))
+        return real(self, compute, query, *others)
+
+    return around(ContextRanks, "attended", attended)
+
+
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True}
 DEEPSEEK = {
     "model_type": "deepseek_v3",
@@ -781,8 +861,22 @@ LLAMA = {
     "model": {"config": {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 2}}
 }
 MISTRAL = {"model_type": "mistral", "num_hidden_layers": 2, "vocab_size": 61, "sliding_window": 32}
+ROWS = {"context": 2, **LLAMA}
+OF_ROWS = {
+    kv_heads_of_the_neighbour: ("output", 0, {}),
+    positions_of_each_rank: ("output", 1, {}),
+    window_within_a_rank: ("output", 1, {"model": {"config": MISTRAL}}),
+    border_of_documents_ignored: ("output", 1, {"data": {"documents": "pack"}}),
+    weighed_by_its_own_targets: ("gradient", 0, {}),
+}
+"""The check that finds it, the first rank, and more of the config."""
+PLACES = {"output": "model.layers.0.self_attn.o_proj", "gradient": "lm_head.weight"}
 
 FAULTS: dict[Callable[[str], Any], Planted] = {
+    **{
+        fault: Planted("mesh", 2, check, PLACES[check], rank=rank, trainer=ROWS | more)
+        for fault, (check, rank, more) in OF_ROWS.items()
+    },
     scaled_by_accumulation: Planted("deepspeed", 2, "gradient", "transformer.ln_f.bias"),
     dropped_micro_batch: Planted("deepspeed", 3, "output"),
     wrong_rate: Planted("deepspeed", 1, "update", TABLE, step=2),

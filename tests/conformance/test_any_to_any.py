@@ -206,6 +206,20 @@ def test_muon_goes_on_in_another_layout(pools, tmp_path, step):
     assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
 
 
+CONTEXT = {
+    "2 ranks to a row": replace(TWO, context=2),
+    "one process": replace(ONE, zero_stage=0),
+    "4 ranks to a row": replace(FOUR, engine="accelerate", context=4, zero_stage=3),
+    "2 rows, 2 ranks to each": replace(FOUR, engine="deepspeed", context=2),
+}
+
+
+def test_rows_are_divided_among_more_ranks_or_fewer(pools, tmp_path):
+    table = all_to_all(pools, tmp_path, ring(list(CONTEXT), 1), CONTEXT)
+    assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
+    assert sum(map(len, table.values())) == len(CONTEXT)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_table_in_the_docs_has_every_layout(name):
     rows = re.findall(rf"^\| [A-Z]: {re.escape(name)} \|(.*)\|$", DOCS.read_text(), re.MULTILINE)

@@ -18,6 +18,7 @@ import torch
 from tests.certify.test_verify import certified
 from tests.support.commands import ROOT, write_job
 from tests.support.layouts import (
+    CONTEXT,
     DATA,
     FAMILIES,
     HSDP,
@@ -87,6 +88,8 @@ LAYOUTS = {
         SPLIT_4, pipeline=2, model=TIED | {"num_hidden_layers": 4}, adapter=DRY
     ),
     "hsdp": replace(HSDP, zero_stage=3, adapter=LORA),
+    "context": replace(CONTEXT, adapter=LORA),
+    "context x zero3, full": replace(CONTEXT, zero_stage=3, recompute="full", adapter=LORA),
     "pipeline x zero2": replace(STAGES_4, zero_stage=2, adapter=LORA),
     "pipeline x zero3": replace(STAGES_4, zero_stage=3, adapter=LORA),
 }

@@ -38,8 +38,9 @@ def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
         family("mistral", sliding_window=4),
         EXPERTS,
         TIED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+        TIED | {"num_key_value_heads": 1},
     ],
-    ids=["llama", "gpt2", "dropout", "window", "experts", "rotary that grows"],
+    ids=["llama", "gpt2", "dropout", "window", "experts", "rotary that grows", "one kv head"],
 )
 def test_rows_are_divided(model, packed):
     assert checked(model, packed) == ""
@@ -49,7 +50,10 @@ def test_rows_are_divided(model, packed):
     ("model", "said"),
     [
         (TIED | {"attention_dropout": 0.1}, "attention has dropout of 0.1, drawn for all heads"),
-        (TIED | {"num_key_value_heads": 1}, "1 key-value heads for 2 ranks"),
+        (
+            TIED | {"num_attention_heads": 1, "num_key_value_heads": 1},
+            "1 attention heads for 2 ranks",
+        ),
         (EXPERTS | {"output_router_logits": True}, "router's loss"),
         (family("mamba"), "its attention (eager) is not transformers' SDPA"),
         (
@@ -66,8 +70,9 @@ def test_a_model_is_refused_with_the_reason(model, said):
 
 
 def test_heads_are_counted_on_each_tensor_rank():
-    found = checked(TIED, world_size=4, tensor=2)
-    assert "2 key-value heads for 2 ranks x 2 (tensor); expected a multiple of 4" in found
+    assert checked(TIED, world_size=4, tensor=2) == ""  # a key-value head for each two ranks
+    found = checked(TIED, world_size=8, tensor=4)
+    assert "4 attention heads for 2 ranks x 4 (tensor); expected a multiple of 8 heads" in found
 
 
 class _Mixing(torch.nn.Module):
@@ -116,8 +121,14 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
 @pytest.mark.parametrize(
     "model",
-    [TIED, family("phi3", resid_pdrop=0.1, embd_pdrop=0.1), family("mistral", sliding_window=4)],
-    ids=["llama", "dropout", "window"],
+    [
+        TIED,
+        family("phi3", resid_pdrop=0.1, embd_pdrop=0.1),
+        family("mistral", sliding_window=4),
+        TIED | {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3},
+        TIED | {"num_key_value_heads": 1},
+    ],
+    ids=["llama", "dropout", "window", "three kv heads", "one kv head"],
 )
 def test_packed_rows_are_apart_across_the_ranks(pools, engine, model):
     case = replace(CONTEXT, engine=engine, model=model, zero_stage=2, neftune_alpha=5.0)

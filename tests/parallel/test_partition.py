@@ -61,6 +61,19 @@ def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
     ]  # the tied table is on both
 
 
+def test_experts_that_a_token_is_not_routed_to_are_no_work():
+    """The dense block is as much work as three of experts, each of which is larger."""
+    narrow = {"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8}
+    narrow |= {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "num_key_value_heads": 4}
+    experts = {"n_routed_experts": 64, "num_experts_per_tok": 1, "moe_intermediate_size": 16}
+    known = family("llama") | {"model_type": "deepseek_v3", "vocab_size": 8, **narrow, **experts}
+    known |= {"num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 400}
+    spec = spec_of(known | {"n_group": 1, "topk_group": 1})
+    model = spec.build()
+    assert [len(blocks) for blocks in block_ranges(model, spec, "best", 2)] == [1, 3]
+    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [2, 2]
+
+
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)
 def test_every_stage_is_on_one_rank(schedule):
     from dataclasses import replace

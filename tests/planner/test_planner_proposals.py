@@ -127,6 +127,26 @@ def test_what_fits_nowhere_is_told_by_how_much():
     assert f"misses by {missing:,.2f} MiB of 0.10 MiB, and would fit " in found[0].reason
     assert "devices of 3 GiB (t4-16gb)" in found[0].reason
     assert found[0].plan.needed == min(p.plan.needed for p in found)
+    assert "; sequence_parallel_size can't help: it divides only " in found[0].reason
+
+
+def test_rows_are_divided_where_only_that_fits():
+    """A block on four nodes of one device: no stages, no tensor ranks, and no smaller batch."""
+    from trainer.tools.planner.proposals import proposals
+
+    raw = RAW | {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 1}
+    raw["zero_optimization"] = {"stage": 3}
+    raw["trainer"] = RAW["trainer"] | {
+        "activation_checkpointing": "full",
+        "model": {"config": MODEL | {"num_hidden_layers": 1, "max_position_embeddings": 8192}},
+        "data": {"sequence_length": 8192},
+    }
+    where = replace(cluster(1e12), nodes=4, devices=1)
+    room = 0.7 * plan(raw, where).needed + RESERVED
+    where = replace(where, device=replace(where.device, memory=room))
+    (found,) = proposals(load(raw), where, plan(raw, where), most=1)
+    assert found.plan.fits and found.changes.get("sequence_parallel_size") in (2, 4), found
+    assert "each row over" in found.reason and "less activations per GPU" in found.reason
 
 
 def test_more_nodes_that_would_do_are_named():

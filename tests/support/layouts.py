@@ -215,7 +215,10 @@ LAYOUTS = {
         CONTEXT, world_size=4, replicate=2, micro_batch=2, zero_stage=3, model=EXPERTS
     ),
     "context over four, zero3": replace(
-        CONTEXT, world_size=4, context=4, zero_stage=3, model=TIED | {"num_key_value_heads": 4}
+        CONTEXT,
+        world_size=4,
+        context=4,
+        zero_stage=3,  # a key-value head for each two ranks
     ),
     "pipeline x context": replace(
         CONTEXT,

@@ -59,7 +59,7 @@ class LanguageCase:
         self._plain, self._copy = plain, copy
         whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks)
         assert whole.tiny.copy is not None
-        spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor)
+        spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
         self.small = small.noting(*lacking)
         self.subject = Subject(spec, CausalLM.of(spec), None, packed=small.packed)
@@ -116,17 +116,15 @@ def _check_nothing_drawn(spec: ModelSpec) -> None:
         copy, model = tiny(spec)
         draws = observe_draws(model, copy).any
     if draws:
-        actual = (
-            "the model draws random numbers in training, and would draw others for documents that "
-            "are run one by one"
-        )
+        actual = "a model that draws random numbers: others for documents that run one by one"
         expected = 'a rate of 0, or "pad", to verify it'
         raise ConfigError(Problem("trainer.data.documents", actual, expected))
 
 
 def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, ModelSpec]:
     """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
-    layers, split = max(2, small.layout.stages + 1), small.layout.tensor  # a block more than stages
+    layers = max(2, small.layout.stages + 1)  # a block more than stages
+    split = small.layout.tensor * small.layout.context
     assert plain.tiny.copy is not None
     known, few = plain.language.vocabulary, SIZES.vocabulary
     least, twice = (plain.tiny.copy(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))

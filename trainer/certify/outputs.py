@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,25 @@ from torch import nn
 from trainer.models.cut import is_whole
 
 Outputs = dict[tuple[int, int, str], torch.Tensor]
-"""Sums, and sums of squares, [2, features], by data rank, micro-batch and module as executed."""
+"""Sums, and sums of squares, [2, features], by part of the rows of all data ranks (`parts_of`),
+micro-batch and module as executed."""
+Tokens = Mapping[tuple[int, int], torch.Tensor | None]
+"""The tokens that are listened to, those that are not 0, by part and micro-batch; None for all."""
 LEAST = 1e-2
 """Features that are small are measured against this share of the largest."""
+
+
+def parts_of(
+    ids: torch.Tensor, data_rank: int, ranks: int, start: int = 0, row: int = 0
+) -> dict[int, torch.Tensor]:
+    """Return the ids [batch, sequence] with zeros for those of other ranks, for each of the ranks
+    that share the rows, by its number among those of all data ranks.
+
+    The first token is at `start` of rows of `row` tokens, by default at 0 of whole ones.
+    """
+    each = -(-(row or ids.shape[1]) // ranks)
+    owners = torch.arange(start, start + ids.shape[1], device=ids.device) // each
+    return {data_rank * ranks + rank: ids * (owners == rank) for rank in range(ranks)}
 
 
 class Listener:
@@ -25,7 +41,7 @@ class Listener:
 
     def __init__(self, models: Iterable[nn.Module], compiled: Sequence[str] = ()) -> None:
         inside = tuple(f"{block}." for block in compiled)
-        self._parts: list[tuple[tuple[int, int], Any]] = []
+        self._parts: Sequence[Tokens] = ()
         self._calls, self._found = Counter[str](), Outputs()
         for name, module in (pair for model in models for pair in model.named_modules()):
             if not name or name.startswith(inside):
@@ -33,13 +49,13 @@ class Listener:
             if is_whole(module) and any(True for _ in module.parameters()):
                 module.register_forward_hook(self._hook(name))
 
-    def begin(self, parts: dict[tuple[int, int], Any]) -> None:
-        """Listen to micro-batches by data rank and number: to tokens that are not 0, or to all."""
-        self._parts, self._calls, self._found = list(parts.items()), Counter(), {}
+    def begin(self, parts: Sequence[Tokens]) -> None:
+        """Listen to forward passes of so many micro-batches."""
+        self._parts, self._calls, self._found = parts, Counter(), {}
 
     def end(self) -> Outputs:
         """Return what was heard since, of modules that ran once for each."""
-        count, self._parts = len(self._parts), []
+        count, self._parts = len(self._parts), ()
         return {key: value for key, value in self._found.items() if self._calls[key[2]] == count}
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -51,12 +67,12 @@ class Listener:
             self._calls[name] += 1
             if number >= len(self._parts):
                 return
-            (rank, micro_batch), tokens = self._parts[number]
             value = output[0] if isinstance(output, (tuple, list)) else output
-            if (rows := _rows(value, tokens)) is not None:
-                rows = rows.double()
-                sums = torch.stack([rows.sum(0), rows.square().sum(0)])
-                self._found[rank, micro_batch, name] = sums.cpu()
+            for place, tokens in self._parts[number].items():
+                if (rows := _rows(value, tokens)) is not None:
+                    rows = rows.double()
+                    sums = torch.stack([rows.sum(0), rows.square().sum(0)])
+                    self._found[*place, name] = sums.cpu()
 
         return hook
 

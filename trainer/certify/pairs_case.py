@@ -22,22 +22,19 @@ from trainer.data.dataset import Pairs, Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models import classifiers
-from trainer.models.classifiers import Classifier, Images
+from trainer.models.classifiers import Images
 from trainer.models.spec import ModelSpec
 from trainer.run.images import arguments_of, spec_of
 from trainer.run.subject import Given, Subject, amended, image_classifier, own_module
 from trainer.tasks.image_classification import TOP, ImageClassification, class_loss
 from trainer.trial.draws import observe_draws
 from trainer.trial.setup import tiny
+from trainer.trial.tiny_images import CLASSES, SIZE, made_up, tiny_classifier
 
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
 PAIRED = 1e-5
 """The relative difference above which a loss over micro-batches counts as one of pairs."""
-CLASSES, SIZE = 10, 64
-"""Made-up images: a residual network's last block still sees four places of each."""
-VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
-"""So narrow that patches weigh no more than two blocks: a cut would come before the blocks."""
 
 
 class PairsCase:
@@ -59,10 +56,7 @@ class PairsCase:
         """
         layout, source = self.small.layout, self.subject.data.train
         if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
-            actual = (
-                "with a module that draws random numbers: each data rank draws its own, one "
-                "process can't"
-            )
+            actual = "with a module that draws random numbers, on each data rank its own"
             expected = "dropout of 0 to verify it"
             raise ConfigError(Problem("trainer.sync_batch_norm", actual, expected))
         wanted = layout.train_batch * 3 // 2 + 1  # steps span the ends of epochs
@@ -117,33 +111,6 @@ def image_case(small: Tiny, given: Given, machine: Machine, folder: Path) -> Pai
     return PairsCase(small.noting(note), subject, build, class_loss)
 
 
-def tiny_classifier(classifier: Classifier, stages: int) -> Classifier:
-    """Return a small classifier with the same kinds of blocks, or itself if none is known."""
-    from torchvision.models import ResNet, VisionTransformer
-    from torchvision.models.resnet import Bottleneck
-
-    plain = Images(("0", "1"), "RGB", (224, 224), (0.0,) * 3, (1.0,) * 3)
-    with torch.device("meta"):
-        model = Classifier(classifier.name, classifier.arguments).completed(plain).build()
-    if isinstance(model, VisionTransformer):
-        kept = {"dropout": model.dropout, "attention_dropout": model.attention_dropout}
-        return Classifier("VisionTransformer", {**VIT, **kept, "num_layers": stages + 2})
-    if isinstance(model, ResNet):
-        kind = type(model.layer1[0])
-        width = {"width_per_group": 8} if kind is Bottleneck else {}
-        return Classifier("ResNet", {"block": kind.__name__, "layers": [1, 1, 1, 1], **width})
-    return Classifier(classifier.name, classifier.arguments)
-
-
-def made_up(images: Images, count: int) -> list[tuple[torch.Tensor, int]]:
-    """Make images of noise around a pattern for each class; the same on every rank."""
-    generator = torch.Generator().manual_seed(0)
-    classes, shape = len(images.classes), (images.channels, *images.size)
-    patterns = torch.randn(classes, *shape, generator=generator)
-    noise = torch.randn(count, *shape, generator=generator)
-    return [(patterns[index % classes] + noise[index], index % classes) for index in range(count)]
-
-
 class PairsReference(Reference):
     """One process with only the module, `default_collate` and the loss."""
 
@@ -171,8 +138,7 @@ class PairsReference(Reference):
         return self._judged(self._collated(samples[start : start + size]) for start in starts)
 
     def _collated(self, samples: Sequence[Any]) -> tuple[Any, Any]:
-        inputs, targets = default_collate([tuple(sample) for sample in samples])
-        return inputs, targets
+        return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]
 
     def _output(self, model: nn.Module, inputs: Any) -> Any:
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)

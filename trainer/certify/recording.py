@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 
 from trainer import checkpoint
-from trainer.certify.outputs import Listener, Outputs
+from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, keeper_in, measured
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
@@ -108,12 +109,8 @@ class Recorder:
     ) -> Metrics:
         gradients: Tensors = {}
         self._task.begin(step)
-        job = self._engine.job
-        if not job.layout.sync_batch_norm and job.layout.context == 1:  # one process runs others
-            key = "input_ids" if job.spec.language.vocabulary else ""
-            self._listener.begin(
-                {(job.data_rank, i): batch.get(key) for i, batch in enumerate(micro_batches)}
-            )
+        if not self._engine.job.layout.sync_batch_norm:  # one process runs others
+            self._listener.begin(self._tokens(micro_batches))
         keep = keeper_in(gradients) if self._observes else None
         metrics = self._engine.step(step, micro_batches, update, keep)
         recording = self._recording
@@ -125,6 +122,19 @@ class Recorder:
         recording.gradients.append(gradients)
         recording.states.append(state_of(self._engine))
         return metrics
+
+    def _tokens(self, micro_batches: Sequence[Batch]) -> list[Tokens]:
+        """Return the tokens that this rank has of each micro-batch."""
+        job = self._engine.job
+        layout, part = job.layout, job.machine.ranks.rank // job.layout.tensor % job.layout.context
+        place = job.data_rank * layout.context + part
+        if not job.spec.language.vocabulary:
+            return [{(place, number): None} for number in range(len(micro_batches))]
+        if layout.pipeline > 1:  # parts are those of rows of one length
+            micro_batches = job.task.padded(micro_batches)
+        ids = [batch["input_ids"] for batch in micro_batches]
+        rows = [F.pad(row, (0, -row.shape[1] % layout.context)) for row in ids]
+        return [{(place, i): row.chunk(layout.context, 1)[part]} for i, row in enumerate(rows)]
 
 
 class RecordingHooks(Hooks):

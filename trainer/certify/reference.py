@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.optim._muon import muon
 
-from trainer.certify.outputs import Listener, Outputs, apart
+from trainer.certify.outputs import Listener, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
@@ -49,6 +49,9 @@ class MicroBatch(NamedTuple):
     inputs: Any
     """Token ids [batch, sequence], or whatever a module takes."""
     targets: Any
+    start: int = 0
+    row: int = 0
+    """The place of its first token in a packed row of so many tokens."""
 
 
 @dataclass(frozen=True)
@@ -117,9 +120,7 @@ class Reference(ABC):
         self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
         self._smoothing = small.config.trainer.label_smoothing
         self._exact = replace(EXACT, least=float8.ERROR[small.layout.float8])
-        self._scale = (
-            self._layout.data_ranks if self._exact.least else 1
-        )  # rounded as by the engine
+        self._scale = self._layout.data_ranks if self._exact.least else 1  # rounds as the engine
         self._margin = 0.05 if small.low_precision or self._exact.least else 1e-4
         self.model = own.model.to(device)
         float8.apply(self.model, spec, small.layout, torch.device("cpu"), gathers=False)
@@ -225,17 +226,18 @@ class Reference(ABC):
         for part in parts:
             self._start_dropout(step, part.data_rank, part.number)
             self._inputs = part.inputs
-            place, words = (part.data_rank, part.number), self._spec.language.vocabulary > 0
-            self._listener.begin({place: part.inputs if words else None})
+            tokens: dict[int, Any] = {part.data_rank: None}
+            if self._spec.language.vocabulary:
+                row = part.data_rank, self._layout.context, part.start, part.row
+                tokens = parts_of(part.inputs, *row)
+            self._listener.begin([{(place, part.number): ids for place, ids in tokens.items()}])
             loss = self._loss_sum(model, part.inputs, part.targets)
             (loss * self._scale / counted).backward()
             total += float(loss.detach())
             for key, value in self._listener.end().items():  # a packed row is several parts
                 self._outputs[key] = self._outputs.get(key, 0) + value
-        named = model.named_parameters()
-        return total / counted, {
-            n: p.grad.float().cpu() / self._scale for n, p in named if p.grad is not None
-        }
+        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return total / counted, {n: g.float().cpu() / self._scale for n, g in found.items()}
 
     def _order_of_computation(self) -> dict[str, int]:
         """Return the place of each parameter in a forward pass; -1 if it takes no part."""

@@ -99,10 +99,8 @@ def _allowed(small: Tiny, engine: str) -> float:
     The other engines reduce in it if the key says so.
     """
     settings, layout = small.config.settings, small.layout
-    kinds = [
-        settings.get("data_types", {}).get("grad_accum_dtype"),
-        settings.get("communication_data_type"),
-    ]
+    accumulated = settings.get("data_types", {}).get("grad_accum_dtype")
+    kinds = [accumulated, settings.get("communication_data_type")]
     if engine != "deepspeed":
         kinds = [kind for kind in kinds if kind == "bf16"]
     if all(kind in ("fp32", "float32", "float") for kind in kinds):

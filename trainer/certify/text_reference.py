@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -202,11 +203,17 @@ class PackedReference(LanguageReference):
         return [[sample_of(document, longest) for document in pack] for pack in packs]
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
+        parts = self._samples(step, data_rank)
+        rows = [max(sum(len(ids) for ids, _ in pack) for pack in part) for part in parts]
+        if self._layout.pipeline > 1:
+            rows = [max(rows)] * len(rows)
         return [
-            MicroBatch(data_rank, index, *self._collated([document]))
-            for index, part in enumerate(self._samples(step, data_rank))
+            MicroBatch(data_rank, index, *self._collated([document]), start, rows[index])
+            for index, part in enumerate(parts)
             for pack in part
-            for document in pack
+            for start, document in zip(
+                accumulate((len(ids) for ids, _ in pack), initial=0), pack, strict=False
+            )
         ]
 
 

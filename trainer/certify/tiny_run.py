@@ -249,10 +249,8 @@ def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
         return small
     low, high = max(pairwise(sorted(norms)), key=lambda pair: pair[1] / pair[0])
     if not high > APART * low:
-        return small.noting(
-            "all its steps have the same gradient norm, so clipping is tested either over or under "
-            "its limit: it proves less"
-        )
+        note = "all its steps have one gradient norm, on one side of the limit: it proves less"
+        return small.noting(note)
     limit = sqrt(low * high)
     over = " and ".join(str(step) for step, norm in enumerate(norms) if norm > limit)
     under = " and ".join(str(step) for step, norm in enumerate(norms) if not norm > limit)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from math import gcd
 from typing import Any
 
 import torch
@@ -67,6 +68,14 @@ class ContextRanks:
             ends = [0] * (2 * (whole.ndim - dim - 1)) + [0, missing]
             whole = F.pad(whole, ends, value=fill)
         return whole.chunk(self.size, dim)[self.rank]
+
+    def for_each(self, heads: torch.Tensor) -> torch.Tensor:
+        """Repeat key or value heads [batch, heads, part, width] so that each rank has as many.
+
+        A head's copies are next to one another; its gradient is the sum of theirs.
+        """
+        times = self._multiple // gcd(heads.shape[1], self._multiple)
+        return heads.repeat_interleave(times, 1) if times > 1 else heads
 
     def attended(
         self,

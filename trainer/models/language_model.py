@@ -39,7 +39,7 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
     return LanguageModel(
         head_parameters=head.weight.numel() if head is not None else 0,
         embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
-        idle_parameters=_idle_parameters(model, text),
+        idle_parameters=idle_parameters(model, text),
         # target ids must be in the table, too
         vocabulary=min((len(module.weight) for module in tables), default=0),
         positions=positions_of(model, text),
@@ -194,7 +194,7 @@ def _routed_parameters(model: nn.Module, config: Any) -> int:
     )
 
 
-def _idle_parameters(model: nn.Module, config: Any) -> int:
+def idle_parameters(model: nn.Module, config: Any) -> int:
     """Count the parameters of the experts that a token is not routed to; 0 for a dense model."""
     experts, chosen = _first_number(config, EXPERTS), _first_number(config, CHOSEN)
     if not experts or not chosen or chosen >= experts:

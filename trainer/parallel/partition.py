@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from trainer.layout import Partition
+from trainer.models.language_model import idle_parameters, text_config
 from trainer.models.spec import ModelSpec
 
 
@@ -50,15 +51,19 @@ def block_ranges(
     """Return the blocks of each stage.
 
     `uniform`: equal numbers of blocks. `parameters`: equal numbers of parameters, with the input
-    table on the first stage and the head on the last. `best`: equal work, 6 FLOPs a parameter and
-    token in blocks and head; a look-up is free.
+    table on the first stage and the head on the last. `best`: equal work, 6 FLOPs a token for each
+    parameter in blocks and head, but for those of experts that it is not routed to; a look-up is
+    free.
     """
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
-    costs = [
-        float(sum(p.numel() for p in model.get_submodule(name).parameters()))
-        for name in spec.blocks
-    ]
+    blocks = [model.get_submodule(name) for name in spec.blocks]
+    costs = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
+    if partition == "best" and spec.language.idle_parameters:
+        config = text_config(model)
+        costs = [
+            cost - idle_parameters(block, config) for cost, block in zip(costs, blocks, strict=True)
+        ]
     table = spec.language.embedding_parameters or spec.language.head_parameters
     return divide(
         costs, table if partition == "parameters" else 0.0, spec.language.head_parameters, stages

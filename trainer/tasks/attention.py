@@ -84,9 +84,15 @@ def attend(
     Of ranks that share rows, each computes it over whole rows, for a part of the heads.
     """
     ranks: ContextRanks | None = getattr(module, ATTRIBUTE, None)
-    compute: Any = partial(_attended, module, attention_mask=attention_mask, **more)
     if not ranks:
-        return compute(query, key, value)
+        return _attended(module, query, key, value, attention_mask, **more)
+    key, value = ranks.for_each(key), ranks.for_each(value)
+    groups, known = query.shape[1] // key.shape[1], getattr(module, "num_key_value_groups", 1)
+    alike: Any = module
+    if groups < known:  # of a rank's heads
+        kept = {"training": module.training, "is_causal": getattr(module, "is_causal", True)}
+        alike = SimpleNamespace(num_key_value_groups=groups, **kept)
+    compute: Any = partial(_attended, alike, attention_mask=attention_mask, **more)
     return ranks.attended(compute, query, key, value)
 
 

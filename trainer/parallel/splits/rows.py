@@ -36,10 +36,8 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         yield seen, "output_router_logits false"
     ranks = layout.context * layout.tensor
     of = f"{layout.context} ranks" + (f" x {layout.tensor} (tensor)" if layout.tensor > 1 else "")
-    heads = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
-    for what, count in heads.items():
-        if count % ranks:
-            yield f"{count} {what} for {of}", f"a multiple of {ranks} {what}"
+    if spec.language.heads % ranks:
+        yield f"{spec.language.heads} attention heads for {of}", f"a multiple of {ranks} heads"
 
 
 class _Differs(Exception):

@@ -14,6 +14,7 @@ from trainer.layout import Layout, Recompute
 from trainer.tools.planner.cluster import Cluster
 
 TENSORS = (1, 2, 4, 8)
+CONTEXTS = (1, 2, 4, 8, 16, 32)
 PIPELINES = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
@@ -22,25 +23,29 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def candidates(
-    layout: Layout, cluster: Cluster, blocks: int, splits: bool = True
+    layout: Layout, cluster: Cluster, blocks: int, splits: bool = True, heads: int = 0
 ) -> Iterator[Layout]:
     """Yield layouts with the same global batch on a cluster, among them `layout` if it runs there.
 
-    `splits`: True if tensor parallelism supports the model; its groups stay inside a node. Whether
-    an engine supports a layout is not checked.
+    `splits`: True if tensor parallelism supports the model; its groups stay inside a node. More
+    ranks share a row only where nothing else makes a micro-batch smaller; `heads` are those of the
+    model. Whether an engine supports a layout is not checked.
     """
     tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
+    contexts = {layout.context, *(n for n in CONTEXTS if n == 1 or heads % n == 0 < heads)}
     pipelines = {layout.pipeline, *(stages for stages in PIPELINES if stages <= blocks)}
     recomputes = layout.recompute, Recompute(), Recompute("selective"), Recompute("full")
     offloads = (layout.offload_optimizer, layout.offload_param), *OFFLOADS
-    for tensor, pipeline in product(sorted(tensors), sorted(pipelines)):
+    for tensor, pipeline, context in product(*map(sorted, (tensors, pipelines, contexts))):
         ranks, rest = divmod(cluster.world_size, tensor * pipeline)
-        if rest:
+        if rest or ranks % context or heads % (tensor * context):
             continue
-        micros = _micro_batches(layout, ranks)
+        micros = _micro_batches(layout, ranks // context)
         changes = product(range(4), micros, dict.fromkeys(offloads), dict.fromkeys(recomputes))
         for stage, micro, (optimizer, param), recompute in changes:
-            if (optimizer != "none" and stage == 0) or (param != "none" and stage < 3):
+            unfit = (optimizer != "none" and stage == 0) or (param != "none" and stage < 3)
+            least = micro == 1 and recompute.mode in ("full", "offload")
+            if unfit or (context > layout.context and not least):
                 continue
             for shard in sorted(_shards(layout, ranks, stage, cluster.devices // tensor)):
                 try:
@@ -50,9 +55,10 @@ def candidates(
                         replicate=ranks // shard,
                         shard=shard,
                         tensor=tensor,
+                        context=context,
                         zero_stage=stage,
                         micro_batch=micro,
-                        accumulation=layout.train_batch // (micro * ranks),
+                        accumulation=layout.train_batch // (micro * (ranks // context)),
                         offload_optimizer=optimizer,
                         offload_param=param,
                         recompute=recompute,
@@ -76,6 +82,7 @@ def _shards(layout: Layout, ranks: int, stage: int, inside: int) -> set[int]:
 CHANGES = {
     "pipeline": ("pipeline",),
     "tensor": ("tensor",),
+    "context": ("context",),
     "shard": ("shard", "replicate"),
     "stage": ("zero_stage",),
     "micro-batch": ("micro_batch",),
@@ -103,25 +110,26 @@ def overrides_of(changes: Mapping[str, Any]) -> list[str]:
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
+KEYS = {
+    "pipeline": "pipeline.stages",
+    "tensor": "tensor_parallel.autotp_size",
+    "context": "sequence_parallel_size",
+    "zero_stage": "zero_optimization.stage",
+}
+
+
 def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
     """Return the config keys to change, with their values; resolving the config sets the mesh."""
-    changes: dict[str, Any] = {}
-    if old.pipeline != new.pipeline:
-        changes["pipeline.stages"] = new.pipeline
-    if old.tensor != new.tensor:
-        changes["tensor_parallel.autotp_size"] = new.tensor
-    if old.zero_stage != new.zero_stage:
-        changes["zero_optimization.stage"] = new.zero_stage
+    moved = [name for name in KEYS if getattr(old, name) != getattr(new, name)]
+    changes: dict[str, Any] = {KEYS[name]: getattr(new, name) for name in moved}
     if old.recompute != new.recompute:
         changes["trainer.activation_checkpointing"] = str(new.recompute)
     zero = raw.get("zero_optimization") or {}
     for key in ("offload_optimizer", "offload_param"):
         if (device := getattr(new, key)) != getattr(old, key):
             path = f"zero_optimization.{key}"
-            if isinstance(zero.get(key), dict):
-                changes[f"{path}.device"] = device
-            else:
-                changes[path] = {"device": device}
+            known = isinstance(zero.get(key), dict)
+            changes |= {f"{path}.device": device} if known else {path: {"device": device}}
     return changes | _batch_changes(raw, new)
 
 

@@ -284,8 +284,7 @@ def _sent(totals: Mapping[Point, Totals], goal: tuple[float, int]) -> Iterator[S
 def _totals(messages: Iterable[Message], layout: Layout, cluster: Cluster) -> Totals:
     """Count the messages of a step, and the bytes sent, of each kind."""
     axes_of = cache(layout.axes_of)
-    counts: Counter[Kind] = Counter()
-    sizes: defaultdict[Kind, float] = defaultdict(float)
+    counts, sizes = Counter[Kind](), defaultdict[Kind, float](float)
     for message in messages:
         if message.phase == STEADY and message.name != "receive":
             inside = len({rank // cluster.devices for rank in message.group}) == 1

@@ -25,6 +25,7 @@ from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_t
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
 from trainer.parallel.checks import check_blocks
+from trainer.parallel.splits import rows
 from trainer.run import images
 from trainer.run.compose import Composed, compose
 from trainer.run.subject import amended
@@ -101,6 +102,8 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     trained = model_of(section, layout)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
+    if layout.context > 1:
+        rows.check(trained.spec, trained.task(trained.spec), layout, section.data.packs)
     spec = _of_shapes(trained.spec)
     config = composed.knowing(
         hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS
@@ -150,9 +153,8 @@ def _language(section: TrainerSection, layout: Layout) -> TaskModel:
 
 def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
     named, known = images.named_in(section), images.expected(section, cache_folder())
-    arguments = dict(named.arguments)
-    for key in ("weights", "weights_backbone"):  # none are read or downloaded
-        arguments.pop(key, None)
+    read = ("weights", "weights_backbone")  # none are read or downloaded
+    arguments = {key: value for key, value in named.arguments.items() if key not in read}
     shape, classes = (known.channels, *known.size), len(known.classes)
     spec = images.spec_of(section, known, replace(named, arguments=arguments, folder=None))
     plain = ImageClassification(classes, spec.build, spec.blocks)

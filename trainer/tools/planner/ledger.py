@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.models.names import pattern_of
 from trainer.tasks.task import bare_name
 from trainer.tools.planner.pretend import resizes_reported
 
@@ -136,9 +137,8 @@ class Ledger(TorchDispatchMode):
     def watching(self, modules: Iterable[nn.Module]) -> Iterator[None]:
         """Record the forward passes of these modules, and of those within them, by name."""
         for root in modules:
-            self._names |= {
-                module: bare_name(name) for name, module in root.named_modules() if name
-            }
+            named = root.named_modules()
+            self._names |= {module: bare_name(name) for name, module in named if name}
         hooks = nn.modules.module
         with ExitStack() as stack:
             stack.callback(hooks.register_module_forward_pre_hook(self._enter).remove)
@@ -262,16 +262,9 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
     """Add up the storages that live at one moment."""
-    kinds: Counter[str] = Counter()
-    consumers: Counter[str] = Counter()
-    rounding = 0
+    kinds, consumers, rounding = Counter[str](), Counter[str](), 0
     for line in live:
         kinds[line.kind] += line.size
-        consumers[f"{line.kind} of {generic(line.module) or line.operator}"] += line.size
+        consumers[f"{line.kind} of {pattern_of(line.module) or line.operator}"] += line.size
         rounding += line.rounded - line.size
     return Peak(phase, sum(kinds.values()), dict(kinds), dict(consumers), rounding)
-
-
-def generic(name: str) -> str:
-    """Replace numbers in a dotted name by `*`: layers.3.mlp -> layers.*.mlp."""
-    return ".".join("*" if word.isdigit() else word for word in name.split("."))

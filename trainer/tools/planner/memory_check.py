@@ -53,9 +53,8 @@ def check_memory(
         return list
     machine.signs.at("predicting the memory that it takes")
     machine.watch.moves(SECONDS)
-    needed, lines = machine.ranks.on_first(
-        lambda: predict(prepared, machine, folder, device_of(machine))
-    )
+    device = device_of(machine)
+    needed, lines = machine.ranks.on_first(lambda: predict(prepared, machine, folder, device))
     for line in lines:
         say(console, line)
     return partial(measured, needed, machine)

@@ -103,7 +103,7 @@ class ClosedForm:
         return each * self.parameters / _model_ranks(layout)
 
     def _activations(self, layout: Layout) -> float:
-        values = self.hidden * layout.micro_batch * _value(layout) / 2
+        values = self.hidden / layout.context * layout.micro_batch * _value(layout) / 2
         block = values * (SHARED_BYTES + (BLOCK_BYTES - SHARED_BYTES) / layout.tensor)
         held = self.blocks / layout.pipeline * min(layout.pipeline, layout.accumulation)
         mode, every = layout.recompute.mode, layout.recompute.every
@@ -113,24 +113,22 @@ class ClosedForm:
 
     def seconds(self, layout: Layout) -> float:
         """Estimate the seconds of a step, midway between all messages hidden and none."""
-        sent = list(self._sent(layout))
-        near, far = (
-            [one for one in sent if (one[0] <= self.cluster.devices) is inside]
-            for inside in (True, False)
-        )
-        inside = Traffic(sum(one[1] for one in near), sum(one[2] for one in near))
-        between = Traffic(sum(one[1] for one in far), sum(one[2] for one in far))
+        inside, between = (self._traffic(layout, inside) for inside in (True, False))
         each = 16 if layout.offload_param != "none" else 12 if layout.offloads else 0
         host = each * self.learned / _model_ranks(layout) / layout.shard
-        device = self.cluster.device
-        return time_of(layout, device, self.flops, inside, between, 0.0, host).middle
+        return time_of(layout, self.cluster.device, self.flops, inside, between, 0.0, host).middle
+
+    def _traffic(self, layout: Layout, inside: bool) -> Traffic:
+        near = self.cluster.devices
+        sent = [one[1:] for one in self._sent(layout) if (one[0] <= near) is inside]
+        return Traffic(sum(count for count, _ in sent), sum(size for _, size in sent))
 
     def _sent(self, layout: Layout) -> Iterator[tuple[int, float, float]]:
         """Yield (ranks spanned, messages, bytes) sent by one rank in rings, for each axis."""
         shard, replicate, tensor = layout.shard, layout.replicate, layout.tensor
         blocks, rounds = self.blocks / layout.pipeline, layout.accumulation
         weights = _value(layout) * self.parameters / _model_ranks(layout)
-        hidden = _value(layout) * self.hidden * layout.micro_batch * rounds
+        hidden = _value(layout) * self.hidden / layout.context * layout.micro_batch * rounds
         if shard > 1:
             gathers = 2 * rounds if layout.zero_stage == 3 else 1
             rings = gathers + (rounds if layout.zero_stage >= 2 else 1)
@@ -141,6 +139,9 @@ class ClosedForm:
         if tensor > 1:
             times = 4 * blocks
             yield tensor, times * rounds, times * hidden * 2 * (tensor - 1) / tensor
+        if layout.context > 1:  # queries, keys, values and output, forward and backward
+            size = 8 * blocks * hidden / tensor * (layout.context - 1) / layout.context
+            yield tensor * layout.context, 8 * blocks * rounds, size
         if layout.pipeline > 1:
             yield layout.world_size, 2 * rounds, 2 * hidden
 
@@ -206,7 +207,8 @@ def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
     """List the other layouts on the form's cluster."""
     spec, old = plan.workload.spec, plan.workload.layout
     blocks, splits = max(1, len(spec.blocks)), spec.language.vocabulary > 0
-    return [one for one in candidates(old, form.cluster, blocks, splits) if one != old]
+    every = candidates(old, form.cluster, blocks, splits, spec.language.heads)
+    return [one for one in every if one != old]
 
 
 def shortlist(plan: Plan, form: ClosedForm) -> list[Layout]:

@@ -75,13 +75,9 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "  nothing"
     for sent in sorted(role.sent, key=lambda sent: -sent.size):
         if sent.size >= total * LEAST_SHOWN:
-            size = (
-                f"{sent.size / 1e9:,.2f} GB" if sent.size >= 1e8 else f"{sent.size / 1e6:,.2f} MB"
-            )
-            along, where = (
-                " x ".join(sent.axes),
-                "inside a node" if sent.inside else "between nodes",
-            )
+            unit, name = (1e9, "GB") if sent.size >= 1e8 else (1e6, "MB")
+            size, along = f"{sent.size / unit:,.2f} {name}", " x ".join(sent.axes)
+            where = "inside a node" if sent.inside else "between nodes"
             messages = f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, {where}"
             yield f"  {size:>12}  {messages}"
 
@@ -156,6 +152,7 @@ def words(old: Layout, new: Layout) -> str:
     texts = {
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
+        "context": f"each row over {new.context} ranks instead of {old.context}",
         "shard": f"shard over {new.shard} instead of {old.shard}",
         "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
         "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
@@ -221,7 +218,9 @@ def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
     remedies = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
     remedies.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
     changes = "as it is" if best is old else words(old.workload.layout, best.workload.layout)
+    rows = best.on_device(MEMORY["activations"])
+    short = f"; sequence_parallel_size can't help: it divides only {gib(rows)} of activations"
     return (
         f"of {tried} layouts that were tried none fits {best.cluster}; {changes} misses by "
         f"{gib(missing)} of {gib(best.room)}, and would fit {' or '.join(remedies)}"
-    )
+    ) + (short if rows < missing else "")
