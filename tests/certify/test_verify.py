@@ -362,7 +362,7 @@ def samples_of_another_rank(engine: str) -> Any:
 def samples_in_the_order_of_epoch_0(engine: str) -> Any:
     from trainer.data import order
 
-    return around(order, "_listed", lambda real, key, size: real([key[0], 0], size))
+    return around(order, "_keyed", lambda real, key, size: real([key[0], 0], size))
 
 
 def last_chunk_dropped(engine: str) -> Any:
@@ -1166,7 +1166,7 @@ def test_the_seeds_of_the_one_process_are_all_different():
     """So that what agrees with it draws other dropout on each data rank, in each step, micro-batch
     and block.
     """
-    from trainer.certify.reference import seed_of
+    from trainer.certify.tiny_run import seed_of
 
     seeds = [
         seed_of(seed_of("dropout", seed, step, rank), micro) + block

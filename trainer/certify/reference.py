@@ -11,7 +11,6 @@ found in the step that made it."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -26,7 +25,7 @@ from torch.optim._muon import muon
 from trainer.certify.outputs import Listener, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
-from trainer.certify.tiny_run import PROBE_RATE, Tiny
+from trainer.certify.tiny_run import PROBE_RATE, Tiny, permutation, seed_of
 from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
@@ -288,8 +287,7 @@ class Reference(ABC):
         in parts of a step, each viewed as [accumulation, data ranks, micro-batch]."""
         layout, batch, size = self._layout, self._layout.train_batch, len(self._data.training)
         epochs = range(step * batch // size, (step + 1) * batch // size + 1)
-        generators = (np.random.Generator(np.random.PCG64([self._seed, e])) for e in epochs)
-        stream = np.concatenate([generator.permutation(size) for generator in generators])
+        stream = np.concatenate([permutation(self._seed, epoch, size) for epoch in epochs])
         first = step * batch - epochs.start * size
         shape = layout.accumulation, layout.data_ranks, layout.micro_batch
         return stream[first : first + batch].reshape(shape)[:, data_rank]  # type: ignore[no-any-return]
@@ -379,12 +377,6 @@ def right_of(
 
 def norm_of(gradients: Tensors) -> float:
     return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())
-
-
-def seed_of(*parts: int | str) -> int:
-    """Return the first 63 bits of a SHA-256 over the seed's purpose."""
-    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
-    return int.from_bytes(digest[:8], "little") // 2
 
 
 def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:

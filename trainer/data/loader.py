@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from trainer.data.order import LISTED, Shuffle, micro_batches
+from trainer.data.order import KEYED, Shuffle, micro_batches
 from trainer.data.source import Source, sample_of
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
@@ -81,7 +81,7 @@ class BatchLoader:
         *,
         seed: int,
         position: int,
-        order: int = LISTED,
+        order: int = KEYED,
     ) -> None:
         self.waited_seconds = 0.0
         """Seconds that the consumer spent waiting for data."""
