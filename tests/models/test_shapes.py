@@ -69,7 +69,9 @@ def test_it_runs_at_any_number_of_processes(path: Path, device: str) -> None:
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda path: path.stem)
 def test_the_smallest_has_the_batch_of_the_readme(path: Path) -> None:
     cut = CUT.get(path.stem, 1)
-    assert laid_out(path, 1, cut)[1].train_batch == 8
+    layout = laid_out(path, 1, cut)[1]
+    assert layout.train_batch == 8 * layout.data_ranks
+    assert layout.data_ranks == (2 if path.stem == "experts" else 1)
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,15 @@ def test_what_is_computed_otherwise_is_found():
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["expert_parallel.autoep_size=3"], "4 (shard) x 1 (tensor) ranks are not divisible by it"),
-        (["zero_optimization.stage=0"], "1 (shard) x 1 (tensor) ranks are not divisible by it"),
+        (
+            ["expert_parallel.autoep_size=3"],
+            "4 (shard) x 1 (tensor) are not divisible by it; expected a multiple of 3 "
+            "processes, such as 3 or 6, that share one copy of the weights (ZeRO)",
+        ),
+        (["zero_optimization.stage=0"], "1 (shard) x 1 (tensor) are not divisible by it"),
         (
             ["expert_parallel.autoep_size=2", "tensor_parallel.autotp_size=4"],
-            "it is no multiple of 4 (tensor); expected a divisor of 4 that is a multiple of 4",
+            "it is no multiple of 4 (tensor); expected a multiple of 4",
         ),
     ],
 )

@@ -331,7 +331,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_vocabulary.py": ("no_rank", "tie", "eighth", "said", "one_process[plain head-2]"),
     "test_verify.py": (
         "named[norm_of_one_rank]",
-        "named[kv_heads_of_the_neighbour]",
         "passes[fsdp-",
         "seeds",
         "smallest",

@@ -63,15 +63,15 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
 
 def _experts(settings: dict[str, Any], shard: int, tensor: int) -> int:
     size = _size(settings.get("autoep_size", 1)) if settings.get("enabled") else 1
-    if size > 1 and (shard * tensor % size or size % tensor):
-        seen = f"{shard} (shard) x {tensor} (tensor) ranks are not divisible by it"
-        if size % tensor:
-            seen = f"it is no multiple of {tensor} (tensor)"
-        expected = f"a divisor of {shard * tensor}" + (
-            f" that is a multiple of {tensor}" if tensor > 1 else ""
-        )
-        hint = "Experts are divided over ranks that share one copy of the weights (ZeRO)."
-        raise ConfigError(Problem(f"expert_parallel.autoep_size {size}", seen, expected, hint))
+    problem, whole = None, shard * tensor
+    if size > 1 and size % tensor:
+        problem = f"it is no multiple of {tensor} (tensor)", f"a multiple of {tensor}"
+    elif whole % size:
+        sharing = "that share one copy of the weights (ZeRO)"
+        expected = f"a multiple of {size} processes, {nearest(whole, size)}, {sharing}"
+        problem = f"{shard} (shard) x {tensor} (tensor) are not divisible by it", expected
+    if problem is not None:
+        raise ConfigError(Problem(f"expert_parallel.autoep_size {size}", *problem))
     return size
 
 
