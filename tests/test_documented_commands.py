@@ -109,7 +109,8 @@ SMALL: dict[str, tuple[str, ...]] = {
         f"torchrun --nproc-per-node 2 {TRAIN} ds_configs/long_context.json {{tiny}}",
     ),
     f"torchrun --nproc-per-node 4 {TRAIN} ds_configs/experts.json": (
-        f"torchrun --nproc-per-node 4 {TRAIN} ds_configs/experts.json {SHORT}",
+        f"torchrun --nproc-per-node 4 {TRAIN} ds_configs/experts.json trainer.steps=2 "
+        "trainer.data.sequence_length=16 trainer.run.folder={out}",
     ),
     f"accelerate launch {TRAIN} C.json": (f"accelerate launch {TRAIN} {{job}}",),
     f"python {TRAIN} C.json": (f"python {TRAIN} {{job}}",),
