@@ -43,7 +43,7 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 
     None if another process writes an equal part: that of the replica in which `owner` is does.
     """
-    own, at = like.device_mesh.get_coordinate(), _coordinate(like.device_mesh, owner)
+    own, at = like.device_mesh.get_coordinate(), coordinate_in(like.device_mesh, owner)
     if own is None or at is None:
         return None
     equal = [not hasattr(placement, "dim") for placement in like.placements]
@@ -54,7 +54,7 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 
 
 @lru_cache
-def _coordinate(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
+def coordinate_in(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Return where a rank is in a mesh; None if it is not."""
     ranks = mesh.mesh.flatten().tolist()
     found = np.unravel_index(ranks.index(rank), mesh.shape) if rank in ranks else None

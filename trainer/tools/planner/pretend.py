@@ -24,6 +24,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from trainer.distributed.dtensor import coordinate_in
 from trainer.distributed.ranks import Ranks
 from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
@@ -142,7 +143,8 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
-    for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends):
+    ranks = parallel_mesh.ranks_along, gradients.ends, coordinate_in
+    for function in (init_device_mesh, *ranks):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
     if deepspeed is not None:
