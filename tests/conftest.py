@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from zlib import crc32
+
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads share few cores
 
 import pytest
 from hypothesis import settings
@@ -34,6 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             "that this commit picks"
         ),
     )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Run in two processes, unless files or tests are named: those are looked at one by one."""
+    return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else 2
 
 
 def part_of(name: str) -> int:

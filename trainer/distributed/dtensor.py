@@ -7,14 +7,21 @@ from functools import lru_cache
 
 import numpy as np
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's shard of a DTensor, or the whole of any other tensor."""
     part = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     return getattr(part, "_tensor", part)  # within torchao's, which is gathered in float8
+
+
+def part_of(along: DeviceMesh, whole: nn.Parameter, dim: int) -> nn.Parameter:
+    """Return this process's part of a parameter that is divided along one axis; sends nothing."""
+    data = distribute_tensor(whole.data, along, [Shard(dim)], src_data_rank=None)
+    return nn.Parameter(data, requires_grad=whole.requires_grad)
 
 
 def own_shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:

@@ -99,6 +99,8 @@ def _is_installed(thing: Any) -> bool:
         return any(part in (inspect.getsourcefile(thing) or "") for part in _INSTALLED)
     except TypeError:
         return True
+    except OSError:  # of a module that is no file: typed, or given by `python -c`
+        return False
 
 
 def _add(found: dict[str, str], name: str, text: str | None, most: int = SHORT) -> None:

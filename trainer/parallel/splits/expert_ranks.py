@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.distributed.dtensor import local
+from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -32,11 +31,7 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
     """Give this rank its part of each stack of experts, on the meta device, in place."""
     assert mesh.experts is not None
     along, layout = mesh.experts["expert"], mesh.layout
-
-    def part(whole: nn.Parameter, dim: int) -> nn.Parameter:
-        data = distribute_tensor(whole.data, along, [Shard(dim)], src_data_rank=None)
-        return nn.Parameter(data, requires_grad=whole.requires_grad)
-
+    part = partial(part_of, along)
     whole_rows = layout.tensor > 1 and not layout.sequence_parallel
     alike = Exchange(mesh.axis("tensor")) if whole_rows else None
     for name in stacks(model, spec):
@@ -136,7 +131,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     place = f"expert_parallel.autoep_size: {spec.name}"
     hint = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
     problems = list(dict.fromkeys(_problems(spec, layout)))
-    if not problems and (seen := difference(spec, _least(layout.expert), _spread, _no_terms)):
+    if not problems and (seen := difference(spec, layout.expert, _spread, _no_terms)):
         problems = [(seen, "what one process computes")]
     if problems:
         raise ConfigError(*(Problem(place, seen, expected, hint) for seen, expected in problems))
@@ -157,11 +152,6 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
             yield f"{seen}{size % layout.expert}", f"a multiple of {layout.expert}"
         elif layout.tensor > 1 and plan.get(name) != experts.STYLE:
             yield f"its tensor plan leaves {name} whole", "a plan that splits experts"
-
-
-def _least(ranks: int) -> int:
-    """Return the fewest ranks that divide so many evenly."""
-    return next(n for n in range(2, ranks + 1) if ranks % n == 0)
 
 
 def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> None:

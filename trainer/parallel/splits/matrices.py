@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Shard, distribute_tensor
 from transformers.pytorch_utils import Conv1D
 
-from trainer.distributed.dtensor import local
+from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem, listed
 from trainer.layout import Layout
@@ -61,16 +60,11 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -
     `stage` has the numbers of the blocks that this rank will run.
     """
     along = mesh.device_mesh["tensor"]
-
-    def part(whole: nn.Parameter, dim: int) -> nn.Parameter:
-        data = distribute_tensor(whole.data, along, [Shard(dim)], src_data_rank=None)
-        return nn.Parameter(data, requires_grad=whole.requires_grad)
-
     divided = [spec.blocks[at] for at in stage] if mesh.layout.sequence_parallel else []
     if mesh.layout.expert > 1:  # they are divided already
         rest = {n: s for n, s in spec.language.tensor_plan.items() if s != experts.STYLE}
         spec = replace(spec, language=replace(spec.language, tensor_plan=rest))
-    split(model, spec, Exchange(mesh.axis("tensor")), part, divided)
+    split(model, spec, Exchange(mesh.axis("tensor")), partial(part_of, along), divided)
     if vocabulary.whole_because(model, spec, mesh.layout.tensor) is None:
         vocabulary.apply(model, along)
 
@@ -257,13 +251,10 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 
 def _difference(spec: ModelSpec, layout: Layout) -> str | None:
-    """Try the split on as few ranks as divide those of the layout evenly."""
-    size = next(n for n in range(2, layout.tensor + 1) if layout.tensor % n == 0)
-
     def parts(model: nn.Module, small: ModelSpec, ranks: Exchange, part: Part) -> None:
         split(model, small, ranks, part, small.blocks if layout.sequence_parallel else ())
 
-    return difference(spec, size, parts, lambda small: has_partial_gradient(small, layout))
+    return difference(spec, layout.tensor, parts, lambda small: has_partial_gradient(small, layout))
 
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:

@@ -31,15 +31,17 @@ _generator = Lock()
 
 def difference(
     spec: ModelSpec,
-    size: int,
+    ranks: int,
     split: Split,
     is_partial: Callable[[ModelSpec], Callable[[str], bool]],
 ) -> str | None:
-    """Return in words where a tiny copy on `size` ranks first differs from the whole, or None.
+    """Return in words where a tiny copy in parts first differs from the whole, or None.
 
-    Compares loss, gradients, and where random numbers are drawn. `is_partial` returns whether each
-    rank has a term of the gradient of a whole parameter of a model, by name.
+    It is tried on as few ranks as divide `ranks` evenly. Compares loss, gradients, and where random
+    numbers are drawn. `is_partial` returns whether each rank has a term of the gradient of a whole
+    parameter of a model, by name.
     """
+    size = next(n for n in range(2, ranks + 1) if ranks % n == 0)
     small = spec.tiny.copy(split=size) if spec.tiny.copy else spec
     styles = {pattern_of(name): style for name, style in spec.language.tensor_plan.items()}
     model = small.build()

@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
-from trainer.distributed.dtensor import local
+from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.words import words_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_rows, replace_forward
@@ -29,8 +28,7 @@ def apply(model: nn.Module, mesh: DeviceMesh) -> None:
     for module in _ends(model):
         for name, parameter in list(module.named_parameters(recurse=False)):
             if parameter not in split:
-                rows = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
-                split[parameter] = nn.Parameter(rows, requires_grad=parameter.requires_grad)
+                split[parameter] = part_of(mesh, parameter, 0)
             module.register_parameter(name, split[parameter])
         if isinstance(module, nn.Embedding):
             replace_forward(module, partial(_looked_up, module, module.forward))

@@ -143,8 +143,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
-    ranks = parallel_mesh.ranks_along, gradients.ends, coordinate_in
-    for function in (init_device_mesh, *ranks):
+    for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends, coordinate_in):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
     if deepspeed is not None:
