@@ -66,6 +66,7 @@ SHARED = family(
     moe_intermediate_size=16,
     shared_expert_intermediate_size=32,
 )
+EXPERTS_4 = EXPERTS | {"num_hidden_layers": 4}
 SPREAD = Case(expert=2, zero_stage=2, model=EXPERTS)
 SPREAD_4 = replace(SPREAD, world_size=4, micro_batch=1)
 CONTEXT = Case(context=2, micro_batch=4, model=TIED)
@@ -197,10 +198,15 @@ LAYOUTS = {
     "tensor x zero3, experts, sequence": replace(SPLIT_4, zero_stage=3, more=PARTS, model=EXPERTS),
     "experts": SPREAD,
     "experts, shared": replace(SPREAD, model=SHARED),
+    "experts, zero1": replace(SPREAD, zero_stage=1),
+    "experts, zero3, all on the host": replace(SPREAD, zero_stage=3, **HOST),
     "experts, half of them": replace(SPREAD_4, zero_stage=3),
     "experts over four, full": replace(SPREAD_4, expert=4, zero_stage=3, recompute="full"),
     "experts, hsdp, selective": replace(SPREAD_4, replicate=2, zero_stage=3, recompute="selective"),
-    "pipeline x experts": replace(SPREAD_4, pipeline=2, model=EXPERTS | {"num_hidden_layers": 4}),
+    "pipeline x experts": replace(SPREAD_4, pipeline=2, model=EXPERTS_4),
+    "pipeline x experts, ZBVZeroBubble": replace(
+        SPREAD_4, pipeline=2, schedule="ZBVZeroBubble", model=EXPERTS_4
+    ),
     "tensor x experts": replace(SPREAD_4, tensor=2, micro_batch=2),
     "tensor x experts over four, sequence": replace(
         SPREAD_4, tensor=2, micro_batch=2, expert=4, zero_stage=3, more=PARTS
