@@ -94,6 +94,23 @@ def test_what_several_ranks_write_is_one_file(tmp_path: Path, pools: Pools, name
         assert sent < 2**18, "hashes and places of parts, where the tensors have 8 MiB"
 
 
+def collected() -> tuple[list[Any], list[Any]]:
+    import torch.distributed as dist
+
+    from trainer.distributed.ranks import Ranks
+
+    rank = dist.get_rank()
+    folders = Ranks(rank, 4, keepers=(0, 0, 2, 2))
+    return Ranks(rank, 4).to_keepers(f"part {rank}"), folders.to_keepers(rank)
+
+
+def test_the_keeper_alone_has_what_each_rank_wrote(pools: Pools) -> None:
+    """As many records as tensors times ranks are no load for the other ranks."""
+    first, *others = pools[4].run(collected)
+    assert first == ([f"part {rank}" for rank in range(4)], [0, 1, 2, 3])
+    assert others == [([], [0, 1, 2, 3])] * 3
+
+
 def sent_in_saves(case: Any, folder: Path) -> set[str]:
     """Return the dtypes of what this rank sends in a save, and in one beside the training."""
     from trainer.checkpoint import save

@@ -138,8 +138,8 @@ def _make(partial: Path, planned: SavePlan) -> None:
 
 
 def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, FileRecord]:
-    """Write the parts of tensors that each rank holds; return the records of all files.
-    Collective.
+    """Write the parts of tensors that each rank holds; return the records of all files, which the
+    keepers have. Collective.
 
     Each rank begins with another file, since a file system takes the writes to a file in turn.
     """
@@ -160,15 +160,21 @@ def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, Fi
             for file in files.values():
                 file.close()
 
-    written = ranks.on_each(write)
-    records, writers = {}, {}
-    for name, by_rank in zip(names, zip(*written, strict=True), strict=True):
-        found = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
-        size, there = planned[name].size, sum(place.size for (place, _), _ in found)
-        if there != size:
-            raise ValueError(f"{name}: the ranks wrote {there} bytes where {size} were announced")
-        records[name] = FileRecord(size, tuple(part for part, _ in found))
-        writers[name] = [rank for _, rank in found]
+    written = ranks.to_keepers(ranks.on_own(write))
+    records: dict[str, FileRecord] = {}
+    writers: dict[str, list[int]] = {}
+
+    def join() -> None:
+        for name, *by_rank in zip(names, *written, strict=True) if written else ():
+            found = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
+            size, there = planned[name].size, sum(place.size for (place, _), _ in found)
+            if there != size:
+                seen = f"{there} bytes where {size} were announced"
+                raise ValueError(f"{name}: the ranks wrote {seen}")
+            records[name] = FileRecord(size, tuple(part for part, _ in found))
+            writers[name] = [rank for _, rank in found]
+
+    ranks.on_own(join)
     spread(partial, records, writers, ranks)
     return records
 

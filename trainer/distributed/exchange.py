@@ -74,11 +74,12 @@ class Exchange:
         return moved
 
     def _swapped(self, split: int, joined: int) -> Move:
+        ones = [1] * self.group.size()
+        moved = self._moved(ones, ones)
+
         def swapped(part: torch.Tensor) -> torch.Tensor:
-            size, name = self.group.size(), self.group.group_name
-            parts = part.unflatten(split, (size, -1)).movedim(split, 0).contiguous()
-            found = _ops.all_to_all_single(parts, [1] * size, [1] * size, name)
-            return _ops.wait_tensor(found).movedim(0, joined).flatten(joined, joined + 1)  # type: ignore[no-any-return]
+            parts = part.unflatten(split, (len(ones), -1)).movedim(split, 0)
+            return moved(parts).movedim(0, joined).flatten(joined, joined + 1)
 
         return swapped
 

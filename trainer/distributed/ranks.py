@@ -73,6 +73,19 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
+    def to_keepers(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order, on each keeper; none elsewhere.
+
+        Where there are several keepers, every rank has them.
+        """
+        if self.world_size == 1 or len(set(self.keepers)) > 1:
+            return self.gather(value)
+        import torch.distributed as dist
+
+        values: list[Any] = [None] * self.world_size if self.first else []
+        dist.gather_object(value, values or None, group=self.group)
+        return values
+
     def send(self, source: int, value: Any) -> Any:
         """Return the value of rank `source` on every rank, sent along a tree."""
         if self.world_size == 1:

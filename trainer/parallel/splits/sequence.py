@@ -1,4 +1,4 @@
-"""TokenParts parallelism between the split matrices (Megatron-LM, arXiv 2205.05198, section 4.2.2).
+"""Sequence parallelism between the split matrices (Megatron-LM, arXiv 2205.05198, section 4.2.2).
 
 From the first block to the last each tensor rank has a part of each row's tokens: what norms and
 dropout compute and keep there is divided, too. A row that does not divide gets zeros at its end,
