@@ -167,11 +167,9 @@ def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, Fi
     def join() -> None:
         for name, *by_rank in zip(names, *written, strict=True) if written else ():
             found = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
-            size, there = planned[name].size, sum(place.size for (place, _), _ in found)
-            if there != size:
-                seen = f"{there} bytes where {size} were announced"
-                raise ValueError(f"{name}: the ranks wrote {seen}")
-            records[name] = FileRecord(size, tuple(part for part, _ in found))
+            if (there := sum(place.size for (place, _), _ in found)) != planned[name].size:
+                raise ValueError(f"{name}: the ranks wrote {there} bytes of {planned[name].size}")
+            records[name] = FileRecord(there, tuple(part for part, _ in found))
             writers[name] = [rank for _, rank in found]
 
     ranks.on_own(join)

@@ -53,8 +53,7 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
     own, at = like.device_mesh.get_coordinate(), coordinate_in(like.device_mesh, owner)
     if own is None or at is None:
         return None
-    equal = [not hasattr(placement, "dim") for placement in like.placements]
-    if any(same and own[axis] != at[axis] for axis, same in enumerate(equal)):
+    if any(not hasattr(p, "dim") and own[a] != at[a] for a, p in enumerate(like.placements)):
         return None
     part = own_shard(torch.empty(like.shape, device="meta"), like)
     return int(part.storage_offset()), part.stride()
@@ -63,6 +62,5 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 @lru_cache
 def coordinate_in(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Return where a rank is in a mesh; None if it is not."""
-    ranks = mesh.mesh.flatten().tolist()
-    found = np.unravel_index(ranks.index(rank), mesh.shape) if rank in ranks else None
-    return None if found is None else tuple(map(int, found))
+    found = np.argwhere(mesh.mesh.numpy() == rank).tolist()
+    return tuple(found[0]) if found else None

@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 Move = Callable[[torch.Tensor], torch.Tensor]
+Counts = Sequence[int]
 _ops = torch.ops._c10d_functional
 
 
@@ -56,16 +57,14 @@ class Exchange:
         """
         return _exchanged(part, self._swapped(split, joined), self._swapped(joined, split))
 
-    def move(
-        self, rows: torch.Tensor, sent: Sequence[int], received: Sequence[int]
-    ) -> torch.Tensor:
+    def move(self, rows: torch.Tensor, sent: Counts, received: Counts) -> torch.Tensor:
         """Return the rows that the ranks send to this one, in their order.
 
         `sent` and `received` are numbers of rows by rank; those sent are in that order, too.
         """
         return _exchanged(rows, self._moved(sent, received), self._moved(received, sent))
 
-    def _moved(self, sent: Sequence[int], received: Sequence[int]) -> Move:
+    def _moved(self, sent: Counts, received: Counts) -> Move:
         def moved(rows: torch.Tensor) -> torch.Tensor:
             name = self.group.group_name
             found = _ops.all_to_all_single(rows.contiguous(), [*received], [*sent], name)

@@ -74,10 +74,7 @@ class Ranks:
         return values
 
     def to_keepers(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on each keeper; none elsewhere.
-
-        Where there are several keepers, every rank has them.
-        """
+        """Return the values of all ranks on the keeper, and none elsewhere; on all of several."""
         if self.world_size == 1 or len(set(self.keepers)) > 1:
             return self.gather(value)
         import torch.distributed as dist

@@ -97,10 +97,8 @@ def _is_installed(thing: Any) -> bool:
     """Return True for code of an installed package, whose functions are not followed."""
     try:
         return any(part in (inspect.getsourcefile(thing) or "") for part in _INSTALLED)
-    except TypeError:
-        return True
-    except OSError:  # of a module that is no file: typed, or given by `python -c`
-        return False
+    except (TypeError, OSError) as error:
+        return isinstance(error, TypeError)  # else it was typed, or given by `python -c`
 
 
 def _add(found: dict[str, str], name: str, text: str | None, most: int = SHORT) -> None:

@@ -37,9 +37,8 @@ def difference(
 ) -> str | None:
     """Return in words where a tiny copy in parts first differs from the whole, or None.
 
-    It is tried on as few ranks as divide `ranks` evenly. Compares loss, gradients, and where random
-    numbers are drawn. `is_partial` returns whether each rank has a term of the gradient of a whole
-    parameter of a model, by name.
+    Compares, on the fewest ranks that divide `ranks`, loss, gradients, and where random numbers are
+    drawn. `is_partial` tells by name if each rank has a term of a whole parameter's gradient.
     """
     size = next(n for n in range(2, ranks + 1) if ranks % n == 0)
     small = spec.tiny.copy(split=size) if spec.tiny.copy else spec
