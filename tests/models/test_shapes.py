@@ -166,6 +166,9 @@ def test_two_agents_run_it(name: str, local: int, tmp_path: Path) -> None:
     model = job["model"]["config"] | {
         "attention_dropout": 0.0
     }  # which is not drawn inside of what is split
+    if name == "experts":
+        model |= {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+        model |= {"moe_intermediate_size": 16}
     small = {"model.config": model, "data": job["data"], "run.folder": str(tmp_path / "runs")}
     small |= {"steps": 2, "log.every": 1, "evaluation.samples": 4, "generate.prompt": None}
     overrides = [f"trainer.{key}={json.dumps(value)}" for key, value in small.items()]
