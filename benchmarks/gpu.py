@@ -151,18 +151,19 @@ def plans(given: dict[str, Any], count: int, arms: list[str], seconds: float) ->
                 command = [sys.executable, "-m", "trainer.command", "plan", "--json"]
                 command += ["--config", str(path), "--nodes", "1", "--gpus", str(count)]
                 process = subprocess.Popen(
-                    command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=ROOT
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
                 )
                 running[text] = [process]
             running[text].append(arm)
         found, ends = {}, time.monotonic() + seconds
         for process, *names in running.values():
             try:
-                output, _ = process.communicate(timeout=max(0.1, ends - time.monotonic()))
+                output, errors = process.communicate(timeout=max(0.1, ends - time.monotonic()))
                 size = json.loads(output)["needed"] / 2**30
-            except (subprocess.TimeoutExpired, ValueError):
+            except (subprocess.TimeoutExpired, ValueError) as error:
                 process.kill()
-                process.wait()
+                _, errors = process.communicate()
+                print(f"no plan of {', '.join(names)}: {error}\n{errors[-2000:]}", flush=True)
                 continue
             found.update(dict.fromkeys(names, size))
     return found
@@ -224,6 +225,8 @@ def work(arm: str, folder: str, cuda: bool) -> int:
     import torch
     import torch.distributed as dist
 
+    from trainer.supervise.process import place_for_operators
+
     world = world_of(os.environ)
     assert world is not None
     device = torch.device("cuda", world.local_rank) if cuda else torch.device("cpu")
@@ -232,6 +235,7 @@ def work(arm: str, folder: str, cuda: bool) -> int:
     else:
         os.environ["DS_ACCELERATOR"] = "cpu"
         torch.set_num_threads(1)
+    place_for_operators()
     dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
     Bench(world, device, Path(folder)).run(arm)
     dist.barrier()
@@ -268,6 +272,11 @@ class Bench:
         return {name: part.contiguous().to(self.device) for name, part in parts.items()}
 
     def run(self, arm: str) -> None:
+        from trainer.models.huggingface import spec_of
+        from trainer.models.spec import flops_per_token
+
+        config, options = self.described()
+        self.flops = flops_per_token(spec_of(config, options, weights=False), self.sequence)
         if arm == "Trainer" or arm.startswith("bare"):
             import gpu_peers
 
@@ -287,19 +296,15 @@ class Bench:
         import torch.distributed as dist
 
         from trainer.engines.devices import peak_of
-        from trainer.models.huggingface import spec_of
-        from trainer.models.spec import flops_per_token
 
         most = torch.cuda.max_memory_allocated() if self.cuda else 0
         peak = torch.tensor(float(most), device=self.device)
         dist.all_reduce(peak, dist.ReduceOp.MAX)
         tokens, top = MICRO_BATCH * self.sequence / seconds, peak_of(self.device)
-        config, options = self.described()
-        spec = spec_of(config, options, weights=False)
         self.tell(
             seconds=seconds,
             tokens=tokens * self.world_size,
-            mfu=tokens * flops_per_token(spec, self.sequence) / top if top else None,
+            mfu=tokens * self.flops / top if top else None,
             memory=float(peak) / 2**30,
             device=torch.cuda.get_device_name(self.device) if self.cuda else "CPU",
         )

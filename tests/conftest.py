@@ -39,6 +39,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Hide the GPUs, unless `-m gpu` asks for them: all other tests are for processors."""
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Run in two processes, unless files or tests are named: those are looked at one by one."""
     return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else 2

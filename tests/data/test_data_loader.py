@@ -166,7 +166,7 @@ def test_evaluation_counts_every_sample_once_in_equally_many_batches(
     assert len(shares[0]) == -(-min(size, limit or size) // (micro_batch * ranks))
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.gpu
 def test_batches_arrive_on_the_gpu() -> None:
     device = torch.device("cuda", 0)
     with loader(device=device) as steps:

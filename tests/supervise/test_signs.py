@@ -303,6 +303,17 @@ def test_environments_compile_their_operators_apart(
     assert os.environ["TORCH_EXTENSIONS_DIR"] == "/chosen"
 
 
+@pytest.mark.parametrize(
+    ("given", "kept"), [("8.0;9.0+PTX", True), ("9.0 10.0a", False), ("Hopper", False)]
+)
+def test_a_list_of_architectures_that_deepspeed_cannot_read_is_dropped(
+    monkeypatch: pytest.MonkeyPatch, given: str, kept: bool
+) -> None:
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", given)
+    place_for_operators()
+    assert ("TORCH_CUDA_ARCH_LIST" in os.environ) == kept
+
+
 def test_a_line_that_stays_is_printed_at_once_where_there_is_no_terminal() -> None:
     written = io.StringIO()
     shown = Signs(Terminal(file=written))

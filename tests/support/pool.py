@@ -90,7 +90,8 @@ class Pool:
         self._workers = []
 
     def _start(self) -> None:
-        context = multiprocessing.get_context("forkserver")
+        # CUDA can't be used in a fork of a process that has looked for it, as DeepSpeed's import does
+        context = multiprocessing.get_context("spawn" if self._backend == "nccl" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
         port = free_port()
         for rank in range(self.world_size):
