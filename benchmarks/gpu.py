@@ -7,13 +7,14 @@ JSON, and a bare loop.
 A Llama of 1 billion parameters (on several GPUs one of 8, too, for ten minutes more) in bfloat16,
 random tokens, AdamW, clipping, ZeRO-3 (ZeRO-1 on one GPU); sequences of 8,192 tokens, micro-batches
 of 2, `selective` recomputation. Each arm has processes of its own, one after the other, and is
-stopped after its seconds in `ARMS`; they and `PLANNING` are 600 in all. An arm that is stopped,
-runs out of memory or fails is a row that says so; what it had found is kept. A step's time is the
-median after the warm-up; MFU by `flops_per_token`. Memory: what `meshloom plan` predicts of this
-JSON (blocks are planned uncompiled), and the most that torch allocated on a GPU. "mesh, saving"
-times a save and a load, and how long the loop waits for a save in the background, the first time
-and when its buffers are there. The bare loop is plain PyTorch with the same units and the same
-recomputation; Trainer recomputes whole blocks, as it has nothing in between.
+stopped after its seconds in `ARMS` and what earlier ones left; they and `PLANNING` are 600 in all.
+An arm that is stopped, runs out of memory or fails is a row that says so; what it had found is
+kept. A step's time is the median after the warm-up; MFU by `flops_per_token`. Memory: what
+`meshloom plan` predicts of this JSON (blocks are planned uncompiled), and the most that torch
+allocated on a GPU. "mesh, saving" times a save and a load, and how long the loop waits for a save
+in the background, the first time and when its buffers are there. The bare loop is plain PyTorch
+with the same units and the same recomputation; Trainer recomputes whole blocks, as it has nothing
+in between.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ PLANNING = 60
 @dataclass(frozen=True)
 class Arm:
     seconds: int
-    """After which it is stopped."""
+    """After which it is stopped, with those that earlier arms left."""
     own: dict[str, str] = field(default_factory=dict)
     """Keys of the section `trainer`; without them it is not one of ours."""
 
@@ -103,8 +104,10 @@ def main() -> int:
     for shape in shapes:
         given = json_of(shape, count, options.smoke)
         predicted = plans(given, count, options.arms, (1 + 9 * options.smoke) * PLANNING)
+        ends = time.monotonic()
         for arm in options.arms:
-            found = measured(arm, given, count, options.smoke)
+            ends += (1 + 9 * options.smoke) * ARMS[arm].seconds
+            found = measured(arm, given, count, options.smoke, ends)
             rows.append({"shape": shape, "arm": arm, "planned": predicted.get(arm), **found})
             print(*(line(rows[-1]), *rows[-1].get("kernels", [])), sep="\n", flush=True)
     options.output.write_text(report(rows, count, options))
@@ -178,15 +181,16 @@ def missing(arm: str) -> str | None:
     return None
 
 
-def measured(arm: str, given: dict[str, Any], count: int, smoke: bool) -> dict[str, Any]:
+def measured(
+    arm: str, given: dict[str, Any], count: int, smoke: bool, ends: float
+) -> dict[str, Any]:
     """What an arm's first process found; or why there is nothing."""
     if reason := missing(arm):
         return {"note": reason}
-    seconds = 10 * ARMS[arm].seconds if smoke else ARMS[arm].seconds
     with tempfile.TemporaryDirectory(prefix="meshloom-gpu-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(own_json(arm, given)))
         command = [sys.executable, __file__, "--work", arm, folder, *["--smoke"][:smoke]]
-        port, ends = free_port(), time.monotonic() + seconds
+        port, started = free_port(), time.monotonic()
         logs = [open(f"{folder}/{rank}.log", "w+") for rank in range(count)]
         processes = [
             subprocess.Popen(
@@ -214,7 +218,7 @@ def measured(arm: str, given: dict[str, Any], count: int, smoke: bool) -> dict[s
             lines = [text.strip() for text in logs[first] if "Error" in text or "refus" in text]
             found["note"] = f"failed: {(lines or [f'exit code {codes[first]}'])[-1][:160]}"
         elif None in codes:
-            found["note"] = f"stopped after {seconds} s"
+            found["note"] = f"stopped after {time.monotonic() - started:.0f} s"
         return found
 
 

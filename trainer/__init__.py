@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from trainer.state import VERSION as __version__
+from trainer.supervise.world import NO_GPUS
 
 if TYPE_CHECKING:
     from torch import nn
@@ -171,7 +172,7 @@ def verify(options: VerifyOptions) -> Certificate:
         with watched_in_script(small.config, met(small)) as machine:
             return certify(small, machine, given)
 
-    return in_processes(certified, small.layout.world_size)
+    return in_processes(certified, small.layout.world_size, **NO_GPUS)
 
 
 def open(folder: str | Path, model: Callable[[], nn.Module] | None = None) -> nn.Module:

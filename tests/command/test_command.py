@@ -45,6 +45,29 @@ HEAVY = {
 }
 
 
+UNTIL_TORCH = """
+import os, sys
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "torch":
+            print("torch after", repr(os.environ["CUDA_VISIBLE_DEVICES"]), flush=True)
+            os._exit(0)
+
+sys.meta_path.insert(0, Finder)
+from trainer.command.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize("command", ["plan", "verify"])
+def test_what_forks_processes_for_the_cpu_hides_gpus_before_torch_can_look(command: str) -> None:
+    arguments = ("-c", UNTIL_TORCH, command, "--config", "zero2")
+    result = run(sys.executable, *arguments, CUDA_VISIBLE_DEVICES="0", PYTHONPATH=str(ROOT))
+    assert result.output.endswith("torch after ''\n"), result.output
+
+
 def loaded_by(*arguments: str) -> tuple[Result, set[str]]:
     """The command's result and the heavy modules that it had imported at its end."""
     code = (

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
 import re
 import signal
 import subprocess
@@ -240,3 +241,27 @@ def test_no_error_of_python_advises_a_flag() -> None:
     error = Preempted(Problem("--resume: x", "saw", "one", "start one with --fresh"))
     error.said_in_python()
     assert str(error) == "resume: x: saw; expected one. start one with fresh=True"
+
+
+@pytest.mark.parametrize("call", [trainer.train, trainer.verify])
+def test_forks_that_cannot_use_the_gpus_of_this_machine_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
+) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    own = {key: value for key, value in OWN.items() if key != "quiet"}
+    with pytest.raises(ConfigError, match="looked for before they were forked"):
+        call(config(tmp_path), **own)
+
+
+def test_a_certificate_hides_gpus_from_its_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
+    def seen(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "", "not hidden"
+        return loss(output, target)
+
+    assert trainer.verify(config(tmp_path), model=build, data=ROWS, loss=seen).passed
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,9 @@ def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
     options = _options(arguments, name)
     from trainer.errors import ConfigError, MeshloomError, Problem
+    from trainer.supervise.world import NO_GPUS
 
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    os.environ.update(NO_GPUS)
     try:
         if min(options.nodes, options.gpus) < 1:
             seen = f"{options.nodes} nodes of {options.gpus} devices"
@@ -47,15 +48,12 @@ def main(arguments: Sequence[str], name: str) -> int:
     return code
 
 
-@contextmanager
-def _sign_of_life() -> Iterator[None]:
+def _sign_of_life() -> AbstractContextManager[Any]:
     """Show a moving line on a terminal during work; standard output has only the plan."""
     from rich.console import Console
 
-    console = Console(stderr=True)
-    line = "planning: engines run on tensors without values"
-    with console.status(line) if console.is_terminal else nullcontext():
-        yield
+    console, line = Console(stderr=True), "planning: engines run on tensors without values"
+    return console.status(line) if console.is_terminal else nullcontext()
 
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:

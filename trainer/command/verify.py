@@ -15,7 +15,7 @@ from trainer.command import add_config, parser_of, reporting, run_command
 from trainer.errors import ConfigError, Problem
 from trainer.storage import imported, installed
 from trainer.supervise.launcher import start
-from trainer.supervise.world import drop_accelerate, environment_of, gpu_count, world_of
+from trainer.supervise.world import NO_GPUS, drop_accelerate, environment_of, gpu_count, world_of
 
 DESCRIPTION = """
 Runs a few steps of a small copy of the config's model under the config's own layout, on CPU
@@ -31,14 +31,14 @@ Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks st
 def main(arguments: Sequence[str], name: str) -> int:
     """Run the command `name`; returns its exit code."""
     options = _options(arguments, name)
-    from trainer.certify.tiny_run import tiny_run
-
     on_cpu, world = options.device == "cpu", world_of(os.environ)
     drop_accelerate(os.environ)
     if on_cpu:
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ.update(NO_GPUS)
     else:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from trainer.certify.tiny_run import tiny_run
+
     world_size = world.world_size if world else options.world_size
     if options.compile:
         options.overrides.append("trainer.compile=blocks")

@@ -85,6 +85,14 @@ def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
 
     torch.set_num_threads(1)  # the parent's threads do not exist after a fork
     try:
+        if torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
+            actual = (
+                "CUDA was in use or looked for before they were forked, and fails in forks then"
+            )
+            expected = (
+                "`import trainer` before the first question for GPUs, or a launcher (torchrun)"
+            )
+            raise ConfigError(Problem("processes", actual, expected))
         pipe.send((False, work()))
     except MeshloomError as error:
         pipe.send((True, error))
@@ -93,16 +101,17 @@ def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
         pipe.send((True, RuntimeError(text)))
 
 
-def in_processes(work: Callable[[], T], processes: int | None) -> T:
+def in_processes(work: Callable[[], T], processes: int | None, **environment: str) -> T:
     """Run `work` in each process; return rank 0's result or, under a launcher, this rank's own.
 
     Without a launcher, `processes` are forked, or one, so that even in a notebook all objects of
-    `work` exist and this process is unchanged. Raises the error of the first rank that failed.
+    `work` exist and this process is unchanged; `environment` is added to theirs. Raises the error
+    of the first rank that failed.
     """
     try:
         launched = world_of(os.environ)
         if launched is None:
-            return _in_forks(work, processes or 1)
+            return _in_forks(work, processes or 1, environment)
         if processes not in (None, launched.world_size):
             actual = f"{processes} in a world of {launched.world_size} that a launcher started"
             raise ConfigError(Problem("processes", actual, "None under a launcher"))
@@ -112,8 +121,7 @@ def in_processes(work: Callable[[], T], processes: int | None) -> T:
         raise
 
 
-def _in_forks(work: Callable[[], T], count: int) -> T:
-    _refuse_cuda()
+def _in_forks(work: Callable[[], T], count: int, environment: dict[str, str]) -> T:
     ranks: list[_ScriptRank] = []
 
     def pass_on(number: int, frame: Any) -> None:
@@ -127,7 +135,7 @@ def _in_forks(work: Callable[[], T], count: int) -> T:
         port = stack.enter_context(reserved_port())
         try:
             for number in range(count):
-                ranks.append(_ScriptRank(work, environment_of(number, count, port)))
+                ranks.append(_ScriptRank(work, environment_of(number, count, port) | environment))
             while waiting := {rank.pipe: rank for rank in ranks if not rank.heard}:
                 for pipe in wait(list(waiting)):
                     waiting[cast(Connection, pipe)].hear()
@@ -138,12 +146,3 @@ def _in_forks(work: Callable[[], T], count: int) -> T:
                 rank.join(seconds)
                 rank.kill()
                 rank.join()
-
-
-def _refuse_cuda() -> None:
-    import torch
-
-    if torch.cuda.is_initialized():
-        actual = "CUDA is in use in this process, which can't be forked then"
-        expected = "a call before CUDA is used, or a launcher such as torchrun"
-        raise ConfigError(Problem("processes", actual, expected))

@@ -79,7 +79,9 @@ def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str
         named, reason = [*beats[:1]], f"all ranks stand at the same place, {beats[0].place}"
     still = min(beat.still for beat in beats)
     head = f"the run stands still for {still:.0f} s: {reason}"
-    return [head, *table(beats, silent), *_stack(named)]
+    stacks = ([f"rank {beat.rank} stands at", *map("  {}".format, beat.stack)] for beat in named)
+    stack = next((lines for lines in stacks if len(lines) > 1), [])
+    return [head, *table(beats, silent), *map("  {}".format, stack)]
 
 
 def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
@@ -91,13 +93,6 @@ def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
         still = min(beat.still for beat in group)
         lines.append(f"  {_numbers(group)}: {name}, for {still:.0f} s{', silent' * mute}")
     return lines
-
-
-def _stack(named: Sequence[Beat]) -> list[str]:
-    for beat in named:
-        if beat.stack:
-            return [f"  rank {beat.rank} stands at", *(f"    {frame}" for frame in beat.stack)]
-    return []
 
 
 def elsewhere(beats: Sequence[Beat]) -> list[Beat]:

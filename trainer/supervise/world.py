@@ -20,6 +20,10 @@ from pathlib import Path
 
 import psutil
 
+NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+"""The environment of a process for the CPU: one that has looked for GPUs can't be forked."""
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # and with it may look
+
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
 MODULES = ("torch.distributed.run", "torch.distributed.launch")
 LOOK_SECONDS = 1.0

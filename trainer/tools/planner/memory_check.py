@@ -27,6 +27,7 @@ from trainer.errors import ConfigError, Problem, first_line
 from trainer.run.describe import resolved
 from trainer.run.prepare import Prepared
 from trainer.storage import disk_errors, replace_file
+from trainer.supervise.world import NO_GPUS
 from trainer.tools.planner.candidates import overrides_of
 from trainer.tools.planner.cluster import RESERVED, described, gib
 from trainer.trackers import say
@@ -161,7 +162,7 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in environment.items() if not RANKS.fullmatch(name)}
     root = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
-    return {**kept, "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "PYTHONPATH": paths}
+    return {**kept, **NO_GPUS, "PYTHONPATH": paths}
 
 
 def _problem(plan: Mapping[str, Any], device: Device) -> Problem:

@@ -94,7 +94,6 @@ def pretending(
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
         "OMP_NUM_THREADS": 1,  # else Accelerate wants more, which a forked process has not
-        "CUDA_VISIBLE_DEVICES": "",  # else each operator on fake tensors looks for a driver
     }
     written = {key: str(value) for key, value in environment.items()}
     muon = SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))
