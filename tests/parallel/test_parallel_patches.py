@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests.support.training import LLAMA, Case, resume_by_engine
 from trainer.parallel import patches
 
 
@@ -45,3 +50,37 @@ def test_a_norms_statistics_are_those_of_its_last_batch_by_its_momentum_alone():
         norm(batch)
     assert torch.equal(last.running_mean, batch.mean(0))
     assert not torch.equal(plain.running_mean, batch.mean(0))
+
+
+def gradients_of_ddp(steady: bool) -> list[torch.Tensor]:
+    """Three times those of the same batch. Runs on each rank."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    with patches.steady_buckets() if steady else nullcontext():
+        replica = nn.parallel.DistributedDataParallel(module)
+    torch.manual_seed(torch.distributed.get_rank())
+    batch, found = torch.randn(6, 4), []
+    for _ in range(3):
+        module.zero_grad()
+        replica(batch).square().sum().backward()
+        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    return found
+
+
+def test_pytorchs_ddp_sums_in_another_order_after_its_first_step(pools: Any) -> None:
+    first, second, third = pools[4].run(gradients_of_ddp, steady=False)[0]
+    assert not torch.equal(first, second) and torch.equal(second, third)
+    plain = nn.parallel.DistributedDataParallel._ddp_init_helper
+    first, second, third = pools[4].run(gradients_of_ddp, steady=True)[0]
+    assert torch.equal(first, second) and torch.equal(second, third)
+    assert nn.parallel.DistributedDataParallel._ddp_init_helper is plain
+
+
+@pytest.mark.parametrize("engine", ["mesh", "accelerate"])
+def test_a_resumed_run_of_four_replicas_has_the_same_bits(
+    pools: Any, tmp_path: Path, engine: str
+) -> None:
+    case = Case(engine=engine, zero_stage=0, world_size=4, micro_batch=1, model=LLAMA)
+    for losses, weights in pools[4].run(resume_by_engine, before=case, after=case, folder=tmp_path):
+        assert losses[0] == losses[1]
+        assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])

@@ -88,7 +88,7 @@ class GradientAccumulation:
             for unit in self._units if last or index == 0 else ():
                 unit.set_requires_all_reduce(last or self._low, recurse=False)
                 unit.set_reshard_after_backward(last or self._frees, recurse=False)
-            with nullcontext() if last else self._without_sync():
+            with nullcontext() if last else getattr(self._module, "no_sync", nullcontext)():
                 loss = self._module(batch)
                 losses.append(loss.detach())
                 (loss * scale).backward()
@@ -98,8 +98,3 @@ class GradientAccumulation:
         self._module.eval()
         with torch.no_grad():
             return torch.stack([self._module(batch) for batch in micro_batches]).sum(0)
-
-    def _without_sync(self) -> Any:
-        """Keep DDP from reducing before the last micro-batch."""
-        no_sync = getattr(self._module, "no_sync", None)
-        return no_sync() if no_sync is not None else nullcontext()

@@ -45,6 +45,31 @@ def prepare_compiler() -> None:
     dynamo.recompile_limit = max(dynamo.recompile_limit, 64)
 
 
+@contextmanager
+def steady_buckets() -> Iterator[None]:
+    """Let DDP that is built in here keep one order of gradients, from the last parameter on.
+
+    PyTorch 2.15: DDP orders them anew after its first step. Over three or more ranks the order
+    decides how a sum is rounded, so a resumed run differed from one that was not interrupted. Can
+    go when DDP takes an order.
+    """
+    kind: Any = nn.parallel.DistributedDataParallel
+    plain = kind._ddp_init_helper
+
+    def build(replica: Any, given: list[Any], sparse: list[bool], names: Any, *more: Any) -> None:
+        last = len(given) - 1
+        names = {last - index: name for index, name in names.items()}
+        plain(replica, given[::-1], sparse[::-1], names, *more)
+        replica.reducer._push_all_rebuilt_params()
+        replica.reducer._rebuild_buckets()
+
+    kind._ddp_init_helper = build
+    try:
+        yield
+    finally:
+        kind._ddp_init_helper = plain
+
+
 def keep_last_statistics(module: _NormBase) -> None:
     """Make the running statistics of a norm those of its last forward pass alone.
 

@@ -25,7 +25,9 @@ class Used:
         self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
         self._flags = [False] * len(self._parameters)
         self._sharded = False
-        self._group = _data_ranks(mesh)
+        # on the host, of ranks with the same parameters and other samples
+        rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
+        self._group: Any = group_of_rows(rows, backend="gloo")
         index = {parameter: i for i, parameter in enumerate(self._parameters)}
         for unit in (
             m for module in modules for m in module.modules() if isinstance(m, FSDPModule)
@@ -79,9 +81,3 @@ class Used:
                     )
 
         unit.register_forward_pre_hook(hook)
-
-
-def _data_ranks(mesh: ParallelMesh) -> Any:
-    """Make a group on the host of ranks with the same parameters and other samples. Collective."""
-    rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
-    return group_of_rows(rows, backend="gloo")

@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext, redirect_stdout, suppress
+from contextlib import closing, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,6 @@ from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
-from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError, shared
 from trainer.models.spec import stored
@@ -194,7 +193,8 @@ def _train(
     machine.signs.at("building the engine, and the model's values")
     machine.watch.moves(prepared.save_seconds)
     engine, position = _built(prepared, request, machine, start.source, console)
-    reports = _reports(prepared.config, ranks, console)
+    shows = ranks.first and support.has_reports(prepared.config)  # which DeepSpeed prints
+    reports = redirect_stdout(console.file) if shows else nullcontext()
     parts = (prepared, machine, start, position, engine)
     with (
         _loader(prepared, machine, position) as loader,
@@ -290,13 +290,6 @@ def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLo
         position=position.samples,
         order=prepared.order,
     )
-
-
-def _reports(config: Config, ranks: Ranks, console: Console) -> AbstractContextManager[Any]:
-    """Send the config's breakdowns to the user: DeepSpeed prints them on the first rank."""
-    if ranks.first and support.has_reports(config):
-        return redirect_stdout(console.file)
-    return nullcontext()
 
 
 def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:

@@ -53,7 +53,7 @@ def progress_line(record: Record, unit: str = "tok") -> str:
         f"step {record.step}/{record.total_steps}",
         f"loss {record.loss:.3f}",
         f"ETA {_clock(record.eta_seconds)}",  # within the first 80 columns
-        f"lr {_scientific(record.learning_rate)}",
+        f"lr {scientific(record.learning_rate)}",
         f"|g| {record.gradient_norm:.2f}" if record.gradient_norm is not None else "",
         f"{_thousands(record.tokens_per_second)} {unit}/s",
         f"MFU {record.mfu:.0%}" if record.mfu is not None else "",
@@ -66,7 +66,8 @@ def progress_line(record: Record, unit: str = "tok") -> str:
     return " | ".join(filter(None, parts))
 
 
-def _scientific(value: float) -> str:
+def scientific(value: float, position: float = 0.0) -> str:
+    """Format a number, also for an axis of a picture: 4e-3."""
     mantissa, _, exponent = f"{value:.1e}".partition("e")
     return f"{mantissa}e{int(exponent)}" if exponent and value else f"{value:g}"
 

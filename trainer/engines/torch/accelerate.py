@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from trainer.parallel import float8, shard
 from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
+from trainer.parallel.patches import steady_buckets
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
 
@@ -62,7 +64,8 @@ def build(job: Job) -> TorchEngine:
         shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
-        module = accelerator.prepare(module)
+        with nullcontext() if job.sparse else steady_buckets():  # then DDP's first order stays
+            module = accelerator.prepare(module)
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
     forward_backward = GradientAccumulation(module, dropout, layout, job.reduction)

@@ -22,6 +22,7 @@ from trainer.parallel import compilation, float8, shard
 from trainer.parallel.apply import give_values, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
+from trainer.parallel.patches import steady_buckets
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
 from trainer.parallel.splits import expert_ranks, matrices, vocabulary
@@ -158,7 +159,8 @@ def _replicated(module: ModelWithLoss, job: Job) -> nn.Module:
     index = job.machine.device.index
     # all ranks have the same buffers already: `RunningStatistics` keeps them so
     options: Any = {"device_ids": None if index is None else [index], "broadcast_buffers": False}
-    replica = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+    with steady_buckets():
+        replica = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
     if job.reduction == torch.bfloat16:
         replica.register_comm_hook(None, bf16_compress_hook)
     return replica

@@ -44,16 +44,12 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
             elif key.endswith("_hooks") and not isinstance(value, set):
                 for hook in value.values():
                     _note(f"{pattern}.{key}", hook, found, visited)
-            elif _is_setting(key) and (text := _text(value)) is not None:
+            elif key[0] != "_" and key != "training" and (text := _text(value)) is not None:
                 values.setdefault(f"{pattern}.{key}", []).append(text)
     if "model" in given:
         for key, texts in values.items():
             found[key] = _short(texts[0] if len(set(texts)) == 1 else " ".join(texts))
     return found
-
-
-def _is_setting(key: str) -> bool:
-    return not key.startswith("_") and key != "training"
 
 
 def _note(name: str, thing: Any, found: dict[str, str], visited: set[int]) -> None:

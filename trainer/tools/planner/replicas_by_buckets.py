@@ -14,9 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-FIRST_BUCKET = 1 << 20
-"""Bytes of the first bucket (`dist._DEFAULT_FIRST_BUCKET_BYTES`): sending starts early."""
-
 
 class BucketedReplica(nn.Module):
     """A replacement of `DistributedDataParallel` for tensors without values."""
@@ -28,13 +25,14 @@ class BucketedReplica(nn.Module):
         self.module = module
         self._views = gradient_as_bucket_view
         self._syncs, self._sent = True, torch.float32
-        learned = [p for p in module.parameters() if p.requires_grad]
+        learned: list[Any] = [p for p in module.parameters() if p.requires_grad][::-1]
         self._buckets: list[torch.Tensor] = []
         self._place: dict[nn.Parameter, tuple[int, int]] = {}
         """Parameter -> its bucket, and its offset in it."""
         self._wanted: list[int] = []
-        for group in _divided(list(reversed(learned)), 25 << 20):
-            offset = 0
+        limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
+        for indices in dist._compute_bucket_assignment_by_size(learned, limits)[0]:
+            group, offset = [learned[index] for index in indices], 0
             for parameter in group:
                 self._place[parameter] = (len(self._buckets), offset)
                 offset += parameter.numel()
@@ -71,18 +69,3 @@ class BucketedReplica(nn.Module):
         if self._missing[index] == 0:
             dist.all_reduce(self._buckets[index].to(self._sent))
             self._missing[index] = self._wanted[index]
-
-
-def _divided(parameters: list[nn.Parameter], cap: int) -> Iterator[list[nn.Parameter]]:
-    """Group parameters by dtype into buckets of about `cap` bytes, the first smaller."""
-    for dtype in dict.fromkeys(p.dtype for p in parameters):
-        bucket: list[nn.Parameter] = []
-        limit = FIRST_BUCKET
-        for parameter in parameters:
-            if parameter.dtype is dtype:
-                bucket.append(parameter)
-                if sum(p.nbytes for p in bucket) >= limit:
-                    yield bucket
-                    bucket, limit = [], cap
-        if bucket:
-            yield bucket

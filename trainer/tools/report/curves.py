@@ -30,6 +30,7 @@ from trainer.tools.report.style import (
     over_steps,
     shown,
 )
+from trainer.trackers.console import scientific
 
 NEVER = "The run has logged no step yet."
 PHASES = {
@@ -102,7 +103,7 @@ def rates(record: RunRecord) -> Chapter:
         below.axhline(limit, color=MUTED, label=f"clipped to {limit:g}", **DASHED)
     if norms and min(norms) > 0 and max(norms) / min(norms) > UNEVEN:
         below.set_yscale("log")
-    above.yaxis.set_major_formatter(_scientific)
+    above.yaxis.set_major_formatter(scientific)
     _finish(record, above, below)
     text = (
         "The learning rate of each logged step, and the norm of the whole model's gradient "
@@ -274,8 +275,3 @@ def _last(record: RunRecord) -> float:
     replaced = (row for stretch in record.replaced for row in stretch)
     rows = (*record.steps, *record.evaluations, *replaced, *record.timeline)
     return max((float(row["step"]) for row in rows), default=1.0)
-
-
-def _scientific(value: float, position: float) -> str:
-    mantissa, _, exponent = f"{value:.1e}".partition("e")
-    return f"{mantissa}e{int(exponent)}" if value else "0"

@@ -234,13 +234,10 @@ def _added_up(rows: list[Row]) -> list[Row]:
         if fresh:
             added.append(row)
         else:
-            sums = {name: _sum(whole.get(name), seconds) for name, seconds in part.items()}
+            both = {name: (whole.get(name), seconds) for name, seconds in part.items()}
+            sums = {name: sum(filter(_is_number, values)) for name, values in both.items()}
             added[-1] = {**row, "seconds": {**whole, **sums}}
     return added
-
-
-def _sum(*values: Any) -> float:
-    return sum(filter(_is_number, values))
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, float]]:
