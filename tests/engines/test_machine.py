@@ -161,7 +161,7 @@ def test_machines_of_other_sizes_are_no_error_before_all_are_asked(tmp_path):
 def test_a_slow_float32_is_said():
     def notes(precision: str, device: str) -> list[str]:
         prepared: Any = SimpleNamespace(layout=SimpleNamespace(precision=precision))
-        return list(run._gpu_notes(prepared, run.Machine(torch.device(device), run.Ranks())))
+        return list(run._gpu_notes(prepared, run.Machine(torch.device(device), Ranks())))
 
     assert "bf16.enabled=true" in notes("float32", "cuda")[0]
     assert notes("float32", "cpu") == notes("bfloat16", "cuda") == []

@@ -16,11 +16,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from tests.support.warm import PRELOADED
-from trainer.supervise.world import environment_of, free_port
+from trainer.supervise.world import environment_of, reserved_port
 
 
 class Pools:
@@ -45,6 +46,8 @@ class Pool:
         self.world_size = world_size
         self._backend = backend
         self._workers: list[tuple[Any, Connection]] = []
+        self._port = ExitStack()
+        """Keeps the port of the pool from others."""
 
     def run(
         self, function: Callable[..., Any], *, timeout: float = 400, **arguments: Any
@@ -62,7 +65,7 @@ class Pool:
             for pipe in wait(list(open_pipes), timeout=1):
                 try:
                     results[open_pipes[pipe]] = pipe.recv()
-                except EOFError:
+                except (EOFError, ConnectionResetError):
                     process = self._workers[open_pipes[pipe]][0]
                     process.join(5)
                     results[open_pipes[pipe]] = (
@@ -88,12 +91,13 @@ class Pool:
             process.kill()
             process.join()
         self._workers = []
+        self._port.close()
 
     def _start(self) -> None:
         # CUDA can't be used in a fork of a process that has looked for it, as DeepSpeed's import does
         context = multiprocessing.get_context("spawn" if self._backend == "nccl" else "forkserver")
         context.set_forkserver_preload(PRELOADED)
-        port = free_port()
+        port = self._port.enter_context(reserved_port())
         for rank in range(self.world_size):
             ours, theirs = context.Pipe()
             process = context.Process(

@@ -49,9 +49,8 @@ def prepare_compiler() -> None:
 def steady_buckets() -> Iterator[None]:
     """Let DDP that is built in here keep one order of gradients, from the last parameter on.
 
-    PyTorch 2.15: DDP orders them anew after its first step. Over three or more ranks the order
-    decides how a sum is rounded, so a resumed run differed from one that was not interrupted. Can
-    go when DDP takes an order.
+    PyTorch 2.15: DDP orders them anew after its first step, and over three or more ranks the order
+    decides how a sum is rounded: a resumed run would differ. Can go when DDP takes an order.
     """
     kind: Any = nn.parallel.DistributedDataParallel
     plain = kind._ddp_init_helper

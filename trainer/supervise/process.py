@@ -140,12 +140,12 @@ def place_for_operators() -> None:
     """Choose a folder for the operators that DeepSpeed compiles in this environment.
 
     Environments that shared one would recompile each other's. If the home can't be written, the
-    folder is among temporary files. Operators are compiled for the GPUs that are here, if DeepSpeed
-    can't read the list of architectures.
+    folder is among temporary files.
     """
     architectures = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    # "10.0a", as in NVIDIA's containers, fails in DeepSpeed, which can look at the GPUs itself
     if not all(re.fullmatch(r"\d+\.\d+(\+PTX)?", each) for each in architectures):
-        del os.environ["TORCH_CUDA_ARCH_LIST"]  # "10.0a", as in NVIDIA's containers
+        del os.environ["TORCH_CUDA_ARCH_LIST"]
     if "TORCH_EXTENSIONS_DIR" in os.environ or not installed("deepspeed"):
         return
     versions = [torch.__version__, version("deepspeed"), sys.version, sys.prefix]

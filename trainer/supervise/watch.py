@@ -235,10 +235,6 @@ class Watch:
     def _silent(self, beat: Beat) -> bool:
         return self._unheard(beat) > SILENT_SECONDS
 
-    def _doubtful(self, beat: Beat) -> bool:
-        """Return True if a rank misses beats, and may be silent soon."""
-        return DOUBTFUL_SECONDS < self._unheard(beat) <= SILENT_SECONDS
-
     def _unheard(self, beat: Beat) -> float:
         """Return the seconds since the last new beat of a rank."""
         return 0.0 if beat.rank == self._rank else time.monotonic() - self._others[beat.rank][1]
@@ -288,11 +284,12 @@ class Watch:
                 self._verdict(beats)
 
     def _knows(self, beats: Sequence[Beat]) -> bool:
-        """Return True if the store answers, and each rank has sent its stack or is silent."""
+        """Return True if the store answers, and each rank is silent, or heard and sent its stack."""
         lately = time.monotonic() - self._answered < DOUBTFUL_SECONDS
         answers = self._store is None or (self._complete and lately)
         return answers and all(
-            self._silent(beat) or (beat.stack and not self._doubtful(beat)) for beat in beats
+            self._silent(beat) or (beat.stack and self._unheard(beat) <= DOUBTFUL_SECONDS)
+            for beat in beats
         )
 
     def _no_answer(self) -> list[str]:

@@ -78,11 +78,14 @@ class _RankThread(Exchange):
         sizes = {"rank": lambda: rank, "size": lambda: len(slots)}
         super().__init__(SimpleNamespace(**sizes, all=all_of, abort=barrier.abort))  # type: ignore[arg-type]
 
+    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.group.all(tensor)).sum(0)
+
     def _gathered(self, dim: int, length: int) -> Move:
         return lambda part: torch.cat(self.group.all(part), dim).narrow(dim, 0, length)
 
     def _scattered(self, dim: int) -> Move:
-        return lambda term: self._part(torch.stack(self.group.all(term)).sum(0), dim)
+        return lambda term: self._part(self._sum(term), dim)
 
     def _moved(self, sent: Sequence[int], received: Sequence[int]) -> Move:
         def moved(rows: torch.Tensor) -> torch.Tensor:

@@ -18,6 +18,8 @@ from torch import nn
 class BucketedReplica(nn.Module):
     """A replacement of `DistributedDataParallel` for tensors without values."""
 
+    _ddp_init_helper: Any = None  # which `steady_buckets` replaces
+
     def __init__(
         self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, **__: Any
     ) -> None:
