@@ -284,7 +284,7 @@ class Watch:
                 self._verdict(beats)
 
     def _knows(self, beats: Sequence[Beat]) -> bool:
-        """Return True if the store answers, and each rank is silent, or heard and sent its stack."""
+        """Return True if the store answers, and each rank is silent, or heard with its stack."""
         lately = time.monotonic() - self._answered < DOUBTFUL_SECONDS
         answers = self._store is None or (self._complete and lately)
         return answers and all(
