@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import unwrap
 from typing import Any
@@ -24,7 +25,7 @@ from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
 from trainer.plugins import NAMED
-from trainer.run.compose import compose
+from trainer.run.compose import Composed, compose
 from trainer.run.loop import LoopPlan
 from trainer.run.subject import Given, Subject, subject_of
 from trainer.supervise.process import has_bf16, share_of_cores
@@ -127,7 +128,7 @@ def prepare(
         raise shared(ConfigError(*problems))
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
     few_cores = share_of_cores(local or 1) if layout.offloads else None
-    notes = [few_cores] if few_cores else []
+    notes = [*filter(None, [few_cores]), *_faster(composed, name)]
     config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
     model = spec.build()
     learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
@@ -147,3 +148,12 @@ def prepare(
         order=order,
         code=code_of(model, optimizer=unwrap(optimizer), **own),
     )
+
+
+def _faster(composed: Composed, name: str) -> Iterator[str]:
+    """Yield a note if these GPUs could run an engine that compiles in place of `name`."""
+    chosen = composed.facts.device, name, composed.config.trainer.engine
+    if chosen == ("cuda", "deepspeed", "auto"):
+        with suppress(ConfigError):
+            composed.engine("mesh")
+            yield "trainer.engine=mesh compiles blocks: 1.3 times as fast on one H200"

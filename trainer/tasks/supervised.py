@@ -86,7 +86,8 @@ class Supervised:
             expected = "pairs (input, target) that stack to a batch"
             raise DataError(Problem(PLACE, named_line(error), expected)) from error
         batch = {**_flat("input", given), **_flat("target", target)}
-        count = self._count(batch) if kept else 0
+        targets = _nested("target", batch)
+        count = int(_checked(self._loss(self._zeros(batch), targets))[1]) if kept else 0
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
 
     def measuring(self, metrics: Mapping[str, Loss], samples: Sequence[Any]) -> Self:
@@ -168,9 +169,6 @@ class Supervised:
     def count(self, model: nn.Module, batch: Batch) -> int:
         """Return the number of targets that the loss gives for the module's real output."""
         return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
-
-    def _count(self, batch: Batch) -> int:
-        return int(_checked(self._loss(self._zeros(batch), _nested("target", batch)))[1])
 
     def _zeros(self, batch: Batch) -> Any:
         """Return zeros in the shape of the module's output."""

@@ -23,7 +23,6 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
 from trainer.parallel.partition import block_ranges
-from trainer.state import StateTensor
 from trainer.storage import imported
 from trainer.tasks.task import Batch, Task, bare_name
 from trainer.tools.planner.ledger import BUILD, SAVE, Ledger, Peak
@@ -194,15 +193,11 @@ def recorded(
             begin("evaluation")
             engine.evaluate([workload.batch(layout.micro_batch)])
         begin(SAVE)
-        copied = sum(_saved(entry) for entry in engine.state_tensors())
+        saved = (part for entry in engine.state_tensors() for part in entry.parts())  # as by a save
+        copied = sum(part.value.nbytes for part in saved)
         begin("end")
         engine.close()
     return ledger, copied
-
-
-def _saved(entry: StateTensor) -> int:
-    """Read a tensor as a save does; return the bytes that a background save copies to the host."""
-    return sum(part.value.nbytes for part in entry.parts())
 
 
 def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
