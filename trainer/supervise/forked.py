@@ -86,12 +86,8 @@ def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
     torch.set_num_threads(1)  # the parent's threads do not exist after a fork
     try:
         if torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
-            actual = (
-                "CUDA was in use or looked for before they were forked, and fails in forks then"
-            )
-            expected = (
-                "`import trainer` before the first question for GPUs, or a launcher (torchrun)"
-            )
+            actual = "CUDA was in use or looked for before they were forked: there it fails"
+            expected = "`import trainer` before anything looks for GPUs, or a launcher (torchrun)"
             raise ConfigError(Problem("processes", actual, expected))
         pipe.send((False, work()))
     except MeshloomError as error:

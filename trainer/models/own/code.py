@@ -44,7 +44,7 @@ def code_of(model: nn.Module, /, **given: Any) -> dict[str, str]:
             elif key.endswith("_hooks") and not isinstance(value, set):
                 for hook in value.values():
                     _note(f"{pattern}.{key}", hook, found, visited)
-            elif key[0] != "_" and key != "training" and (text := _text(value)) is not None:
+            elif key[:1] != "_" and key != "training" and (text := _text(value)) is not None:
                 values.setdefault(f"{pattern}.{key}", []).append(text)
     if "model" in given:
         for key, texts in values.items():
