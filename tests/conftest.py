@@ -115,7 +115,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if not torch.cuda.is_available():
             for item in items:
                 if item.get_closest_marker("gpu"):
-                    item.add_marker(pytest.mark.skip(reason="there is no GPU that PyTorch can use"))
+                    item.add_marker(
+                        pytest.mark.skip(
+                            reason="there is no GPU that PyTorch can use (-m gpu shows them)"
+                        )
+                    )
 
 
 @pytest.fixture(scope="session")

@@ -122,6 +122,7 @@ def train(options: TrainOptions) -> Result:
 
     Callbacks.check(options.callbacks)
     compiled = load(options.config, [*options.overrides, *as_override(options.optimizer)])
+    hidden = NO_GPUS if compiled.trainer.device == "cpu" else {}
 
     def trained() -> Result:
         from trainer.run.resume import Request
@@ -131,8 +132,7 @@ def train(options: TrainOptions) -> Result:
         from trainer.tools.planner.memory_check import check_memory
 
         fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
-        handed_in = {key: it for key in fields if (it := getattr(options, key)) is not None}
-        given = Given(**handed_in) if handed_in else None
+        own = {key: it for key in fields if (it := getattr(options, key)) is not None}
         request = Request(
             resume=None if options.resume is None else str(options.resume),
             fresh=options.fresh,
@@ -143,9 +143,9 @@ def train(options: TrainOptions) -> Result:
             open_hub=open_hub,
             callbacks=options.callbacks,
         )
-        return train_given(compiled, given, request, options.quiet)  # type: ignore[no-any-return]
+        return train_given(compiled, Given(**own) if own else None, request, options.quiet)  # type: ignore[no-any-return]
 
-    return in_processes(trained, options.processes)
+    return in_processes(trained, options.processes, **hidden)
 
 
 @_with_keywords_of(VerifyOptions)

@@ -237,6 +237,8 @@ def test_fsdp_shards_within_a_machine_unless_told_otherwise(
         ("auto", "cpu", [], False),
         ("deepspeed", "cuda", [], False),
         ("mesh", "cuda", [], False),
+        ("auto", "cuda", ["trainer.compile=none"], False),
+        ("auto", "cuda", ["trainer.activation_checkpointing=offload"], False),
         (
             "auto",
             "cuda",

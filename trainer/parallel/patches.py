@@ -50,7 +50,8 @@ def steady_buckets() -> Iterator[None]:
     """Let DDP that is built in here keep one order of gradients, from the last parameter on.
 
     PyTorch 2.15: DDP orders them anew after its first step, and over three or more ranks the order
-    decides how a sum is rounded: a resumed run would differ. Can go when DDP takes an order.
+    decides how a sum is rounded: a resumed run would differ. So a head that is registered first is
+    reduced late. Can go when DDP takes an order.
     """
     kind: Any = nn.parallel.DistributedDataParallel
     plain = kind._ddp_init_helper

@@ -24,6 +24,7 @@ from trainer.models.own.code import code_of
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
+from trainer.parallel.compilation import refusal
 from trainer.plugins import NAMED
 from trainer.run.compose import Composed, compose
 from trainer.run.loop import LoopPlan
@@ -152,8 +153,8 @@ def prepare(
 
 def _faster(composed: Composed, name: str) -> Iterator[str]:
     """Yield a note if these GPUs could run an engine that compiles in place of `name`."""
-    chosen = composed.facts.device, name, composed.config.trainer.engine
-    if chosen == ("cuda", "deepspeed", "auto"):
+    chosen = composed.facts.device, name, composed.config.trainer.engine, composed.layout.compile
+    if chosen == ("cuda", "deepspeed", "auto", "auto") and not refusal(composed.layout):
         with suppress(ConfigError):
             composed.engine("mesh")
             yield "trainer.engine=mesh compiles blocks: 1.3 times as fast on one H200"

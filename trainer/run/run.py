@@ -298,8 +298,8 @@ def _gpu_notes(prepared: Prepared, machine: Machine) -> Iterator[str]:
         return
     if prepared.layout.precision == "float32" and torch.get_float32_matmul_precision() == "highest":
         yield (
-            "note    float32 on a GPU, without TF32: matrix products take several times as long. "
-            "Set bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment"
+            "note    float32 on a GPU, without TF32: matrix products take several times the "
+            "time. Set bf16.enabled=true, or TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1 in the environment"
         )
     if machine.ranks.world_size > 1:
         yield "note    a slow rank is not reported: NCCL waits on the device, not on the host"

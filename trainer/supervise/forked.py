@@ -86,8 +86,10 @@ def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
     torch.set_num_threads(1)  # the parent's threads do not exist after a fork
     try:
         if torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
-            actual = "CUDA was in use or looked for before they were forked: there it fails"
-            expected = "`import trainer` before anything looks for GPUs, or a launcher (torchrun)"
+            actual = "forks of one that has used CUDA or looked for GPUs: CUDA fails in them"
+            expected = (
+                "`import trainer` first and no CUDA before the call, or a launcher (torchrun)"
+            )
             raise ConfigError(Problem("processes", actual, expected))
         pipe.send((False, work()))
     except MeshloomError as error:

@@ -21,8 +21,8 @@ from pathlib import Path
 import psutil
 
 NO_GPUS = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-"""The environment of a process for the CPU: one that has looked for GPUs can't be forked."""
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # and with it may look
+"""The environment of a process for the CPU: CUDA fails in forks of one that looked for GPUs."""
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # looks so that it works in forks
 
 LAUNCHERS = ("torchrun", "deepspeed", "accelerate")
 MODULES = ("torch.distributed.run", "torch.distributed.launch")

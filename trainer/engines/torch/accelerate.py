@@ -64,7 +64,7 @@ def build(job: Job) -> TorchEngine:
         shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
-        with nullcontext() if job.sparse else steady_buckets():  # then DDP's first order stays
+        with nullcontext() if job.sparse else steady_buckets():  # sparse: DDP keeps one
             module = accelerator.prepare(module)
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
