@@ -29,6 +29,7 @@ Collate = Callable[[Sequence[Any]], Batch]
 Blank = Callable[[Any], Any]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
+_ORDERED = 1024  # samples whose order is computed at once: one costs as much
 
 Part = list[tuple[int, int | None]]
 """The samples of a micro-batch: their numbers, and the epoch of each, or None in an evaluation."""
@@ -92,22 +93,18 @@ class BatchLoader:
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
         train_batch, shuffle = math.prod(shape), Shuffle(len(source), order, seed)
-
-        def parts_of(step: int) -> list[Part]:
-            first = position + (step - steps.start) * train_batch
-            whole = np.arange(first, first + train_batch)
-            return [
-                list(zip(shuffle.ids(own).tolist(), (own // len(source)).tolist(), strict=True))
-                for own in micro_batches(whole, *shape, batching.data_rank)
-            ]
-
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
-            for step in steps:
-                for part in parts_of(step):
-                    sent.append(part)
-                    yield part
+            ahead = max(1, _ORDERED // math.prod(shape[:2]))
+            for first in range(0, len(steps), ahead):
+                count, at = len(steps[first : first + ahead]), position + first * train_batch
+                whole = np.arange(at, at + count * train_batch)
+                own = micro_batches(whole, shape[0], count * shape[1], shape[2], batching.data_rank)
+                for ids, places in zip(shuffle.ids(np.array(own)), own, strict=True):
+                    epochs = places // len(source)
+                    sent.append(list(zip(ids.tolist(), epochs.tolist(), strict=True)))
+                    yield sent[-1]
 
         # not in the thread: workers are forked while no other thread runs
         made = collated(source, collate, parts(), batching.workers, lambda sample: sample)
