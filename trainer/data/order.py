@@ -55,7 +55,7 @@ def sample_ids(seed: int, position: int, count: int, size: int, order: int) -> n
 def micro_batches(
     ids: np.ndarray, micro_batch: int, accumulation: int, data_ranks: int, data_rank: int
 ) -> list[np.ndarray]:
-    """Return this data rank's part of the ids of steps: `accumulation` of all, arrays [micro_batch].
+    """Return this data rank's part of some steps' ids: `accumulation` of all, [micro_batch] each.
 
     `ids` is [accumulation * data_ranks * micro_batch]; raises ValueError for any other length.
     """
