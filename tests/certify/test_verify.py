@@ -934,7 +934,7 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
         "mesh", 3, "gradient", size=6, trainer={"mesh": {"replicate": 2, "shard": -1}}
     ),
     ids_of_ten_bits: Planted("mesh", 2, "output", trainer=LARGE),
-    rows_of_64: Planted("mesh", 2, "output", step=1, trainer=LARGE),
+    rows_of_64: Planted("mesh", 2, "output", step=1, rank=1, trainer=LARGE),
     window_of_one_more: Planted("mesh", 2, "output", trainer={"model": {"config": MISTRAL}}),
     schedule_wrong_after_step_10: Planted(
         "mesh", 2, "schedule", "(0.00099 in place of 0.001)", step=11
