@@ -111,8 +111,13 @@ PLACE = "tensor_parallel.autotp_size: "
             4,
             "6 experts = 1 x 4 + 2; expected a multiple of 4",
         ),
+        (
+            family("llama4_text", num_local_experts=2, intermediate_size_mlp=48),
+            2,
+            "feed_forward.experts is not given the router's choice; expected experts that choose",
+        ),
     ],
-    ids=["guessed", "key-value heads", "heads", "width", "dropout", "experts"],
+    ids=["guessed", "key-value heads", "heads", "width", "dropout", "experts", "sorted rows"],
 )
 def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, text):
     from trainer.parallel.splits.matrices import check

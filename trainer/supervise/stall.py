@@ -79,9 +79,11 @@ def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str
         named, reason = [*beats[:1]], f"all ranks stand at the same place, {beats[0].place}"
     still = min(beat.still for beat in beats)
     head = f"the run stands still for {still:.0f} s: {reason}"
-    stacks = ([f"rank {beat.rank} stands at", *map("  {}".format, beat.stack)] for beat in named)
-    stack = next((lines for lines in stacks if len(lines) > 1), [])
-    return [head, *table(beats, silent), *map("  {}".format, stack)]
+    lines = [head, *table(beats, silent)]
+    if known := next((beat for beat in named if beat.stack), None):
+        lines.append(f"  rank {known.rank} stands at")
+        lines += [f"    {place}" for place in known.stack]
+    return lines
 
 
 def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:

@@ -86,8 +86,9 @@ class Supervised:
             expected = "pairs (input, target) that stack to a batch"
             raise DataError(Problem(PLACE, named_line(error), expected)) from error
         batch = {**_flat("input", given), **_flat("target", target)}
-        targets = _nested("target", batch)
-        count = int(_checked(self._loss(self._zeros(batch), targets))[1]) if kept else 0
+        count = 0
+        if kept:
+            count = int(_checked(self._loss(self._zeros(batch), _nested("target", batch)))[1])
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
 
     def measuring(self, metrics: Mapping[str, Loss], samples: Sequence[Any]) -> Self:

@@ -7,6 +7,7 @@ number behind the last expert, as under its own expert parallelism.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 
 import torch
 from torch import nn
@@ -64,7 +65,9 @@ def problems(spec: ModelSpec, ranks: int) -> Iterator[tuple[str, str]]:
     named = [name for name, style in spec.language.tensor_plan.items() if style == STYLE]
     for name in named:
         sizes = {len(parameter) for parameter in modules[name].parameters(recurse=False)}
-        if len(sizes) != 1 or any("." in key for key, _ in modules[name].named_parameters()):
+        if len(signature(modules[name].forward).parameters) < 3:  # llama4's: rows in expert order
+            yield f"{name} is not given the router's choice", "experts that choose their tokens"
+        elif len(sizes) != 1 or any("." in key for key, _ in modules[name].named_parameters()):
             yield f"{name} is no stack of experts", "parameters stacked over the experts"
         elif (size := sizes.pop()) % ranks:
             seen = f"{size} experts = {size // ranks} x {ranks} + {size % ranks}"

@@ -234,9 +234,10 @@ def _added_up(rows: list[Row]) -> list[Row]:
         if fresh:
             added.append(row)
         else:
-            both = {name: (whole.get(name), seconds) for name, seconds in part.items()}
-            sums = {name: sum(filter(_is_number, values)) for name, values in both.items()}
-            added[-1] = {**row, "seconds": {**whole, **sums}}
+            sums = dict(whole)
+            for name, seconds in part.items():
+                sums[name] = sum(filter(_is_number, (whole.get(name), seconds)))
+            added[-1] = {**row, "seconds": sums}
     return added
 
 
