@@ -47,6 +47,7 @@ TINY: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 LLAMA = {"model_type": "llama", **TINY}
+HEAD = LLAMA | {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
 TIED = LLAMA | {"tie_word_embeddings": True}
 MOE = TINY | {
     "model_type": "qwen3_moe",
@@ -89,6 +90,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3, context": dict(zero_stage=3, shard=8, context=2, **HALF),
     "zero2, context, moe": dict(zero_stage=2, shard=8, context=4, model=MOE, **HALF),
     "ddp, context, sliding": dict(replicate=4, context=2, model=SLIDING),
+    "zero2, context of blocks": dict(zero_stage=2, shard=8, context=8, **HALF),
+    "zero3, context of heads": dict(zero_stage=3, shard=8, context=8, model=HEAD, **HALF),
     "pipeline x context": dict(pipeline=2, zero_stage=1, shard=2, context=2),
     "tensor x zero2, context": dict(tensor=2, zero_stage=2, shard=2, context=2, **HALF),
     "tensor": dict(tensor=4),

@@ -784,10 +784,17 @@ def kv_heads_of_the_neighbour(engine: str) -> Any:
     from trainer.distributed.shared_rows import ContextRanks
 
     def attended(real, self, compute, query, key, value):
-        others = (part.roll(part.shape[1] // self.size, 1) for part in (key, value))
+        others = (part.roll(part.shape[1] // self.division.size, 1) for part in (key, value))
         return real(self, compute, query, *others)
 
     return around(ContextRanks, "attended", attended)
+
+
+def keys_in_the_order_of_blocks(engine: str) -> Any:
+    """Gathered keys and values stand as their ranks do: the tail of the first before the others."""
+    from trainer.distributed.shared_rows import Division
+
+    return around(Division, "joined", lambda real, self, blocks, dim: blocks)
 
 
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -862,8 +869,14 @@ LLAMA = {
 }
 MISTRAL = {"model_type": "mistral", "num_hidden_layers": 2, "vocab_size": 61, "sliding_window": 32}
 ROWS = {"context": 2, **LLAMA}
+ONE_HEAD = MISTRAL | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 1}
 OF_ROWS = {
     kv_heads_of_the_neighbour: ("output", 0, {}),
+    keys_in_the_order_of_blocks: (
+        "output",
+        0,
+        {"model": {"config": ONE_HEAD | {"num_key_value_heads": 1}}},
+    ),
     positions_of_each_rank: ("output", 1, {}),
     window_within_a_rank: ("output", 1, {"model": {"config": MISTRAL}}),
     border_of_documents_ignored: ("output", 1, {"data": {"documents": "pack"}}),
@@ -901,7 +914,7 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
     ),
     schedule_a_step_early: Planted("mesh", 2, "update", TABLE, step=1),
     decayed_norms: Planted("mesh", 2, "update", "transformer.h.0.ln_1.weight", step=2),
-    clipped_by_one_rank: Planted("mesh", 2, "moment", TABLE),
+    clipped_by_one_rank: Planted("mesh", 2, "moment", TABLE, step=2),  # the first over it
     shifted_targets: Planted("mesh", 2, "loss"),
     padding_counted: Planted("mesh", 2, "loss"),
     truncated_sample: Planted("mesh", 2, "output"),

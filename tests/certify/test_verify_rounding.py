@@ -57,9 +57,12 @@ def reduced_in_16_bits() -> Any:
 def added_up_in_16_bits() -> Any:
     from trainer.parallel.forward_backward import GradientAccumulation
 
+    def rounded(p: Any) -> None:
+        p.grad.copy_(p.grad.bfloat16())
+
     def rounding(real, self, seed, batches, scale):
         hooks = [
-            p.register_post_accumulate_grad_hook(lambda p: p.grad.copy_(p.grad.bfloat16()))
+            p.register_post_accumulate_grad_hook(rounded)
             for module in self.modules
             for p in module.parameters()
         ]

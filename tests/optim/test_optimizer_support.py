@@ -481,7 +481,8 @@ def test_trains_as_one_process_does(pools, name, engine):
         case = replace(case, weight_decay_excludes="nothing")
     reference = train_plainly(case)
     for outcome in pools[2].run(train_by_engine, case=case):
-        assert_same(outcome, reference, 4e-6)
+        # Muon multiplies in bfloat16: a gradient's last bit can move an entry by 2^-8
+        assert_same(outcome, reference, 1e-4 if name == "Muon" else 4e-6)
 
 
 WHOLE = [

@@ -39,8 +39,12 @@ def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
         EXPERTS,
         TIED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         TIED | {"num_key_value_heads": 1},
+        TIED | {"num_attention_heads": 1, "num_key_value_heads": 1},
     ],
-    ids=["llama", "gpt2", "dropout", "window", "experts", "rotary that grows", "one kv head"],
+    ids=[
+        *("llama", "gpt2", "dropout", "window", "experts", "rotary that grows", "one kv head"),
+        "one head",
+    ],
 )
 def test_rows_are_divided(model, packed):
     assert checked(model, packed) == ""
@@ -50,10 +54,6 @@ def test_rows_are_divided(model, packed):
     ("model", "said"),
     [
         (TIED | {"attention_dropout": 0.1}, "attention has dropout of 0.1, drawn for all heads"),
-        (
-            TIED | {"num_attention_heads": 1, "num_key_value_heads": 1},
-            "1 attention heads for 2 ranks",
-        ),
         (EXPERTS | {"output_router_logits": True}, "router's loss"),
         (family("mamba"), "its attention (eager) is not transformers' SDPA"),
         (
@@ -61,18 +61,12 @@ def test_rows_are_divided(model, packed):
             "it mixes tokens outside attention: a part of a row differs by",
         ),
     ],
-    ids=["dropout in attention", "heads", "router's loss", "recurrent", "hybrid"],
+    ids=["dropout in attention", "router's loss", "recurrent", "hybrid"],
 )
 def test_a_model_is_refused_with_the_reason(model, said):
     found = checked(model)
     assert found.startswith("sequence_parallel_size: ") and said in found
     assert "Remove it, or set it to 1" in found
-
-
-def test_heads_are_counted_on_each_tensor_rank():
-    assert checked(TIED, world_size=4, tensor=2) == ""  # a key-value head for each two ranks
-    found = checked(TIED, world_size=8, tensor=4)
-    assert "4 attention heads for 2 ranks x 4 (tensor); expected a multiple of 8 heads" in found
 
 
 class _Mixing(torch.nn.Module):
@@ -136,6 +130,37 @@ def test_packed_rows_are_apart_across_the_ranks(pools, engine, model):
     alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
     for found in pools[2].run(gradients, case=case):
         assert found.keys() == alone.keys()
+        for name, value in alone.items():
+            assert float((found[name] - value).abs().max() / value.abs().max()) < 5e-6, name
+
+
+ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
+
+
+def by_kernel(case: Case, kernel: str) -> dict[str, torch.Tensor]:
+    """Return the gradients by a GPU's kernel, on this CPU. Runs on each rank of a pool."""
+    from tests.support.varlen import on_cpu
+    from trainer.tasks.causal_lm import CausalLM
+
+    with on_cpu(), patch.object(CausalLM, "_choose", lambda *_: kernel):
+        return gradients(case)
+
+
+@pytest.mark.parametrize("kernel", ["mask", "borders", "blocks"])
+@pytest.mark.parametrize(
+    "model",
+    [
+        TIED | ONE_HEAD,
+        family("mistral", sliding_window=4) | ONE_HEAD,
+        TIED | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3},
+    ],
+    ids=["one head", "window", "three heads"],
+)
+def test_sections_of_packed_rows_see_their_own_documents(pools, kernel, model):
+    """With fewer heads than ranks each has two sections of a row, and gathers keys and values."""
+    case = replace(CONTEXT, engine="mesh", zero_stage=2, micro_batch=8, model=model)
+    alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
+    for found in pools[2].run(by_kernel, case=case, kernel=kernel):
         for name, value in alone.items():
             assert float((found[name] - value).abs().max() / value.abs().max()) < 5e-6, name
 

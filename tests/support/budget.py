@@ -24,6 +24,7 @@ from torch import nn
 from tests.support.counted import LENGTH, Kind, layout_of, spec_with, workload
 from trainer.layout import AXES, Layout
 from trainer.models.spec import ModelSpec
+from trainer.parallel.parallel_mesh import division_of
 from trainer.parallel.splits.experts import STYLE as EXPERTS
 from trainer.parallel.splits.matrices import STYLES
 from trainer.tools.planner.simulate import Workload
@@ -58,6 +59,9 @@ class Sizes:
     hidden: int
     attended: int
     """The values of a token's queries, keys, values and attention output in a block."""
+    keys: int
+    """The values of its keys and values."""
+    heads: int
     words: int
     tied: bool
 
@@ -95,15 +99,17 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         many=sum(len(next(modules[name].parameters())) for name in experts),
         chosen=len(experts) and model.config.num_experts_per_tok,  # type: ignore[union-attr]
         hidden=spec.language.hidden_size or 0,
-        attended=_attended(spec),
+        attended=2 * spec.language.attention_width + _keys(spec),
+        keys=_keys(spec),
+        heads=spec.language.heads,
         words=spec.language.vocabulary,
         tied=bool(spec.tied),
     )
 
 
-def _attended(spec: ModelSpec) -> int:
+def _keys(spec: ModelSpec) -> int:
     model = spec.language
-    return 2 * model.attention_width * (model.heads + model.kv_heads) // model.heads
+    return 2 * model.attention_width * model.kv_heads // model.heads
 
 
 def _modules(block: nn.Module) -> int:
@@ -222,8 +228,13 @@ def _activations(
         # queries, keys, values and output, in both passes (Ulysses, arXiv 2309.14509, section 3.2)
         tokens, axis = layout.micro_batch * length, "shard" if layout.shard > 1 else "replicate"
         size = tokens * sizes.attended // layout.tensor * width
-        count = m * sizes.blocks
-        found.add("all-to-all", (axis,), layout.precision, 8 * count, 2 * count * size)
+        count, blocks = m * sizes.blocks, division_of(layout, sizes.heads).blocks
+        swaps = count * (blocks < layout.context)
+        found.add("all-to-all", (axis,), layout.precision, 8 * swaps, 2 * swaps * size)
+        # between blocks keys and values, and their gradients (Llama 3, arXiv 2407.21783, 3.3.2)
+        gathers, keys = 2 * count * (blocks > 1), tokens * sizes.keys // layout.tensor * width
+        for name in ("all-gather", "reduce-scatter"):
+            found.add(name, (axis,), layout.precision, gathers, gathers // 2 * blocks * keys)
     if layout.expert > 1:
         # to the experts and back, in both passes, with the weights of the choice; and the counts
         rows, count = layout.micro_batch * length * sizes.chosen, m * sizes.blocks

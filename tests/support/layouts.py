@@ -226,6 +226,28 @@ LAYOUTS = {
         context=4,
         zero_stage=3,  # a key-value head for each two ranks
     ),
+    "context over four, two heads": replace(
+        CONTEXT,
+        world_size=4,
+        context=4,
+        zero_stage=3,
+        model=TIED | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "context, three heads, hsdp, window": replace(
+        CONTEXT,
+        world_size=4,
+        replicate=2,
+        micro_batch=2,
+        zero_stage=3,
+        recompute="full",
+        model=family(
+            "mistral",
+            sliding_window=4,
+            hidden_size=48,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+        ),
+    ),
     "pipeline x context": replace(
         CONTEXT,
         world_size=4,

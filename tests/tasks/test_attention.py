@@ -6,7 +6,7 @@ No GPU is needed: PyTorch's operators run on the CPU by their definition, or on 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.data.test_packing import loss_alone, packed_samples
 from tests.models.test_masks import FAMILIES, SMALL, WINDOW, Waits, batch, tiny
 from tests.support import varlen
+from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention
@@ -46,24 +47,6 @@ FAMILIES |= {
         **dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
     },
 }
-
-
-@contextmanager
-def on_cpu() -> Iterator[None]:
-    """Let the operators of borders and blocks run here, forward and backward."""
-    from torch.nn.attention import flex_attention as flex
-    from transformers.integrations import flex_attention as theirs
-
-    def eager(*heads: Any, training: bool = False, **more: Any) -> Any:
-        return flex.flex_attention(*heads, **more)
-
-    varlen.register()
-    with ExitStack() as stack:
-        # PyTorch refuses a backward pass on the CPU, though its definition of the operator has one
-        stack.enter_context(patch.object(flex, "_validate_device", lambda *_: None))
-        stack.enter_context(patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True))
-        stack.enter_context(patch.object(theirs, "compile_friendly_flex_attention", eager))
-        yield
 
 
 # The choice
@@ -201,12 +184,13 @@ TESTED = [
 ]
 
 
+@pytest.mark.parametrize("divided", [False, True], ids=["rows", "sections"])
 @pytest.mark.parametrize(("model", "pattern", "dtype", "kernel"), TESTED)
 def test_a_right_kernel_passes_its_test(
-    model: Attention, pattern: str, dtype: torch.dtype, kernel: str, untested: None
+    model: Attention, pattern: str, dtype: torch.dtype, kernel: str, divided: bool, untested: None
 ) -> None:
     with on_cpu(), torch.inference_mode(), torch.autocast("cpu", HALF):
-        chosen, reason = attention.tested(model, pattern, dtype, CPU)
+        chosen, reason = attention.tested(model, pattern, dtype, CPU, divided)
         assert chosen == kernel and "failed" not in reason
         assert bool(reason) == (kernel == "blocks")
 

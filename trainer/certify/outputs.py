@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from trainer.distributed.shared_rows import Division
 from trainer.models.cut import is_whole
 
 Outputs = dict[tuple[int, int, str], torch.Tensor]
@@ -21,16 +22,17 @@ LEAST = 1e-2
 
 
 def parts_of(
-    ids: torch.Tensor, data_rank: int, ranks: int, start: int = 0, row: int = 0
+    ids: torch.Tensor, data_rank: int, division: Division, start: int = 0, row: int = 0
 ) -> dict[int, torch.Tensor]:
     """Return the ids [batch, sequence] with zeros for those of other ranks, for each of the ranks
     that share the rows, by its number among those of all data ranks.
 
     The first token is at `start` of rows of `row` tokens, by default at 0 of whole ones.
     """
-    each = -(-(row or ids.shape[1]) // ranks)
-    owners = torch.arange(start, start + ids.shape[1], device=ids.device) // each
-    return {data_rank * ranks + rank: ids * (owners == rank) for rank in range(ranks)}
+    places, ranks = torch.arange(row or ids.shape[1], device=ids.device)[None], division.size
+    here = places[0, start : start + ids.shape[1]]
+    own = [torch.isin(here, division.part(places, rank, fill=-1)) for rank in range(ranks)]
+    return {data_rank * ranks + rank: ids * own[rank] for rank in range(ranks)}
 
 
 class Listener:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 
 from trainer import checkpoint
 from trainer.certify.outputs import Listener, Outputs, Tokens
@@ -27,6 +26,7 @@ from trainer.engines.engine import Machine, Observer
 from trainer.models.spec import ModelSpec, stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
+from trainer.parallel.parallel_mesh import division_of
 from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
@@ -132,9 +132,8 @@ class Recorder:
             return [{(place, number): None} for number in range(len(micro_batches))]
         if layout.pipeline > 1:  # parts are those of rows of one length
             micro_batches = job.task.padded(micro_batches)
-        ids = [batch["input_ids"] for batch in micro_batches]
-        rows = [F.pad(row, (0, -row.shape[1] % layout.context)) for row in ids]
-        return [{(place, i): row.chunk(layout.context, 1)[part]} for i, row in enumerate(rows)]
+        part_of, rows = division_of(layout, job.spec.language.heads).part, enumerate(micro_batches)
+        return [{(place, n): part_of(batch["input_ids"], part)} for n, batch in rows]
 
 
 class RecordingHooks(Hooks):

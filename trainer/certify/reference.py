@@ -30,6 +30,7 @@ from trainer.config import Config
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.parallel import float8
+from trainer.parallel.parallel_mesh import division_of
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
 from trainer.storage import imported, installed
@@ -227,8 +228,8 @@ class Reference(ABC):
             self._inputs = part.inputs
             tokens: dict[int, Any] = {part.data_rank: None}
             if self._spec.language.vocabulary:
-                row = part.data_rank, self._layout.context, part.start, part.row
-                tokens = parts_of(part.inputs, *row)
+                division = division_of(self._layout, self._spec.language.heads)
+                tokens = parts_of(part.inputs, part.data_rank, division, part.start, part.row)
             self._listener.begin([{(place, part.number): ids for place, ids in tokens.items()}])
             loss = self._loss_sum(model, part.inputs, part.targets)
             (loss * self._scale / counted).backward()

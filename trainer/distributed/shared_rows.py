@@ -1,13 +1,16 @@
 """The ranks that share rows of tokens, each with a part of every row (context parallelism).
 
 Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509): each rank attends over whole rows
-with a part of the heads. All else works on each token by itself.
+with a part of the heads. More ranks than the heads divide are blocks: a block exchanges, and
+gathers the keys and values of the other blocks (as Llama 3, arXiv 2407.21783, section 3.3.2). All
+else works on each token by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -22,13 +25,58 @@ ATTRIBUTE = "context_ranks"
 """The attribute by which a module's attention finds its ranks."""
 
 
-class ContextRanks:
-    """The exchanges among the ranks of a row, and where this rank's tokens stand in it."""
+@dataclass(frozen=True)
+class Division:
+    """The division of rows over ranks, some neighbours of which are a block.
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-        self.size = self._multiple = exchange.group.size()
-        self.rank = exchange.group.rank()
+    Each block has a section of the row's head and one of its tail, so that under a causal mask all
+    blocks attend to as many tokens; a block's ranks have equal parts of these.
+    """
+
+    size: int
+    blocks: int = 1
+
+    @property
+    def exchanging(self) -> int:
+        """The ranks of a block."""
+        return self.size // self.blocks
+
+    def filled(self, length: int) -> int:
+        """Return the smallest number of tokens, not below `length`, that can be divided."""
+        multiple = self.size * (2 if self.blocks > 1 else 1)
+        return -(-length // multiple) * multiple
+
+    def sections(self, rank: int, row: int) -> list[tuple[int, int]]:
+        """Return the begin and end of each section of a rank's block, in rows of `row` tokens."""
+        each, block = row // (2 * self.blocks), rank // self.exchanging
+        return [(n * each, (n + 1) * each) for n in (block, 2 * self.blocks - 1 - block)]
+
+    def part(self, whole: torch.Tensor, rank: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
+        """Return a rank's tokens of whole rows, which are filled up first."""
+        if missing := self.filled(whole.shape[dim]) - whole.shape[dim]:
+            ends = [0] * (2 * (whole.ndim - dim - 1)) + [0, missing]
+            whole = F.pad(whole, ends, value=fill)
+        if self.blocks > 1:
+            sections = self.sections(rank, whole.shape[dim])
+            whole = torch.cat([whole.narrow(dim, at, end - at) for at, end in sections], dim)
+        return whole.chunk(self.exchanging, dim)[rank % self.exchanging]
+
+    def joined(self, blocks: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return whole rows of all blocks' tokens, which are in the order of the blocks."""
+        sections = blocks.chunk(2 * self.blocks, dim)
+        return torch.cat([*sections[::2], *sections[::-2]], dim)
+
+
+class ContextRanks:
+    """The exchanges among the ranks of a row, and where this rank's tokens stand in it.
+
+    `heads`: the ranks of a block; `rows`: those with the same heads in all blocks. None: one rank.
+    """
+
+    def __init__(self, division: Division, heads: Exchange | None, rows: Exchange | None) -> None:
+        self.division, self._heads, self._rows = division, heads, rows
+        block = rows.group.rank() if rows else 0
+        self.rank = block * division.exchanging + (heads.group.rank() if heads else 0)
         self._divides = False
         self._length = 0
         """The number of tokens of the rows in the forward pass that runs."""
@@ -39,8 +87,13 @@ class ContextRanks:
 
     @property
     def row(self) -> int:
-        """The number of tokens that attention sees: a multiple of the ranks."""
-        return -(-self._length // self._multiple) * self._multiple
+        """The number of tokens that attention sees: those of the row, filled up."""
+        return self.division.filled(self._length)
+
+    @property
+    def sections(self) -> list[tuple[int, int]]:
+        """The begin and end of each part of a row whose queries this rank has; empty: all."""
+        return self.division.sections(self.rank, self.row) if self.division.blocks > 1 else []
 
     def start(self, length: int) -> int:
         """Begin a forward pass over rows of so many tokens; return `row`."""
@@ -60,21 +113,17 @@ class ContextRanks:
             self._divides = False
 
     def part(self, whole: torch.Tensor, dim: int = 1, fill: float = 0) -> torch.Tensor:
-        """Return this rank's tokens of whole rows, filled up to a multiple of the ranks."""
-        if not self:
-            return whole
-        missing = -whole.shape[dim] % self._multiple
-        if missing:
-            ends = [0] * (2 * (whole.ndim - dim - 1)) + [0, missing]
-            whole = F.pad(whole, ends, value=fill)
-        return whole.chunk(self.size, dim)[self.rank]
+        """Return this rank's tokens of whole rows, filled up to a number that can be divided."""
+        return self.division.part(whole, self.rank, dim, fill) if self else whole
 
     def for_each(self, heads: torch.Tensor) -> torch.Tensor:
-        """Repeat key or value heads [batch, heads, part, width] so that each rank has as many.
+        """Repeat key or value heads [batch, heads, part, width] so that each rank of a block has as
+        many.
 
         A head's copies are next to one another; its gradient is the sum of theirs.
         """
-        times = self._multiple // gcd(heads.shape[1], self._multiple)
+        ranks = self.division.exchanging
+        times = ranks // gcd(heads.shape[1], ranks)
         return heads.repeat_interleave(times, 1) if times > 1 else heads
 
     def attended(
@@ -87,15 +136,32 @@ class ContextRanks:
         """Compute attention of [batch, heads, part, width] over whole rows, each rank some heads.
 
         `compute` takes [batch, heads of this rank, row, width] and returns [batch, row, heads,
-        width]; so [batch, part, all heads, width] is returned.
+        width]; so [batch, part, all heads, width] is returned. Between blocks it gets each of
+        `sections`, with the queries in it, and the keys and values up to its end.
         """
-        parts = [self._exchange.swap(heads, 1, 2) for heads in (query, key, value)]
-        output, weights = compute(*parts)
-        return self._exchange.swap(output, 1, 2), weights
+        parts = [query, key, value]
+        if self._heads:
+            parts = [self._heads.swap(heads, 1, 2) for heads in parts]
+        if self._rows:
+            query, *others = parts
+            others = [self._rows.join_entering(part, 2, self.row) for part in others]
+            key, value = (self.division.joined(part, 2) for part in others)
+            outputs = [
+                compute(part, key[:, :, : ends[1]], value[:, :, : ends[1]], section=ends)[0]
+                for part, ends in zip(query.chunk(2, 2), self.sections, strict=True)
+            ]
+            output, weights = torch.cat(outputs, 1), None
+        else:
+            output, weights = compute(*parts)
+        return self._heads.swap(output, 1, 2) if self._heads else output, weights
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """Return whole rows, from each rank's part."""
-        return self._exchange.join(part, 1, self._length)
+        if self._heads:
+            part = self._heads.join(part, 1, self.row // self.division.blocks)
+        if self._rows:
+            part = self.division.joined(self._rows.join(part, 1, self.row), 1)
+        return part.narrow(1, 0, self._length)
 
     def dropped(
         self, module: nn.Dropout, dropout: Callable[..., torch.Tensor], given: torch.Tensor

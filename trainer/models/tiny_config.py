@@ -12,6 +12,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import gcd
 from typing import Any, NamedTuple
 
 VOCABULARY = 97
@@ -247,13 +248,13 @@ def _role(name: str) -> str:
 
 
 def _count(least: int, value: int, split: int) -> int:
-    """Return the smallest number from `least` that `split` divides, or not, as it does `value`."""
+    """Return the smallest number from `least` that has the divisors of `split` that `value` has."""
     fitting = (n for n in range(least, value) if _splits_like(n, value, split))
     return next(fitting, value)
 
 
 def _splits_like(n: int, value: int, split: int) -> bool:
-    return (n % split == 0) == (value % split == 0)
+    return gcd(n, split) == gcd(value, split)
 
 
 def _nearest(exact: Fraction, value: int, split: int) -> int:

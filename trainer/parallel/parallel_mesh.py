@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.distributed.ranks import Ranks, group_of_rows
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.shared_rows import ContextRanks, Division
 from trainer.errors import NumericsError, Problem, shared
 from trainer.layout import AXES, Layout
 
@@ -119,15 +119,18 @@ def holders_of(mesh: ParallelMesh) -> tuple[dist.ProcessGroup | None, list[dict[
     ]
 
 
-def parallel_mesh_of(layout: Layout, device: torch.device) -> ParallelMesh:
-    """Make the process groups of a layout. Collective."""
+def parallel_mesh_of(layout: Layout, device: torch.device, heads: int = 0) -> ParallelMesh:
+    """Make the process groups of a layout. Collective.
+
+    `heads`: those of the model's attention, which ranks that share rows divide as far as they can.
+    """
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     experts = None
     if layout.expert > 1:
         parts = _expert_sizes(layout)
         experts = init_device_mesh(device.type, parts, mesh_dim_names=EXPERT_AXES)
-    return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh), experts)
+    return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh, heads), experts)
 
 
 def _expert_sizes(layout: Layout) -> tuple[int, ...]:
@@ -135,14 +138,24 @@ def _expert_sizes(layout: Layout) -> tuple[int, ...]:
     return layout.pipeline, layout.replicate, whole // layout.expert, layout.expert
 
 
-def _context_ranks(layout: Layout, mesh: DeviceMesh) -> ContextRanks | None:
-    """Make the group of neighbours on `replicate` x `shard` that share rows. Collective."""
+def division_of(layout: Layout, heads: int) -> Division:
+    """Return how ranks share rows: with the largest blocks whose ranks divide the heads."""
+    return Division(
+        layout.context, layout.context // math.gcd(layout.context, heads // layout.tensor)
+    )
+
+
+def _context_ranks(layout: Layout, mesh: DeviceMesh, heads: int) -> ContextRanks | None:
+    """Make the groups of neighbours on `replicate` x `shard` that share rows. Collective."""
     if layout.context == 1:
         return None
-    rows = ranks_along(mesh, REDUCTIONS["batch"])
-    size = layout.context
-    parts = [row[i : i + size] for row in rows for i in range(0, len(row), size)]
-    return ContextRanks(Exchange(group_of_rows(parts)))
+    division = division_of(layout, heads)
+    data, size, inner = ranks_along(mesh, REDUCTIONS["batch"]), division.size, division.exchanging
+    blocks = [row[i : i + inner] for row in data for i in range(0, len(row), inner)]
+    rows = [row[i : i + size] for row in data for i in range(0, len(row), size)]
+    alike = [row[i::inner] for row in rows for i in range(inner)]
+    exchanges = (Exchange(group_of_rows(g)) if len(g[0]) > 1 else None for g in (blocks, alike))
+    return ContextRanks(division, *exchanges)
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:

@@ -122,7 +122,7 @@ def prepare(
     ranks.on_first(lambda: subject.trained(spec, section) and None)  # an error is reported once
     subject = subject.trained(spec, section)
     if builds and kind == "cuda" and section.model.attention in (None, "sdpa"):
-        model_notes = (*model_notes, *subject.kernels(layout.precision, machine.device))
+        model_notes = (*model_notes, *subject.kernels(layout, machine.device))
     samples = (section.epochs or 1) * len(subject.data.train)
     steps = section.steps or max(1, math.ceil(samples / layout.train_batch))
     if problems := profile_problems(section, steps):

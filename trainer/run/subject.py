@@ -35,6 +35,7 @@ from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.tuned import tuned
 from trainer.models.own import module
 from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.parallel.parallel_mesh import division_of
 from trainer.plugins import NAMED
 from trainer.run import images
 from trainer.run.evaluate import beginning, continuation
@@ -102,7 +103,7 @@ class Subject:
         """Lines of the plan about the data."""
         yield from ()
 
-    def kernels(self, precision: str, device: torch.device) -> Iterator[str]:
+    def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
         """Set the order of a GPU's attention kernels, and say in lines which ones run."""
         yield from ()
 
@@ -160,9 +161,10 @@ class LanguageSubject(Subject):
     def lines(self, workers: int) -> Iterator[str]:
         yield from (f"source  {line}" for line in self.data.lines())
 
-    def kernels(self, precision: str, device: torch.device) -> Iterator[str]:
-        model, dtype = self.task.attention(), getattr(torch, precision)
-        return notes(model, self.spec, self.packed, dtype, device)
+    def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
+        model, dtype = self.task.attention(), getattr(torch, layout.precision)
+        divided = division_of(layout, self.spec.language.heads).blocks > 1
+        return notes(model, self.spec, self.packed, dtype, device, divided)
 
     def amount(self, samples: int, section: TrainerSection) -> str:
         tokens, flops = samples * section.data.sequence_length, self.flops(section) or 0.0

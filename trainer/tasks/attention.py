@@ -7,9 +7,9 @@ borders or blocks in the place of a mask.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -57,8 +57,18 @@ class Borders:
     cuts: torch.Tensor
     """The starts of documents over all rows laid end to end, and the end, int32."""
     longest: int
+    """The length of a row."""
     window: int | None
     """The most tokens that a token sees, itself included."""
+    keys: torch.Tensor | None = None
+    """The cuts of the keys, where they are other than those of the queries."""
+
+    def seen_from(self, begin: int, end: int) -> Borders:
+        """Return the borders of the queries from `begin` to `end` of each row, and of the keys up
+        to `end`: of both, a document has what is there."""
+        rows, within = self.cuts // self.longest, self.cuts % self.longest
+        queries = rows * (end - begin) + (within - begin).clamp(0, end - begin)
+        return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
 
 
 @dataclass(frozen=True)
@@ -96,15 +106,30 @@ def attend(
     return ranks.attended(compute, query, key, value)
 
 
+def _seen_from(mask: Any, begin: int, end: int) -> Any:
+    """Return a mask for the queries from `begin` to `end` of each row, and the keys up to `end`."""
+    if isinstance(mask, Mapping):
+        return mask[begin]  # in blocks
+    if isinstance(mask, Borders):
+        return mask.seen_from(begin, end)
+    return mask[..., begin:end, :end]
+
+
 def _attended(
     module: torch.nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: Any,
+    section: tuple[int, int] | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by transformers' own code under any mask but borders."""
+    """Compute attention by transformers' own code under any mask but borders.
+
+    Queries may be those of a section, with the keys and values up to its end.
+    """
+    if section is not None:
+        attention_mask = _seen_from(attention_mask, *section)
     if isinstance(attention_mask, BlockMask):
         return flex_attention_forward(module, query, key, value, attention_mask, **more)
     if isinstance(attention_mask, Sealed):
@@ -116,6 +141,7 @@ def _attended(
     if not isinstance(attention_mask, Borders):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     cuts, longest = attention_mask.cuts, attention_mask.longest
+    keys = cuts if attention_mask.keys is None else attention_mask.keys
     behind = (attention_mask.window or 0) - 1  # -1: all
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
     options: dict[str, Any] = {"scale": more.get("scaling"), "window_size": (behind, 0)}
@@ -123,17 +149,23 @@ def _attended(
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     # a row with fewer documents than another has empty ones; cuDNN is not known to take them
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out: Any = varlen_attn(q, k, v, cuts, cuts, longest, longest, **options)
+        out: Any = varlen_attn(q, k, v, cuts, keys, longest, longest, **options)
     return out.unflatten(0, (len(query), query.shape[2])), None
 
 
 ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
-def blocks(function: Any, rows: int, length: int, device: torch.device) -> BlockMask:
-    """Make a mask in blocks; compiled on a GPU, as all entries are written otherwise."""
+def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.device) -> BlockMask:
+    """Make a mask in blocks for the queries of a section and the keys up to its end; compiled on a
+    GPU, as all entries are written otherwise."""
     make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return make(function, rows, None, length, length, device=device)
+    begin, end = section
+
+    def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
+        return function(row, head, q + begin, k)
+
+    return make(sees if begin else function, rows, None, end - begin, end, device=device)
 
 
 class Attention(NamedTuple):
@@ -180,10 +212,10 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
 
 
 def tested(
-    model: Attention, pattern: str, dtype: torch.dtype, device: torch.device
+    model: Attention, pattern: str, dtype: torch.dtype, device: torch.device, divided: bool = False
 ) -> tuple[str, str]:
     """Choose the first of KERNELS that computes the right values on this GPU, and say why not one
-    before it.
+    before it. `divided`: for sections of rows.
 
     Each rank chooses by itself: kernels communicate nothing, and all compute the same.
     """
@@ -193,7 +225,8 @@ def tested(
     for kernel in ("borders", "blocks"):
         reason = _unfit(kernel, model, pattern, dtype, generation)
         if not reason:
-            fault = fault_of(kernel, model.head_size, model.groups, pattern, dtype, device)
+            shape = model.head_size, model.groups
+            fault = fault_of(kernel, *shape, pattern, dtype, device, divided)
             if not fault:
                 return kernel, "; ".join(reasons)
             reason = f"{KERNELS[kernel]} failed its test: {fault}"
@@ -232,12 +265,19 @@ def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
 @torch.enable_grad()
 @own_randomness()
 def fault_of(
-    kernel: str, size: int, groups: int, pattern: str, dtype: torch.dtype, device: torch.device
+    kernel: str,
+    size: int,
+    groups: int,
+    pattern: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    divided: bool = False,
 ) -> str:
     """Compare a kernel's output and gradients for packed documents with those of SDPA's
-    plain operators and a mask in float32; return what differs.
+    plain operators and a mask in float32; return what differs. `divided`: in two sections.
     """
     length, window = 160, 7 if pattern == "window" else None
+    sections = [(0, 64), (64, length)] if divided else [(0, length)]
     documents = documents_of(torch.tensor([[70, 90], [41, 0]], device=device), length)
     at, number = torch.arange(length, device=device), documents.numbers
     module: Any = SimpleNamespace(num_key_value_groups=groups, training=True)
@@ -245,9 +285,13 @@ def fault_of(
     def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
         return (q >= k) & (q - k < (window or length)) & (number[row, q] == number[row, k])
 
+    def attended(at: int, end: int, mask: Any, q: Any, k: Any, v: Any) -> torch.Tensor:
+        own = q[:, :, at:end], k[:, :, :end], v[:, :, :end], mask
+        return attend(module, *own, section=(at, end), scaling=0.1)[0]
+
     def computed(mask: Any, *kind: Any) -> list[torch.Tensor]:
-        q, k, v = heads = [part.to(*kind).requires_grad_() for part in drawn]
-        out = attend(module, q, k, v, mask, scaling=0.1)[0]
+        heads = [part.to(*kind).requires_grad_() for part in drawn]
+        out = torch.cat([attended(at, end, mask, *heads) for at, end in sections], 1)
         ramp = torch.linspace(-1, 1, out.numel()).to(dtype).view_as(out).to(out)
         parts = (out, *torch.autograd.grad(out, heads, ramp))
         return [part.detach().float() for part in parts]
@@ -260,8 +304,11 @@ def fault_of(
         mask = sees(at[:2, None, None, None], None, at[:, None], at)
         right = computed(mask, device, torch.float32)
         try:
-            borders = kernel == "borders" and Borders(documents.borders, length, window)
-            found = computed(borders or blocks(sees, 2, length, device), device)
+            if kernel == "borders":
+                given: Any = Borders(documents.borders, length, window)
+            else:
+                given = {ends[0]: blocks(sees, 2, ends, device) for ends in sections}
+            found = computed(given, device)
         except Exception as error:  # whatever a kernel or its compiler raises
             return named_line(error, 80)
         finally:
@@ -293,12 +340,20 @@ def prefer(generation: int, dropout: float) -> tuple[str, ...]:
 
 
 def notes(
-    model: Attention, spec: ModelSpec, packed: bool, dtype: torch.dtype, device: torch.device
+    model: Attention,
+    spec: ModelSpec,
+    packed: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    divided: bool = False,
 ) -> Iterator[str]:
-    """Say which kernels run on a GPU, a line for each kind of mask, and set their order."""
+    """Say which kernels run on a GPU, a line for each kind of mask, and set their order.
+
+    `divided`: a rank has the queries of sections of rows, by themselves.
+    """
     generation = torch.cuda.get_device_capability(device)[0]
     prefer(generation, model.dropout)
-    if model.head_size:
+    if model.head_size and not divided:
         query, key = (
             torch.empty(1, count, 128, model.head_size, dtype=dtype, device=device).requires_grad_()
             for count in (spec.language.heads, spec.language.kv_heads)
@@ -313,7 +368,7 @@ def notes(
         yield f"attention: {KERNELS['mask']} where one is needed: {model.refusal}"
         return
     for pattern in sorted(model.patterns):
-        if packed or pattern != "causal":
-            kernel, reason = tested(model, pattern, dtype, device)
+        if packed or divided or pattern != "causal":
+            kernel, reason = tested(model, pattern, dtype, device, divided)
             name = f"{'packed documents' if packed else 'rows'}, {pattern} mask"
             yield f"attention of {name}: {KERNELS[kernel]}{reason and f': {reason}'}"

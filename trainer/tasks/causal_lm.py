@@ -51,7 +51,7 @@ class CausalLM:
         self._own_loss = own_loss
         self._padding_id = padding_id
         self.attention = cache(attention)
-        self._masks = Masks(self._choose)
+        self._masks = Masks(lambda *mask: self._choose(*mask))
         self._smoothing, self._trains = 0.0, False
         self._noise: EmbeddingNoise | None = None
         self._correct: torch.Tensor | None = None
@@ -59,15 +59,20 @@ class CausalLM:
         self.by_source: LossBySource | None = None
 
     @classmethod
-    def of(cls, spec: ModelSpec, padding_id: int = 0) -> CausalLM:
-        """Build the task of training this model."""
+    def of(
+        cls,
+        spec: ModelSpec,
+        padding_id: int = 0,
+        attention: Callable[[], Attention] | None = None,
+    ) -> CausalLM:
+        """Build the task of training this model; without `attention`, a tiny copy is tried."""
         model = spec.language
         return cls(
             fused_head=model.plain_head,
             padding_id=padding_id,
             own_loss=model.own_loss,
             hidden_size=model.hidden_size,
-            attention=partial(attention_of, spec, _packed_logits),
+            attention=attention or partial(attention_of, spec, _packed_logits),
         )
 
     def regularised(
@@ -226,7 +231,8 @@ class CausalLM:
         """Return the kernel of masks of this pattern."""
         if device.type != "cuda":
             return "mask"
-        return tested(self.attention(), pattern, dtype, device)[0]
+        divided = self._context is not None and self._context.division.blocks > 1
+        return tested(self.attention(), pattern, dtype, device, divided)[0]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -64,7 +65,7 @@ class Masks:
             if ranks:
                 wanted = _of_whole_rows(wanted, ranks.row)
             window, length = wanted.get("local_size"), wanted["kv_length"]
-            if documents:
+            if documents or (ranks and ranks.sections):
                 wanted["allow_is_causal_skip"] = False
             elif wanted.get("allow_is_causal_skip") and window is not None and length <= window:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
@@ -74,7 +75,8 @@ class Masks:
             if last == wanted and getattr(mask, "_version", 0) == version:  # unchanged since
                 return mask
             if make is masking_utils.sdpa_mask:
-                mask = self._for_sdpa(mask_function, documents, {**wanted, "config": config})
+                given = {**wanted, "config": config}
+                mask = self._for_sdpa(mask_function, documents, ranks, given)
             else:
                 mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
             if kind is not None and mask is not None:
@@ -84,7 +86,11 @@ class Masks:
         return made
 
     def _for_sdpa(
-        self, function: Any, documents: PackedDocuments | None, wanted: dict[str, Any]
+        self,
+        function: Any,
+        documents: PackedDocuments | None,
+        ranks: ContextRanks | None,
+        wanted: dict[str, Any],
     ) -> Any:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
         rows, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
@@ -99,7 +105,9 @@ class Masks:
             ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=place)
             return Borders(documents.borders if documents else ends, length, window)
         if chosen == "blocks":
-            return blocks(apart, rows, length, place)
+            make = partial(blocks, apart, rows, device=place)
+            sections = ranks.sections if ranks else []
+            return {ends[0]: make(ends) for ends in sections} or make((0, length))
         mask = masking_utils.sdpa_mask(mask_function=apart, **wanted)
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
 

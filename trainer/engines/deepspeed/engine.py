@@ -113,7 +113,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     import deepspeed
 
     layout, dtype = job.layout, DTYPES[job.layout.precision]
-    mesh, mpu = parallel_mesh_of(layout, job.machine.device), None
+    mesh, mpu = parallel_mesh_of(layout, job.machine.device, job.spec.language.heads), None
     job = on_mesh(job, mesh)
     model, dropout = wrap_blocks(job.spec, job.task, layout)
 

@@ -49,7 +49,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
     layout, device = job.layout, job.machine.device
-    mesh = parallel_mesh_of(layout, device)
+    mesh = parallel_mesh_of(layout, device, job.spec.language.heads)
     job = on_mesh(job, mesh)
     rank = mesh.rank("pipeline")
 

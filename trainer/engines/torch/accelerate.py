@@ -49,7 +49,7 @@ def build(job: Job) -> TorchEngine:
 
     job, notes = compiling(job)
     layout, spec, device = job.layout, job.spec, job.machine.device
-    mesh = parallel_mesh_of(layout, device)
+    mesh = parallel_mesh_of(layout, device, job.spec.language.heads)
     job = on_mesh(job, mesh)
     model, dropout = wrap_blocks(spec, job.task, layout)
     float8.apply(model, spec, layout, device)

@@ -110,7 +110,7 @@ def build(job: Job) -> TorchEngine:
     """Build and wrap the whole model, or this rank's pipeline stages."""
     job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
-    mesh = parallel_mesh_of(layout, device)
+    mesh = parallel_mesh_of(layout, device, job.spec.language.heads)
     job = on_mesh(job, mesh)
     if layout.tensor > 1:
         splits = vocabulary.note_of(job.spec, layout.tensor), matrices.note_of(job.spec)

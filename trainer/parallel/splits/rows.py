@@ -1,17 +1,18 @@
-"""The requirements of context parallelism on a model: its heads, and the same values in parts."""
+"""The requirements of context parallelism on a model: the same values in parts of rows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import copy
 from typing import Any
 
 import torch
 
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.shared_rows import ContextRanks, Division
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
+from trainer.parallel.parallel_mesh import division_of
 from trainer.trial.isolation import packed_batch
 from trainer.trial.setup import TOLERANCE, batches, own_randomness, tiny
 
@@ -20,24 +21,21 @@ def check(spec: ModelSpec, task: Any, layout: Layout, packed: bool) -> None:
     """Raise ConfigError for a model that can't be trained exactly on parts of its rows."""
     place = f"sequence_parallel_size: {spec.name}"
     hint = "Remove it, or set it to 1: each rank then has whole rows."
-    problems = [Problem(place, seen, expected, hint) for seen, expected in _problems(spec, layout)]
-    if not problems and (seen := _difference(spec, task, packed)):
+    problems = [Problem(place, seen, expected, hint) for seen, expected in _problems(spec)]
+    in_blocks = division_of(layout, spec.language.heads).blocks > 1
+    if not problems and (seen := _difference(spec, task, packed, in_blocks)):
         problems = [Problem(place, seen, "tokens that meet in attention alone", hint)]
     if problems:
         raise ConfigError(*problems)
 
 
-def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+def _problems(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     if spec.tiny.input is not None or not spec.language.vocabulary:
         yield "it is no language model of transformers", "rows of tokens to divide"
         return
     if spec.language.own_loss:
         seen = "the router's loss (output_router_logits) is a product of means over whole rows"
         yield seen, "output_router_logits false"
-    ranks = layout.context * layout.tensor
-    of = f"{layout.context} ranks" + (f" x {layout.tensor} (tensor)" if layout.tensor > 1 else "")
-    if spec.language.heads % ranks:
-        yield f"{spec.language.heads} attention heads for {of}", f"a multiple of {ranks} heads"
 
 
 class _Differs(Exception):
@@ -45,28 +43,47 @@ class _Differs(Exception):
 
 
 class _Recorded(ContextRanks):
-    """Attends over whole rows at first, and keeps it; then gives each of two ranks its part."""
+    """Attends over whole rows at first, and keeps it; then gives each of two ranks its part.
 
-    def __init__(self) -> None:
-        self.size, self.rank, self._multiple = 1, 0, 2
-        self._divides, self._length = True, 0
+    `in_blocks`: a section of a row has to attend by itself to no later token, too.
+    """
+
+    def __init__(self, heads: int, in_blocks: bool) -> None:
+        super().__init__(Division(2, 1 if heads % 2 == 0 else 2), None, None)
+        self._divides, self._in_blocks = True, in_blocks
         self._calls: list[tuple[torch.Tensor, ...]] = []
+        self._ranks: Sequence[int] = (0, 1)
         self._next = 0
+
+    @property
+    def sections(self) -> list[tuple[int, int]]:
+        half = self.row // 2
+        return [(0, half), (half, self.row)] if self._in_blocks else []
 
     def take(self, rank: int) -> None:
         """Begin the forward pass of one of two ranks."""
-        self.size, self.rank, self._next = 2, rank, 0
+        self._ranks, self._next = (rank,), 0
+
+    def part(self, whole: torch.Tensor, dim: int = 1, fill: float = 0) -> torch.Tensor:
+        parts = [self.division.part(whole, n, dim, fill) for n in self._ranks]
+        return self.division.joined(torch.cat(parts, dim), dim) if len(parts) > 1 else parts[0]
 
     def attended(
         self, compute: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, Any]:
         heads = query, key, value
-        if self.size == 1:
+        if len(self._ranks) > 1:
             if dropout := compute.keywords.get("dropout"):
                 raise _Differs(f"its attention has dropout of {dropout:g}, drawn for all heads")
             output, weights = compute(*heads)
-            first = compute(*(part[:, : part.shape[1] // 2] for part in heads))[0]
+            few = max(1, key.shape[1] // 2)  # with the query heads that see them
+            counts = few * query.shape[1] // key.shape[1], few, few
+            first = compute(*(part[:, :n] for part, n in zip(heads, counts, strict=True)))[0]
             _compare(first, output[:, :, : first.shape[2]], "a head depends on other heads")
+            for begin, end in self.sections:
+                own = query[:, :, begin:end], *(part[:, :, :end] for part in heads[1:])
+                found = compute(*own, section=(begin, end))[0]
+                _compare(found, output[:, begin:end], "a token sees later ones, or no mask")
             self._calls.append((*heads, output))
             return output, weights
         if self._next == len(self._calls):
@@ -78,7 +95,7 @@ class _Recorded(ContextRanks):
         return self.part(output), None
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
-        if self.size == 1:
+        if len(self._ranks) > 1:
             self._whole = part
         return self._whole
 
@@ -86,13 +103,13 @@ class _Recorded(ContextRanks):
         return len(self._calls)
 
 
-def _difference(spec: ModelSpec, task: Any, packed: bool) -> str:
+def _difference(spec: ModelSpec, task: Any, packed: bool, in_blocks: bool) -> str:
     """Say what a tiny copy computes otherwise on parts of rows, with the same attention.
 
     It runs in training, with one seed: dropout has to draw the same, too.
     """
     small, _ = tiny(spec)
-    ranks = _Recorded()
+    ranks = _Recorded(small.language.heads, in_blocks)
     own = copy(task)
     own.share(ranks)
     batch = packed_batch(small, task) if packed else next(batches(small, task))

@@ -38,7 +38,8 @@ def candidates(
     offloads = (layout.offload_optimizer, layout.offload_param), *OFFLOADS
     for tensor, pipeline, context in product(*map(sorted, (tensors, pipelines, contexts))):
         ranks, rest = divmod(cluster.world_size, tensor * pipeline)
-        if rest or ranks % context or heads % (tensor * context):
+        whole = tensor if context == layout.context else tensor * context  # of heads
+        if rest or ranks % context or heads % whole:
             continue
         micros = _micro_batches(layout, ranks // context)
         changes = product(range(4), micros, dict.fromkeys(offloads), dict.fromkeys(recomputes))

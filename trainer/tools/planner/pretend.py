@@ -31,6 +31,7 @@ from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, parallel_mesh
 from trainer.parallel.splits import expert_ranks
+from trainer.tasks.causal_lm import CausalLM
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 
@@ -145,6 +146,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends, coordinate_in):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
+    yield CausalLM, "_choose", _kernel
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
@@ -166,6 +168,12 @@ def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> A
     """Read how many rows go to each rank's experts: as many to each."""
     ranks = len(read(counts, theirs, rows)[0])
     return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
+
+
+def _kernel(task: CausalLM, pattern: str, *_: Any) -> str:
+    """Choose a GPU's kernel, which has no mask of sequence x sequence, where the model takes it."""
+    with _disable_current_modes():
+        return "mask" if pattern == "other" or task.attention().refusal else "borders"
 
 
 class _TiedTables:
