@@ -140,9 +140,7 @@ def _expert_sizes(layout: Layout) -> tuple[int, ...]:
 
 def division_of(layout: Layout, heads: int) -> Division:
     """Return how ranks share rows: with the largest blocks whose ranks divide the heads."""
-    return Division(
-        layout.context, layout.context // math.gcd(layout.context, heads // layout.tensor)
-    )
+    return Division(layout.context, layout.row_blocks(heads))
 
 
 def _context_ranks(layout: Layout, mesh: DeviceMesh, heads: int) -> ContextRanks | None:
