@@ -25,6 +25,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"zero_optimization": {"stage": 3}},
     "pipeline": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
     "tensor": {"tensor_parallel": {"autotp_size": 2}},
+    "context": {"sequence_parallel_size": 2},
+    "experts": {
+        "zero_optimization": {"stage": 3},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    },
 }
 
 NEWER = (
@@ -163,10 +168,11 @@ def page(table: dict[str, dict[str, str]]) -> str:
                 "from the default config of each class, and certified (`launch/verify.py`) on two "
                 "processes"
             ),
-            "under ZeRO-3, two stages of a pipeline, and two tensor ranks, by the engine `mesh`.",
+            "under ZeRO-3, two stages of a pipeline, and two ranks that share matrices (tensor), rows",
+            "(context) or experts, by the engine `mesh`.",
             "A family is refused for the reason at the bottom, before anything is trained. The run's",
-            "message has it whole, with what to do: `tensor_parallel.autotp_size=1` and",
-            "`pipeline.stages=1` train each family whose ZeRO-3 passes.",
+            "message has it whole, with what to do: each of these keys at 1 trains each family whose",
+            "ZeRO-3 passes.",
             "Made by `python -m tests.conformance.families.sweep`;",
             "`pytest --whole tests/conformance/families` compares.",
             "",
@@ -195,8 +201,9 @@ def shortened(reason: str) -> str:
 
 
 ALIKE = {
-    r"\b(trainer\.model|pipeline\.stages|tensor_parallel\.autotp_size|zero_optimization\.stage): "
-    r"[\w-]+:? ?": "",
+    r"\b(trainer\.model|pipeline\.stages|tensor_parallel\.autotp_size|zero_optimization\.stage"
+    r"|sequence_parallel_size|expert_parallel\.autoep_size): [\w-]+:? ?": "",
+    r"(a part of a row differs by) .*": r"\1 more than rounding",
     r"^\w+Config is an encoder with a decoder": "it is an encoder with a decoder",
     r"^[\w.*]+ is to be split as '(\w+)'": r"a part of its blocks is to be split as '\1'",
     r"^[\w.*]+ (works on a part)": r"a parameter of its blocks \1",
