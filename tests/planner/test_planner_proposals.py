@@ -17,6 +17,7 @@ from trainer.tools.planner.candidates import differences
 from trainer.tools.planner.cluster import RESERVED, Cluster
 from trainer.tools.planner.extrapolate import Plan
 from trainer.tools.planner.proposals import ClosedForm, grid, rank, shortlist
+from trainer.tools.planner.rendering import reason
 
 MODEL = {
     **LLAMA,
@@ -147,6 +148,37 @@ def test_rows_are_divided_where_only_that_fits():
     (found,) = proposals(load(raw), where, plan(raw, where), most=1)
     assert found.plan.fits and found.changes.get("sequence_parallel_size") in (2, 4), found
     assert "each row over" in found.reason and "less activations per GPU" in found.reason
+
+
+SPARSE = {
+    **{key: value for key, value in MODEL.items() if key != "model_type"},
+    **{"model_type": "qwen3_moe", "num_experts": 64, "num_experts_per_tok": 2},
+    **{"hidden_size": 256, "moe_intermediate_size": 512},
+    **{"decoder_sparse_step": 1, "mlp_only_layers": []},
+}
+
+
+def test_experts_are_spread_where_their_gathers_cost_more_than_their_tokens():
+    from trainer.tools.planner.proposals import changed_to
+
+    raw = RAW | {"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}
+    raw |= {"train_batch_size": 4, "trainer": RAW["trainer"] | {"model": {"config": SPARSE}}}
+    where = Cluster(1, 4, DEVICES["h100-80gb"])
+    before = plan(raw, where)
+    form, old = ClosedForm.of(before), before.workload.layout
+    assert (form.experts, form.chosen) == (64, 2)
+    only = replace(old, expert=4)
+    assert only in grid(before, form) and form.seconds(only) < 0.9 * form.seconds(old)
+    changes, changed = changed_to(load(raw), where, old, only)
+    assert changes == {"expert_parallel.autoep_size": 4, "expert_parallel.enabled": True}
+    after = plan(changed.raw, where)
+    assert after.workload.layout == only
+    assert after.traffic(True).size < before.traffic(True).size / 2
+    assert "experts over 4 ranks instead of 1" in reason(before, after)
+    # more nodes: experts stay inside one; under ZeRO-2 nothing is gathered for a micro-batch
+    wide = grid(before, replace(form, cluster=Cluster(2, 2, where.device)))
+    assert {one.expert for one in wide if one.zero_stage == 3} == {1, 2}
+    assert {one.expert for one in wide if one.zero_stage < 3} == {1}
 
 
 def test_more_nodes_that_would_do_are_named():

@@ -280,7 +280,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_planner_images.py": ("by its name", "publishes", "waits_for", "truncated"),
     "test_planner_literature.py": ("zero[1",),
     "test_planner_memory.py": ("[mesh-zero2]",),
-    "test_planner_proposals.py": ("list_for",),
+    "test_planner_proposals.py": ("list_for", "experts_are"),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
     "test_regularised.py": (
         "process[deepspeed-zero2]",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -14,6 +15,7 @@ from trainer.layout import Layout, Recompute
 from trainer.tools.planner.cluster import Cluster
 
 TENSORS = (1, 2, 4, 8)
+EXPERTS = (2, 4, 8, 16, 32, 64)
 CONTEXTS = (1, 2, 4, 8, 16, 32)
 PIPELINES = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -23,13 +25,19 @@ ACCUMULATION = "gradient_accumulation_steps"
 
 
 def candidates(
-    layout: Layout, cluster: Cluster, blocks: int, splits: bool = True, heads: int = 0
+    layout: Layout,
+    cluster: Cluster,
+    blocks: int,
+    splits: bool = True,
+    heads: int = 0,
+    experts: int = 0,
 ) -> Iterator[Layout]:
     """Yield layouts with the same global batch on a cluster, among them `layout` if it runs there.
 
     `splits`: True if tensor parallelism supports the model; its groups stay inside a node. More
     ranks share a row only where nothing else makes a micro-batch smaller; `heads` are those of the
-    model. Whether an engine supports a layout is not checked.
+    model. More ranks share the `experts` of a layer only under ZeRO-3, inside a node. Whether an
+    engine supports a layout is not checked.
     """
     tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
     contexts = {layout.context, *(n for n in CONTEXTS if n == 1 or heads % n == 0 < heads)}
@@ -48,7 +56,12 @@ def candidates(
             least = micro == 1 and recompute.mode in ("full", "offload")
             if unfit or (context > layout.context and not least):
                 continue
-            for shard in sorted(_shards(layout, ranks, stage, cluster.devices // tensor)):
+            shards = sorted(_shards(layout, ranks, stage, cluster.devices // tensor))
+            sizes = {layout.expert, 1, *(EXPERTS if stage == 3 else ())}
+            for shard, expert in product(shards, sorted(sizes)):
+                held = math.gcd(shard * tensor, experts or 1, cluster.devices)
+                if expert != layout.expert and held % expert:
+                    continue
                 try:
                     yield replace(
                         layout,
@@ -57,6 +70,7 @@ def candidates(
                         shard=shard,
                         tensor=tensor,
                         context=context,
+                        expert=expert,
                         zero_stage=stage,
                         micro_batch=micro,
                         accumulation=layout.train_batch // (micro * (ranks // context)),
@@ -84,6 +98,7 @@ CHANGES = {
     "pipeline": ("pipeline",),
     "tensor": ("tensor",),
     "context": ("context",),
+    "experts": ("expert",),
     "shard": ("shard", "replicate"),
     "stage": ("zero_stage",),
     "micro-batch": ("micro_batch",),
@@ -115,6 +130,7 @@ KEYS = {
     "pipeline": "pipeline.stages",
     "tensor": "tensor_parallel.autotp_size",
     "context": "sequence_parallel_size",
+    "expert": "expert_parallel.autoep_size",
     "zero_stage": "zero_optimization.stage",
 }
 
@@ -123,6 +139,8 @@ def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
     """Return the config keys to change, with their values; resolving the config sets the mesh."""
     moved = [name for name in KEYS if getattr(old, name) != getattr(new, name)]
     changes: dict[str, Any] = {KEYS[name]: getattr(new, name) for name in moved}
+    if "expert_parallel.autoep_size" in changes:
+        changes["expert_parallel.enabled"] = True
     if old.recompute != new.recompute:
         changes["trainer.activation_checkpointing"] = str(new.recompute)
     zero = raw.get("zero_optimization") or {}

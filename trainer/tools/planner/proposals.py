@@ -19,6 +19,7 @@ from trainer.config.compiled import path_of
 from trainer.config.read import override, read
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
+from trainer.parallel.splits import expert_ranks
 from trainer.storage import disk_errors, replace_file
 from trainer.tools.planner.candidates import candidates, changes_to, differences, overrides_of
 from trainer.tools.planner.cluster import Cluster, Traffic, time_of
@@ -58,12 +59,21 @@ class ClosedForm:
     """FLOPs of a step: forward and backward of all samples."""
     gathered: float
     """Blocks whose weights ZeRO-3 holds at once, as sent or gathered."""
+    routed: int = 0
+    """The parameters of routed experts."""
+    experts: int = 0
+    """The routed experts of a block, and those of a token."""
+    chosen: float = 0.0
     correction: float = 1.0
     """The ratio of simulated to estimated bytes."""
 
     @classmethod
     def of(cls, plan: Plan) -> ClosedForm:
         spec, layout = plan.workload.spec, plan.workload.layout
+        model = spec.build()
+        names = expert_ranks.stacks(model, spec)
+        stacked = [p for name in names for p in model.get_submodule(name).parameters()]
+        routed, experts = sum(p.numel() for p in stacked), min(map(len, stacked), default=0)
         form = cls(
             cluster=plan.cluster,
             parameters=spec.parameters,
@@ -72,6 +82,9 @@ class ClosedForm:
             hidden=plan.workload.sample.hidden,
             flops=plan.step_flops,
             gathered=GATHERED,
+            routed=routed,
+            experts=experts,
+            chosen=experts * (1 - spec.language.idle_parameters / max(1, routed)),
         )
         if layout.zero_stage == 3:
             form = replace(form, gathered=plan.on_device(("communication",)) / form._block(layout))
@@ -85,7 +98,9 @@ class ClosedForm:
 
     def _block(self, layout: Layout) -> float:
         """Return the bytes of a block's weights on a tensor rank."""
-        return _value(layout) * self.parameters / self.blocks / layout.tensor
+        alike = self.parameters - self.routed
+        held = alike / layout.tensor + self.routed / max(layout.tensor, layout.expert)
+        return _value(layout) * held / self.blocks
 
     def _state(self, layout: Layout) -> float:
         """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3)."""
@@ -132,7 +147,11 @@ class ClosedForm:
         if shard > 1:
             gathers = 2 * rounds if layout.zero_stage == 3 else 1
             rings = gathers + (rounds if layout.zero_stage >= 2 else 1)
-            yield shard * tensor, rings * blocks, rings * weights * (shard - 1) / shard
+            each = self._block(layout) * blocks * (shard - 1) / shard
+            yield shard * tensor, rings * blocks, rings * each
+        if layout.expert > 1:  # to the experts and back, forward and backward
+            size = 4 * blocks * hidden * self.chosen * (layout.expert - 1) / layout.expert
+            yield layout.expert, 6 * blocks * rounds, size
         if replicate > 1:
             size = 2 * weights / shard * (replicate - 1) / replicate
             yield shard * tensor * replicate, blocks, size
@@ -207,7 +226,7 @@ def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
     """List the other layouts on the form's cluster."""
     spec, old = plan.workload.spec, plan.workload.layout
     blocks, splits = max(1, len(spec.blocks)), spec.language.vocabulary > 0
-    every = candidates(old, form.cluster, blocks, splits, spec.language.heads)
+    every = candidates(old, form.cluster, blocks, splits, spec.language.heads, form.experts)
     return [one for one in every if one != old]
 
 

@@ -153,6 +153,7 @@ def words(old: Layout, new: Layout) -> str:
         "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
         "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
         "context": f"each row over {new.context} ranks instead of {old.context}",
+        "experts": f"experts over {new.expert} ranks instead of {old.expert}",
         "shard": f"shard over {new.shard} instead of {old.shard}",
         "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
         "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
