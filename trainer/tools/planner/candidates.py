@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any
@@ -62,24 +63,13 @@ def candidates(
                 held = math.gcd(shard * tensor, experts or 1, cluster.devices)
                 if expert != layout.expert and held % expert:
                     continue
-                try:
-                    yield replace(
-                        layout,
-                        pipeline=pipeline,
-                        replicate=ranks // shard,
-                        shard=shard,
-                        tensor=tensor,
-                        context=context,
-                        expert=expert,
-                        zero_stage=stage,
-                        micro_batch=micro,
-                        accumulation=layout.train_batch // (micro * (ranks // context)),
-                        offload_optimizer=optimizer,
-                        offload_param=param,
-                        recompute=recompute,
-                    )
-                except ConfigError:  # the schedule needs more micro-batches
-                    continue
+                new: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "context": context}
+                new |= {"replicate": ranks // shard, "shard": shard, "expert": expert}
+                new |= {"zero_stage": stage, "micro_batch": micro, "recompute": recompute}
+                new |= {"offload_optimizer": optimizer, "offload_param": param}
+                new["accumulation"] = layout.train_batch // (micro * (ranks // context))
+                with suppress(ConfigError):  # the schedule needs more micro-batches
+                    yield replace(layout, **new)
 
 
 def _micro_batches(layout: Layout, ranks: int) -> list[int]:

@@ -191,16 +191,12 @@ def _flops_of_an_image(
 
 def batches_of(images: Images) -> Callable[[int], Batch]:
     """Return a function that makes micro-batches as `ImageClassification` collates them."""
-
-    def batch(count: int) -> Batch:
-        return {
-            "input": torch.zeros(count, images.channels, *images.size),
-            "target": torch.zeros(count, dtype=torch.int64),
-            "count": torch.tensor(count),
-            "share": torch.tensor(1.0),
-        }
-
-    return batch
+    return lambda count: {
+        "input": torch.zeros(count, images.channels, *images.size),
+        "target": torch.zeros(count, dtype=torch.int64),
+        "count": torch.tensor(count),
+        "share": torch.tensor(1.0),
+    }
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:

@@ -85,7 +85,11 @@ def predict(
         replace_file(folder / PLAN, (json.dumps(plan, indent=2) + "\n").encode())
     needed, owner = plan["needed"], "device" if machine.device.type == "cuda" else "host"
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
-        raise ConfigError(_problem(plan, device))
+        missing = f"{gib(needed - device.memory)} too many"
+        actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"
+        expected = f"at most the {gib(device.memory)} of {device.name}"
+        hint = f'trainer.plan="warn" tries all the same{_proposed(plan)}'
+        raise ConfigError(Problem("memory", actual, expected, hint))
     room = f"of {gib(device.memory)} that the {owner} has for it"
     lines = [f"memory  {gib(needed)} predicted on the fullest rank, {room}"]
     if not plan["fits"]:
@@ -163,15 +167,6 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
     root = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))
     return {**kept, **NO_GPUS, "PYTHONPATH": paths}
-
-
-def _problem(plan: Mapping[str, Any], device: Device) -> Problem:
-    needed = plan["needed"]
-    missing = f"{gib(needed - device.memory)} too many"
-    actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"
-    expected = f"at most the {gib(device.memory)} of {device.name}"
-    hint = f'trainer.plan="warn" tries all the same{_proposed(plan)}'
-    return Problem("memory", actual, expected, hint)
 
 
 def _proposed(plan: Mapping[str, Any]) -> str:

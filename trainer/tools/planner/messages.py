@@ -89,8 +89,7 @@ class Messages(TorchDispatchMode):
         if len(group) == 1:
             return
         sides = [_tensors(value) for value in (*args, output)]
-        inputs = _tensors(args)
-        dtype = inputs[0].dtype if inputs else None
+        dtype = next((tensor.dtype for tensor in _tensors(args)), None)
         size = max(sum(tensor.nbytes for tensor in side) for side in sides)
         peer = None
         if name in POINT_TO_POINT:

@@ -131,13 +131,6 @@ class _HostReads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-class _NoKernels:
-    """A stand-in for DeepSpeed's own kernels, which write in place and allocate nothing."""
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
 def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
     """Yield owner, name and replacement of each function whose result depends on values."""
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
@@ -215,7 +208,8 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     for kind in (*optimizers, CheckOverflow):
         yield kind, "has_overflow", _never(kind.has_overflow)
     yield CheckOverflow, "check_using_norm", _never(CheckOverflow.check_using_norm)
-    yield OpBuilder, "load", lambda *_, **__: _NoKernels()
+    # its own kernels write in place and allocate nothing
+    yield OpBuilder, "load", lambda *_, **__: mock.MagicMock()
     yield type(get_accelerator()), "is_fp16_supported", lambda _: True  # the plan is for a GPU
     # a stage receives the shape of its input from the stage before
     yield PipelineEngine, "_recv_tensor_meta", lambda *_: hidden()

@@ -33,8 +33,8 @@ FASTER = 0.98
 """The largest share of the present step time at which an optional change is proposed."""
 MARGIN = 0.9
 """The largest share of a device's room that an estimate may fill to count as fitting."""
-MOST_NODES = 64
-"""The largest multiple of the present nodes that is tried to find how many would do."""
+MORE_NODES = (2, 4, 8, 16, 32, 64)
+"""The multiples of the present nodes that are tried to find how many would do."""
 BLOCK_BYTES = 34
 """Bytes of a block's activations per hidden value, without attention (arXiv 2205.05198, eq. 1)."""
 SHARED_BYTES = 10
@@ -57,7 +57,7 @@ class ClosedForm:
     """The number of values in one sample's hidden state."""
     flops: float
     """FLOPs of a step: forward and backward of all samples."""
-    gathered: float
+    gathered: float = GATHERED
     """Blocks whose weights ZeRO-3 holds at once, as sent or gathered."""
     routed: int = 0
     """The parameters of routed experts."""
@@ -71,8 +71,8 @@ class ClosedForm:
     def of(cls, plan: Plan) -> ClosedForm:
         spec, layout = plan.workload.spec, plan.workload.layout
         model = spec.build()
-        names = expert_ranks.stacks(model, spec)
-        stacked = [p for name in names for p in model.get_submodule(name).parameters()]
+        layers = map(model.get_submodule, expert_ranks.stacks(model, spec))
+        stacked = [p for layer in layers for p in layer.parameters()]
         routed, experts = sum(p.numel() for p in stacked), min(map(len, stacked), default=0)
         form = cls(
             cluster=plan.cluster,
@@ -81,7 +81,6 @@ class ClosedForm:
             blocks=max(1, len(spec.blocks)),
             hidden=plan.workload.sample.hidden,
             flops=plan.step_flops,
-            gathered=GATHERED,
             routed=routed,
             experts=experts,
             chosen=experts * (1 - spec.language.idle_parameters / max(1, routed)),
@@ -134,9 +133,8 @@ class ClosedForm:
         return time_of(layout, self.cluster.device, self.flops, inside, between, 0.0, host).middle
 
     def _traffic(self, layout: Layout, inside: bool) -> Traffic:
-        near = self.cluster.devices
-        sent = [one[1:] for one in self._sent(layout) if (one[0] <= near) is inside]
-        return Traffic(sum(count for count, _ in sent), sum(size for _, size in sent))
+        sent = [one for one in self._sent(layout) if (one[0] <= self.cluster.devices) is inside]
+        return Traffic(sum(count for _, count, _ in sent), sum(size for *_, size in sent))
 
     def _sent(self, layout: Layout) -> Iterator[tuple[int, float, float]]:
         """Yield (ranks spanned, messages, bytes) sent by one rank in rings, for each axis."""
@@ -183,15 +181,6 @@ class Proposal:
     plan: Plan
     reason: str
 
-    @property
-    def seconds(self) -> float:
-        """The estimated time of a step, by which proposals are sorted."""
-        return self.plan.time.middle
-
-    @property
-    def layout(self) -> Layout:
-        return self.plan.workload.layout
-
 
 def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
     """Return the sort key: what fits by time (to a percent) and changes, then what misses least."""
@@ -212,8 +201,8 @@ def proposals(
     until = time.monotonic() + seconds
     found = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
     if plan.fits:
-        faster = [one for one in found if one.plan.fits and one.seconds < FASTER * plan.time.middle]
-        return faster[:most]
+        most_seconds = FASTER * plan.time.middle
+        return [p for p in found if p.plan.fits and p.plan.time.middle < most_seconds][:most]
     if not any(proposal.plan.fits for proposal in found):
         best = min([Proposal({}, plan, ""), *found[:1]], key=lambda one: one.plan.needed)
         nodes = nodes_enough(config, cluster, plan, until)
@@ -321,12 +310,11 @@ def nodes_enough(
     config: Config, cluster: Cluster, plan: Plan, until: float = math.inf
 ) -> int | None:
     """Find the least power of two times the nodes on which one try fits, or None, by `until`."""
-    times = 2
-    while times <= MOST_NODES and time.monotonic() < until:
+    for times in MORE_NODES:
         larger = replace(cluster, nodes=cluster.nodes * times)
-        if any(tried.plan.fits for tried in _tried(config, larger, plan, until, tries=1)):
+        in_time = time.monotonic() < until
+        if in_time and any(p.plan.fits for p in _tried(config, larger, plan, until, tries=1)):
             return larger.nodes
-        times *= 2
     return None
 
 

@@ -101,26 +101,21 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
     work = [len(job.spec.blocks) * job.layout.accumulation for job, _ in jobs]
     # the longest first, so that no core waits long at the end
     waiting = sorted(range(len(jobs)), key=lambda index: work[index])
+    fork = multiprocessing.get_context("fork")
     while waiting or running:
         while waiting and len(running) < (os.cpu_count() or 1):
             index = waiting.pop()
-            pipe, process = _started(*jobs[index], local_world_size)
-            running[pipe] = index, process
+            ours, theirs = multiprocessing.Pipe(duplex=False)
+            arguments = theirs, *jobs[index], local_world_size
+            process = fork.Process(target=_simulate, args=arguments, daemon=True)
+            process.start()
+            theirs.close()
+            running[ours] = index, process
         for ready in wait(list(running)):
             assert isinstance(ready, Connection)
             index, process = running.pop(ready)
             traces[index] = _received(jobs[index][1], process, ready)
     return [traces[index] for index in range(len(jobs))]
-
-
-def _started(workload: Workload, rank: int, local_world_size: int) -> tuple[Connection, Any]:
-    ours, theirs = multiprocessing.Pipe(duplex=False)
-    arguments = theirs, workload, rank, local_world_size
-    process_of = multiprocessing.get_context("fork").Process
-    process = process_of(target=_simulate, args=arguments, daemon=True)
-    process.start()
-    theirs.close()
-    return ours, process
 
 
 def _received(rank: int, process: Any, pipe: Connection) -> Trace:
