@@ -8,9 +8,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.layouts import EXPERTS, TIED, family
 from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
+from trainer.distributed.shared_rows import Division
 from trainer.errors import ConfigError
 from trainer.parallel.splits import rows
 
@@ -67,6 +70,25 @@ def test_a_model_is_refused_with_the_reason(model, said):
     found = checked(model)
     assert found.startswith("sequence_parallel_size: ") and said in found
     assert "Remove it, or set it to 1" in found
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 70))
+def test_parts_are_a_row_and_blocks_attend_to_as_many_tokens(inside, blocks, length):
+    division = Division(inside * blocks, blocks)
+    row = torch.arange(1, length + 1)[None]
+    parts = [division.part(row, rank) for rank in range(division.size)]
+    assert len({part.shape for part in parts}) == 1
+    whole = torch.cat(parts, 1)
+    if blocks > 1:
+        whole = division.joined(whole, 1)
+    filled = division.filled(length)
+    assert whole.shape[1] == filled < length + 2 * division.size
+    assert torch.equal(whole[:, :length], row) and not whole[:, length:].any()
+    seen = [
+        sum(sum(range(at + 1, end + 1)) for at, end in division.sections(rank, filled))
+        for rank in range(0, division.size, inside)
+    ]
+    assert blocks == 1 or len(set(seen)) == 1
 
 
 class _Mixing(torch.nn.Module):

@@ -1,9 +1,9 @@
 """The ranks that share rows of tokens, each with a part of every row (context parallelism).
 
 Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509): each rank attends over whole rows
-with a part of the heads. More ranks than the heads divide are blocks: a block exchanges, and
-gathers the keys and values of the other blocks (as Llama 3, arXiv 2407.21783, section 3.3.2). All
-else works on each token by itself.
+with a part of the heads. If more ranks share a row than can divide the heads, they are blocks: the
+ranks of a block exchange, and each gathers the keys and values of all blocks (as Llama 3, arXiv
+2407.21783, section 3.3.2). All else works on each token by itself.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ ATTRIBUTE = "context_ranks"
 
 @dataclass(frozen=True)
 class Division:
-    """The division of rows over ranks, some neighbours of which are a block.
+    """The division of rows over `size` ranks, in `blocks` of neighbours.
 
-    Each block has a section of the row's head and one of its tail, so that under a causal mask all
-    blocks attend to as many tokens; a block's ranks have equal parts of these.
+    Of several blocks each has a section from a row's head and one from its tail: under a causal
+    mask all then attend to as many tokens. The ranks of a block have equal parts of its tokens.
     """
 
     size: int
