@@ -84,3 +84,10 @@ def test_a_resumed_run_of_four_replicas_has_the_same_bits(
     for losses, weights in pools[4].run(resume_by_engine, before=case, after=case, folder=tmp_path):
         assert losses[0] == losses[1]
         assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_accelerates_plugin_has_no_placement_of_shards():
+    from accelerate import FullyShardedDataParallelPlugin
+
+    fields = FullyShardedDataParallelPlugin.__dataclass_fields__
+    assert not [name for name in fields if "placement" in name]

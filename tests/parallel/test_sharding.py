@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.support.counted import count, workload
-from tests.support.layouts import HSDP, UNTIED
+from tests.support.layouts import EXPERTS, HSDP, UNTIED
 from tests.support.training import (
     GPT2,
     LLAMA,
@@ -51,6 +53,40 @@ def test_parameters_are_really_sharded(pools):
         for kept, units in pools[case.world_size].run(sharded_share, case=case):
             assert kept == pytest.approx(0.5, abs=0.02)
             assert units == 4  # three blocks and the root
+
+
+def held_values(case: Case) -> int:
+    """Return the values of the parameters that this rank holds. Runs on each rank of a pool."""
+    import torch.distributed as dist
+
+    from tests.support.training import build
+    from trainer.distributed.dtensor import local
+
+    engine = build(case, dist.get_rank())
+    held = sum(local(p).numel() for p in engine.modules[0].parameters())
+    engine.close()
+    return held
+
+
+@pytest.mark.parametrize("engine", ["mesh", "accelerate"])
+def test_experts_that_are_fewer_than_the_ranks_are_divided_alike(pools, engine):
+    """FSDP2's own way gives two of four ranks an expert each, and the others none."""
+    model = EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
+    case = replace(MESH, engine=engine, world_size=4, zero_stage=3, micro_batch=1, model=model)
+    held = pools[4].run(held_values, case=case)
+    assert max(held) < 1.05 * min(held)
+
+
+@given(st.integers(1, 70), st.lists(st.integers(1, 12), min_size=1, max_size=4))
+def test_no_other_dimension_is_divided_than_one_that_the_ranks_divide(ranks, shape):
+    from trainer.parallel.shard import placement
+
+    found = placement(ranks, torch.nn.Parameter(torch.empty(shape)))
+    filled = -(-shape[0] // ranks) * ranks
+    if found is not None:
+        assert len(shape) > 2 and filled >= 1.25 * shape[0] and shape[found.dim] % ranks == 0
+    elif len(shape) > 2 and filled >= 1.25 * shape[0]:
+        assert all(size % ranks for size in shape)
 
 
 def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float]:

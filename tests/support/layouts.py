@@ -233,6 +233,16 @@ LAYOUTS = {
         zero_stage=3,
         model=TIED | {"num_attention_heads": 2, "num_key_value_heads": 1},
     ),
+    "zero3 over four, two experts": replace(
+        DATA,
+        world_size=4,
+        micro_batch=1,
+        zero_stage=3,
+        model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1},
+    ),
+    "experts, one to two ranks": replace(
+        SPREAD_4, zero_stage=3, model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
+    ),
     "context, three heads, hsdp, window": replace(
         CONTEXT,
         world_size=4,

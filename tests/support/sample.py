@@ -309,6 +309,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_sequence_parallel.py": ("tokens", "beside", "megatrons", "deepspeed"),
     "test_sharding.py": (
         "really_sharded",
+        "divided_alike[mesh]",
+        "no_other_dimension",
         "found[mesh]",
         "flat_unit",
         "no_units",

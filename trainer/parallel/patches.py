@@ -8,10 +8,12 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.nn.modules.batchnorm import _NormBase
 
 COUNTS = re.compile(r"((^|_)heads?|^all_head_size|^(embed|inner)_dim|^(hidden|embed)_size)$")
@@ -117,6 +119,21 @@ def has_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor]) ->
         yield
     finally:
         module._parameters.update(whole)
+
+
+@contextmanager
+def sharding_by(placement: Callable[[nn.Parameter], Any]) -> Iterator[None]:
+    """Let the FSDP2 units that another library makes be divided by `placement`.
+
+    Accelerate 1.15: it passes none, and a few experts are filled up to one for each rank. Can go
+    when its plugin takes a `shard_placement_fn`.
+    """
+    plain = fsdp.fully_shard
+    fsdp.fully_shard = partial(plain, shard_placement_fn=placement)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        fsdp.fully_shard = plain
 
 
 @contextmanager

@@ -21,14 +21,17 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
+from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, NumericsError, Problem, named_line
 from trainer.layout import Layout
 from trainer.models.cut import of_tokens, owns_parameters, runs_outside
 from trainer.models.materialise import on_host
 from trainer.models.names import outermost
 from trainer.models.spec import ModelSpec, Trial
+from trainer.parallel.patches import sharding_by
 from trainer.parallel.splits.vocabulary import looks_up
 from trainer.tasks.task import ModelWithLoss
 
@@ -69,7 +72,20 @@ def options_of(
         "reshard_after_forward": layout.zero_stage == 3,
         "mp_policy": policy_of(layout, reduction),
         "offload_policy": offload_of(layout, device),
+        "shard_placement_fn": partial(placement, layout.shard),
     }
+
+
+def placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension along which FSDP divides a parameter; None for the first.
+
+    Parts of the first are filled up to one size. Where this adds a quarter or more, as for a stack
+    of 8 experts on 64 ranks, another dimension is divided.
+    """
+    sizes = local(parameter).shape
+    if len(sizes) < 3 or -(-sizes[0] // ranks) * ranks < 1.25 * sizes[0]:
+        return None
+    return next((Shard(dim) for dim, size in enumerate(sizes) if size % ranks == 0), None)
 
 
 def apply(
@@ -85,7 +101,8 @@ def apply(
     """
     _wrap_ends(module.model, ends, options)
     if wrap_rest is not None:
-        wrap_rest(module)
+        with sharding_by(options["shard_placement_fn"]):
+            wrap_rest(module)
     else:
         for name in spec.blocks:
             fully_shard(module.model.get_submodule(name), **options)

@@ -23,6 +23,7 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
+from trainer.parallel.shard import placement
 from trainer.parallel.splits import experts
 from trainer.parallel.splits.trials import Part, difference
 
@@ -118,12 +119,14 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: dict[s
     assert mesh.experts is not None
     replicated = mesh.layout.replicate > 1
     axes = ("replicate", "expert_shard") if replicated else "expert_shard"
+    shards = mesh.experts["expert_shard"].size()
+    own = {"mesh": mesh.experts[axes], "shard_placement_fn": partial(placement, shards)}
     for name in stacks(model, spec):
         unit: Any = model.get_submodule(name)
-        fully_shard(unit, **{**options, "mesh": mesh.experts[axes]})
+        fully_shard(unit, **{**options, **own})
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
-        unit.set_force_sum_reduction_for_comms(mesh.experts["expert_shard"].size() > 1)
+        unit.set_force_sum_reduction_for_comms(shards > 1)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
