@@ -16,6 +16,7 @@ import pytest
 
 from tests.optim.test_muon import MUON as OF_MUON
 from tests.optim.test_muon import finely
+from tests.support.layouts import EXPERTS
 from tests.support.pool import Pools
 from tests.support.training import LLAMA, TRAIN_BATCH, Case, build, data_rank_of, shares, task_of
 
@@ -218,6 +219,28 @@ def test_rows_are_divided_among_more_ranks_or_fewer(pools, tmp_path):
     table = all_to_all(pools, tmp_path, ring(list(CONTEXT), 1), CONTEXT)
     assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
     assert sum(map(len, table.values())) == len(CONTEXT)
+
+
+PAIR = EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1, "attention_dropout": 0.0}
+FEW_EXPERTS = {
+    "one process": replace(ONE, zero_stage=0),
+    "ZeRO-3 on 4": replace(FOUR, zero_stage=3),
+    "`accelerate` FSDP on 4": replace(FOUR, engine="accelerate", zero_stage=3),
+    "`deepspeed` ZeRO-3 on 2": replace(TWO, engine="deepspeed", zero_stage=3),
+    "an expert for two of 4": replace(FOUR, expert=2, zero_stage=3),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_fewer_experts_than_ranks_go_on_in_another_layout(pools, tmp_path, optimizer):
+    """FSDP divides them along another dimension than the first."""
+    more: dict[str, Any] = {"model": PAIR}
+    if optimizer == "Muon":
+        more["optimizer"] = OF_MUON
+    names = [name for name in FEW_EXPERTS if optimizer != "Muon" or "deepspeed" not in name]
+    cases = {name: replace(FEW_EXPERTS[name], **more) for name in names}
+    table = all_to_all(pools, tmp_path, ring(names, 1), cases)
+    assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
