@@ -201,6 +201,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_masters.py": ("zero3, none",),
     "test_model_checks.py": (
         "passes[llama]",
+        "moves_is_noted",
         "passes[gpt2]",
         "frozen_and_said",
         "saved[mesh-3]",

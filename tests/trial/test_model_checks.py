@@ -20,6 +20,7 @@ from transformers import (
 
 from tests.models.test_models import SMALL
 from tests.support import training
+from tests.support.layouts import EXPERTS, family
 from tests.support.training import GPT2, LLAMA, Case, Outcome, spec_of, task_of
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import engine as deepspeed
@@ -335,6 +336,28 @@ def test_layerdrop_runs_on_one_process_alone():
     for several in (layout(replicate=2), PIPELINE):
         with pytest.raises(ConfigError, match="leaves out blocks at random"):
             check_layout(spec, task_of(spec), several, found(OPT | {"layerdrop": 0.01}))
+
+
+@pytest.mark.parametrize(
+    ("model", "bias"),
+    [
+        (EXPERTS, ""),
+        (
+            family("glm4_moe", n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+            "model.layers.*.mlp.gate.e_score_correction_bias",
+        ),
+        (
+            family("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16),
+            "model.layers.*.mlp.gate.moe_statics.e_score_correction_bias",
+        ),
+    ],
+    ids=["none", "of one dimension", "of two"],
+)
+def test_a_bias_that_balances_experts_and_that_nothing_moves_is_noted(model, bias):
+    spec = spec_of(model)
+    notes = [note for note in checked(spec, task_of(spec), layout(), Ranks())[1] if "loads" in note]
+    said = "by which experts are chosen, stays as it is: experts are not balanced by their loads"
+    assert notes == ([f"{bias}, {said}"] if bias else [])
 
 
 def test_layerdrop_is_seen_where_no_blocks_are_known():

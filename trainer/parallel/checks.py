@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
+from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut, cut, of_tokens
+from trainer.models.names import pattern_of
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing
-from trainer.parallel.splits import rows
+from trainer.parallel.splits import expert_ranks, rows
 from trainer.trial.findings import Findings, applied
 from trainer.trial.isolation import check_isolation, packed_batch
 from trainer.trial.language import check_model
@@ -44,6 +46,7 @@ def checked(
 
     findings = ranks.on_first(tried)
     notes = (*spec.notes, *findings.notes, *_notes_on_batch_norm(layout, findings))
+    notes = (*notes, *_notes_on_balance(spec))
     return applied(spec, findings), notes
 
 
@@ -140,6 +143,20 @@ def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
         return (f"{own} {ranks} (trainer.sync_batch_norm)",)
     other = "trainer.sync_batch_norm takes those of all data ranks together"
     return (f"{own}, a micro-batch of one data rank ({other})",)
+
+
+def _notes_on_balance(spec: ModelSpec) -> Iterator[str]:
+    """Yield a note on biases that choose experts: no gradient moves them (arXiv 2412.19437, 2.1.2)."""
+    model = spec.build() if spec.language.idle_parameters else nn.Module()
+    stacks = [model.get_submodule(name) for name in expert_ranks.stacks(model, spec)]
+    counts = {len(parameter) for stack in stacks for parameter in stack.parameters()}
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    saved, inside = model.state_dict(), tuple(f"{name}." for name in spec.blocks)
+    for name in [name for name in saved if name.startswith(inside) and name not in learned]:
+        if saved[name].numel() in counts:
+            bias = f"{pattern_of(name)}, by which experts are chosen"
+            yield f"{bias}, stays as it is: experts are not balanced by their loads"
+            return
 
 
 def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
