@@ -152,8 +152,8 @@ class Layout(MeshSizes):
         """Return the index of the share of the samples that process `rank` trains on."""
         return rank // self.tensor % self.averaging_ranks // self.context
 
-    def row_blocks(self, heads: int) -> int:
-        """Count the blocks of ranks that share a row, each of which divides the heads of a rank."""
+    def row_groups(self, heads: int) -> int:
+        """Count the groups of ranks that share a row: the ranks of a group divide the heads."""
         return self.context // math.gcd(self.context, heads // self.tensor)
 
     def coordinates(self, rank: int) -> dict[str, int]:

@@ -90,7 +90,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3, context": dict(zero_stage=3, shard=8, context=2, **HALF),
     "zero2, context, moe": dict(zero_stage=2, shard=8, context=4, model=MOE, **HALF),
     "ddp, context, sliding": dict(replicate=4, context=2, model=SLIDING),
-    "zero2, context of blocks": dict(zero_stage=2, shard=8, context=8, **HALF),
+    "zero2, context in groups": dict(zero_stage=2, shard=8, context=8, **HALF),
     "zero3, context of heads": dict(zero_stage=3, shard=8, context=8, model=HEAD, **HALF),
     "pipeline x context": dict(pipeline=2, zero_stage=1, shard=2, context=2),
     "tensor x zero2, context": dict(tensor=2, zero_stage=2, shard=2, context=2, **HALF),

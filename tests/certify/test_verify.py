@@ -790,11 +790,11 @@ def kv_heads_of_the_neighbour(engine: str) -> Any:
     return around(ContextRanks, "attended", attended)
 
 
-def keys_in_the_order_of_blocks(engine: str) -> Any:
+def keys_in_the_order_of_groups(engine: str) -> Any:
     """Gathered keys and values stand as their ranks do: the tail of the first before the others."""
     from trainer.distributed.shared_rows import Division
 
-    return around(Division, "joined", lambda real, self, blocks, dim: blocks)
+    return around(Division, "in_order", lambda real, self, groups, dim: groups)
 
 
 QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 2, "tie_word_embeddings": True}
@@ -872,7 +872,7 @@ ROWS = {"context": 2, **LLAMA}
 ONE_HEAD = MISTRAL | {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 1}
 OF_ROWS = {
     kv_heads_of_the_neighbour: ("output", 0, {}),
-    keys_in_the_order_of_blocks: (
+    keys_in_the_order_of_groups: (
         "output",
         0,
         {"model": {"config": ONE_HEAD | {"num_key_value_heads": 1}}},

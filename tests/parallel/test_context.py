@@ -73,14 +73,14 @@ def test_a_model_is_refused_with_the_reason(model, said):
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 70))
-def test_parts_are_a_row_and_blocks_attend_to_as_many_tokens(inside, blocks, length):
-    division = Division(inside * blocks, blocks)
+def test_parts_are_a_row_and_groups_attend_to_as_many_tokens(inside, groups, length):
+    division = Division(inside * groups, groups)
     row = torch.arange(1, length + 1)[None]
     parts = [division.part(row, rank) for rank in range(division.size)]
     assert len({part.shape for part in parts}) == 1
     whole = torch.cat(parts, 1)
-    if blocks > 1:
-        whole = division.joined(whole, 1)
+    if groups > 1:
+        whole = division.in_order(whole, 1)
     filled = division.filled(length)
     assert whole.shape[1] == filled < length + 2 * division.size
     assert torch.equal(whole[:, :length], row) and not whole[:, length:].any()
@@ -88,7 +88,7 @@ def test_parts_are_a_row_and_blocks_attend_to_as_many_tokens(inside, blocks, len
         sum(sum(range(at + 1, end + 1)) for at, end in division.sections(rank, filled))
         for rank in range(0, division.size, inside)
     ]
-    assert blocks == 1 or len(set(seen)) == 1
+    assert groups == 1 or len(set(seen)) == 1
 
 
 class _Mixing(torch.nn.Module):
@@ -164,7 +164,7 @@ def by_kernel(case: Case, kernel: str) -> dict[str, torch.Tensor]:
     from tests.support.varlen import on_cpu
     from trainer.tasks.causal_lm import CausalLM
 
-    with on_cpu(), patch.object(CausalLM, "_choose", lambda *_: kernel):
+    with on_cpu(), patch.object(CausalLM, "_kernels", lambda *_: lambda *_: kernel):
         return gradients(case)
 
 
@@ -185,6 +185,36 @@ def test_sections_of_packed_rows_see_their_own_documents(pools, kernel, model):
     for found in pools[2].run(by_kernel, case=case, kernel=kernel):
         for name, value in alone.items():
             assert float((found[name] - value).abs().max() / value.abs().max()) < 5e-6, name
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_a_kernel_is_tested_as_it_will_run(groups):
+    """Every copy of a task asks with its own ranks, the one with noise that is trained, too."""
+    import trainer.tasks.causal_lm as causal_lm
+    from trainer.distributed.shared_rows import ContextRanks
+
+    spec = spec_in(CONTEXT)
+    plain = task_of(spec, CONTEXT)
+    task = plain.regularised(spec, 0.1, 5.0)
+    model = task.prepare(spec.build().to_empty(device="cpu"))
+    task.share(ContextRanks(Division(2, groups), None, None))
+    asked: list[bool] = []
+
+    def tested(model: Any, pattern: str, dtype: Any, device: Any, divided: bool) -> Any:
+        asked.append(divided)
+        return "mask", ""
+
+    row = torch.zeros(1, 8, dtype=torch.int64)
+    batch = {"input_ids": row, "targets": row, "documents": torch.tensor([[3, 5]])}
+    kernels = causal_lm.CausalLM._kernels
+    with (
+        patch.object(causal_lm, "tested", tested),
+        patch.object(
+            causal_lm.CausalLM, "_kernels", lambda task, _: kernels(task, torch.device("cuda"))
+        ),
+    ):
+        task.loss_sum(model, batch | {"lengths": torch.tensor([[8]])})
+    assert asked == [groups > 1]
 
 
 @pytest.mark.parametrize("dividing", [True, False], ids=["divided", "not divided"])

@@ -228,13 +228,13 @@ def _activations(
         # queries, keys, values and output, in both passes (Ulysses, arXiv 2309.14509, section 3.2)
         tokens, axis = layout.micro_batch * length, "shard" if layout.shard > 1 else "replicate"
         size = tokens * sizes.attended // layout.tensor * width
-        count, blocks = m * sizes.blocks, division_of(layout, sizes.heads).blocks
-        swaps = count * (blocks < layout.context)
+        count, groups = m * sizes.blocks, division_of(layout, sizes.heads).groups
+        swaps = count * (groups < layout.context)
         found.add("all-to-all", (axis,), layout.precision, 8 * swaps, 2 * swaps * size)
-        # between blocks keys and values, and their gradients (Llama 3, arXiv 2407.21783, 3.3.2)
-        gathers, keys = 2 * count * (blocks > 1), tokens * sizes.keys // layout.tensor * width
+        # between groups keys and values, and their gradients (Llama 3, arXiv 2407.21783, 3.3.2)
+        gathers, keys = 2 * count * (groups > 1), tokens * sizes.keys // layout.tensor * width
         for name in ("all-gather", "reduce-scatter"):
-            found.add(name, (axis,), layout.precision, gathers, gathers // 2 * blocks * keys)
+            found.add(name, (axis,), layout.precision, gathers, gathers // 2 * groups * keys)
     if layout.expert > 1:
         # to the experts and back, in both passes, with the weights of the choice; and the counts
         rows, count = layout.micro_batch * length * sizes.chosen, m * sizes.blocks

@@ -25,7 +25,6 @@ from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention
 from trainer.tasks.attention import Attention, Borders
 from trainer.tasks.documents import documents_of
-from trainer.tasks.masks import Masks
 
 windows = pytest.mark.skipif(
     "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"
@@ -253,7 +252,7 @@ def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
     spec, task, model = tiny(name)
     own = tiny(name)[2]
     recompute.apply(model, spec, Recompute(mode))
-    task._masks = Masks(lambda *_: kernel)
+    task._kernels = lambda *_: lambda *_: kernel
     samples = packed_samples(0, 3)
     with on_cpu():
         loss = task.loss_sum(model, task.collate(samples))
@@ -290,7 +289,7 @@ def test_windows_of_whole_rows_are_those_of_masks(name: str, kernel: str) -> Non
     inputs = batch(2 * WINDOW + 3, rows=3)
     for chosen in ("mask", kernel):
         _, task, model = tiny(name)
-        task._masks = Masks(lambda *_, chosen=chosen: chosen)
+        task._kernels = lambda *_, chosen=chosen: lambda *_: chosen
         with on_cpu():
             loss = task.loss_sum(model, inputs)
             loss.backward()
@@ -382,7 +381,7 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
     for block in model.model.layers:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
     for each in (task, again):
-        each._masks = Masks(lambda *_: kernel)
+        each._kernels = lambda *_: lambda *_: kernel
     with on_cpu():
         for step in range(2):
             inputs = task.collate(packed_samples(step, 3))
@@ -393,7 +392,7 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
 
 def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
     _, task, model = tiny("mistral")
-    task._masks = Masks(lambda *_: "borders")
+    task._kernels = lambda *_: lambda *_: "borders"
     seen: list[Any] = []
 
     def see(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:

@@ -1,8 +1,8 @@
 """The ranks that share rows of tokens, each with a part of every row (context parallelism).
 
 Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509): each rank attends over whole rows
-with a part of the heads. If more ranks share a row than can divide the heads, they are blocks: the
-ranks of a block exchange, and each gathers the keys and values of all blocks (as Llama 3, arXiv
+with a part of the heads. If more ranks share a row than can divide the heads, they form groups: the
+ranks of a group exchange, and each gathers the keys and values of all groups (as Llama 3, arXiv
 2407.21783, section 3.3.2). All else works on each token by itself.
 """
 
@@ -27,56 +27,56 @@ ATTRIBUTE = "context_ranks"
 
 @dataclass(frozen=True)
 class Division:
-    """The division of rows over `size` ranks, in `blocks` of neighbours.
+    """The division of rows over `size` ranks, in `groups` of neighbours.
 
-    Of several blocks each has a section from a row's head and one from its tail: under a causal
-    mask all then attend to as many tokens. The ranks of a block have equal parts of its tokens.
+    Of several groups each has a section from a row's head and one from its tail: under a causal
+    mask all then attend to as many tokens. The ranks of a group have equal parts of its tokens.
     """
 
     size: int
-    blocks: int = 1
+    groups: int = 1
 
     @property
-    def exchanging(self) -> int:
-        """The ranks of a block."""
-        return self.size // self.blocks
+    def group_size(self) -> int:
+        """The ranks of a group, which exchange tokens for heads."""
+        return self.size // self.groups
 
     def filled(self, length: int) -> int:
         """Return the smallest number of tokens, not below `length`, that can be divided."""
-        multiple = self.size * (2 if self.blocks > 1 else 1)
+        multiple = self.size * (2 if self.groups > 1 else 1)
         return -(-length // multiple) * multiple
 
     def sections(self, rank: int, row: int) -> list[tuple[int, int]]:
-        """Return the begin and end of each section of a rank's block, in rows of `row` tokens."""
-        each, block = row // (2 * self.blocks), rank // self.exchanging
-        return [(n * each, (n + 1) * each) for n in (block, 2 * self.blocks - 1 - block)]
+        """Return the begin and end of both sections of a rank's group, in rows of `row` tokens."""
+        each, group = row // (2 * self.groups), rank // self.group_size
+        return [(n * each, (n + 1) * each) for n in (group, 2 * self.groups - 1 - group)]
 
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
         """Return a rank's tokens of whole rows, which are filled up first."""
         if missing := self.filled(whole.shape[dim]) - whole.shape[dim]:
             ends = [0] * (2 * (whole.ndim - dim - 1)) + [0, missing]
             whole = F.pad(whole, ends, value=fill)
-        if self.blocks > 1:
+        if self.groups > 1:
             sections = self.sections(rank, whole.shape[dim])
             whole = torch.cat([whole.narrow(dim, at, end - at) for at, end in sections], dim)
-        return whole.chunk(self.exchanging, dim)[rank % self.exchanging]
+        return whole.chunk(self.group_size, dim)[rank % self.group_size]
 
-    def joined(self, blocks: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return whole rows of all blocks' tokens, which are in the order of the blocks."""
-        sections = blocks.chunk(2 * self.blocks, dim)
+    def in_order(self, groups: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return whole rows, of the tokens of one group after another's."""
+        sections = groups.chunk(2 * self.groups, dim)  # head and tail in turn, tails from the end
         return torch.cat([*sections[::2], *sections[::-2]], dim)
 
 
 class ContextRanks:
     """The exchanges among the ranks of a row, and where this rank's tokens stand in it.
 
-    `heads`: the ranks of a block; `rows`: those with the same heads in all blocks. None: one rank.
+    `heads`: the ranks of a group; `rows`: those with the same heads in all groups. None: one rank.
     """
 
     def __init__(self, division: Division, heads: Exchange | None, rows: Exchange | None) -> None:
         self.division, self._heads, self._rows = division, heads, rows
-        block = rows.group.rank() if rows else 0
-        self.rank = block * division.exchanging + (heads.group.rank() if heads else 0)
+        group = rows.group.rank() if rows else 0
+        self.rank = group * division.group_size + (heads.group.rank() if heads else 0)
         self._divides = False
         self._length = 0
         """The number of tokens of the rows in the forward pass that runs."""
@@ -93,7 +93,7 @@ class ContextRanks:
     @property
     def sections(self) -> list[tuple[int, int]]:
         """The begin and end of each part of a row whose queries this rank has; empty: all."""
-        return self.division.sections(self.rank, self.row) if self.division.blocks > 1 else []
+        return self.division.sections(self.rank, self.row) if self.division.groups > 1 else []
 
     def start(self, length: int) -> int:
         """Begin a forward pass over rows of so many tokens; return `row`."""
@@ -117,12 +117,12 @@ class ContextRanks:
         return self.division.part(whole, self.rank, dim, fill) if self else whole
 
     def for_each(self, heads: torch.Tensor) -> torch.Tensor:
-        """Repeat key or value heads [batch, heads, part, width] so that each rank of a block has as
+        """Repeat key or value heads [batch, heads, part, width] so that each rank of a group has as
         many.
 
         A head's copies are next to one another; its gradient is the sum of theirs.
         """
-        ranks = self.division.exchanging
+        ranks = self.division.group_size
         times = ranks // gcd(heads.shape[1], ranks)
         return heads.repeat_interleave(times, 1) if times > 1 else heads
 
@@ -136,7 +136,7 @@ class ContextRanks:
         """Compute attention of [batch, heads, part, width] over whole rows, each rank some heads.
 
         `compute` takes [batch, heads of this rank, row, width] and returns [batch, row, heads,
-        width]; so [batch, part, all heads, width] is returned. Between blocks it gets each of
+        width]; so [batch, part, all heads, width] is returned. Between groups it gets each of
         `sections`, with the queries in it, and the keys and values up to its end.
         """
         parts = [query, key, value]
@@ -145,7 +145,7 @@ class ContextRanks:
         if self._rows:
             query, *others = parts
             others = [self._rows.join_entering(part, 2, self.row) for part in others]
-            key, value = (self.division.joined(part, 2) for part in others)
+            key, value = (self.division.in_order(part, 2) for part in others)
             outputs = [
                 compute(part, key[:, :, : ends[1]], value[:, :, : ends[1]], section=ends)[0]
                 for part, ends in zip(query.chunk(2, 2), self.sections, strict=True)
@@ -158,9 +158,9 @@ class ContextRanks:
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """Return whole rows, from each rank's part."""
         if self._heads:
-            part = self._heads.join(part, 1, self.row // self.division.blocks)
+            part = self._heads.join(part, 1, self.row // self.division.groups)
         if self._rows:
-            part = self.division.joined(self._rows.join(part, 1, self.row), 1)
+            part = self.division.in_order(self._rows.join(part, 1, self.row), 1)
         return part.narrow(1, 0, self._length)
 
     def dropped(

@@ -139,8 +139,8 @@ def _expert_sizes(layout: Layout) -> tuple[int, ...]:
 
 
 def division_of(layout: Layout, heads: int) -> Division:
-    """Return how ranks share rows: with the largest blocks whose ranks divide the heads."""
-    return Division(layout.context, layout.row_blocks(heads))
+    """Return how ranks share rows: with the largest groups whose ranks divide the heads."""
+    return Division(layout.context, layout.row_groups(heads))
 
 
 def _context_ranks(layout: Layout, mesh: DeviceMesh, heads: int) -> ContextRanks | None:
@@ -148,11 +148,11 @@ def _context_ranks(layout: Layout, mesh: DeviceMesh, heads: int) -> ContextRanks
     if layout.context == 1:
         return None
     division = division_of(layout, heads)
-    data, size, inner = ranks_along(mesh, REDUCTIONS["batch"]), division.size, division.exchanging
-    blocks = [row[i : i + inner] for row in data for i in range(0, len(row), inner)]
+    data, size, inner = ranks_along(mesh, REDUCTIONS["batch"]), division.size, division.group_size
+    groups = [row[i : i + inner] for row in data for i in range(0, len(row), inner)]
     rows = [row[i : i + size] for row in data for i in range(0, len(row), size)]
     alike = [row[i::inner] for row in rows for i in range(inner)]
-    exchanges = (Exchange(group_of_rows(g)) if len(g[0]) > 1 else None for g in (blocks, alike))
+    exchanges = (Exchange(group_of_rows(g)) if len(g[0]) > 1 else None for g in (groups, alike))
     return ContextRanks(division, *exchanges)
 
 

@@ -163,7 +163,7 @@ class LanguageSubject(Subject):
 
     def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
         model, dtype = self.task.attention(), getattr(torch, layout.precision)
-        divided = division_of(layout, self.spec.language.heads).blocks > 1
+        divided = division_of(layout, self.spec.language.heads).groups > 1
         return notes(model, self.spec, self.packed, dtype, device, divided)
 
     def amount(self, samples: int, section: TrainerSection) -> str:

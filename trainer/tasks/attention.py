@@ -112,6 +112,8 @@ def _seen_from(mask: Any, begin: int, end: int) -> Any:
         return mask[begin]  # in blocks
     if isinstance(mask, Borders):
         return mask.seen_from(begin, end)
+    if mask is None:
+        raise ValueError("it attends without a mask")
     return mask[..., begin:end, :end]
 
 

@@ -51,7 +51,7 @@ class CausalLM:
         self._own_loss = own_loss
         self._padding_id = padding_id
         self.attention = cache(attention)
-        self._masks = Masks(lambda *mask: self._choose(*mask))
+        self._masks = Masks()
         self._smoothing, self._trains = 0.0, False
         self._noise: EmbeddingNoise | None = None
         self._correct: torch.Tensor | None = None
@@ -224,15 +224,16 @@ class CausalLM:
         if self._noise is not None:
             lengths = documents.lengths if documents else batch["lengths"]
             self._noise.start(lengths, self._context)
-        with self._masks.of(documents, self._context):
+        with self._masks.of(documents, self._context, self._kernels(ids.device)):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 
-    def _choose(self, pattern: str, device: torch.device, dtype: torch.dtype) -> str:
-        """Return the kernel of masks of this pattern."""
+    def _kernels(self, device: torch.device) -> Callable[..., str]:
+        """Return the choice of a mask's kernel; it tries the model before masks are made."""
         if device.type != "cuda":
-            return "mask"
-        divided = self._context is not None and self._context.division.blocks > 1
-        return tested(self.attention(), pattern, dtype, device, divided)[0]
+            return lambda *_: "mask"
+        model = self.attention()
+        divided = self._context is not None and self._context.division.groups > 1
+        return lambda pattern, place, dtype: tested(model, pattern, dtype, place, divided)[0]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import masking_utils
@@ -27,87 +27,90 @@ from trainer.tasks.documents import PackedDocuments
 from trainer.tasks.patches import masks_made_by
 
 
+class _Rows(NamedTuple):
+    """The rows of the forward passes that run."""
+
+    documents: PackedDocuments | None
+    length: int | None
+    """The tokens of a row of which ranks have parts."""
+    sections: list[tuple[int, int]]
+    """The begin and end of what this rank's queries are of such a row; empty: the whole."""
+    choose: Callable[..., str]
+
+
 class Masks:
     """The replacement of transformers' mask functions; keeps the last mask of each kind.
 
-    `choose(pattern, device, dtype)` is one of KERNELS; `seal(pattern, mask)` replaces a mask.
+    `seal(pattern, mask)` replaces a mask.
     """
 
-    def __init__(
-        self,
-        choose: Callable[..., str] = lambda *_: "mask",
-        seal: Callable[..., Any] = lambda pattern, mask: mask,
-    ) -> None:
-        self._choose, self._seal = choose, seal
+    def __init__(self, seal: Callable[..., Any] = lambda pattern, mask: mask) -> None:
+        self._seal = seal
         self._made: dict[Any, tuple[dict[str, Any], Any, int]] = {}
 
     @contextmanager
     def of(
-        self, documents: PackedDocuments | None, ranks: ContextRanks | None = None
+        self,
+        documents: PackedDocuments | None,
+        ranks: ContextRanks | None = None,
+        choose: Callable[..., str] = lambda *_: "mask",
     ) -> Iterator[None]:
         """Wrap forward passes in which a token sees only its own document; without `documents`, a
         row is one. Ranks that share rows have a part of each; masks are those of whole rows.
 
-        Flash attention uses no mask: it gets the borders, and a model that does not pass them on to
-        it is refused.
+        `choose(pattern, device, dtype)` is one of KERNELS. Flash attention uses no mask: it gets
+        the borders, and a model that does not pass them on to it is refused.
         """
+        row, sections = (ranks.row, ranks.sections) if ranks else (None, [])
+        rows = _Rows(documents, row, sections, choose)
         is_packed = _refuse if documents else lambda *_: False
-        with masks_made_by(lambda make: self._once(make, documents, ranks), is_packed):
+        with masks_made_by(lambda make: self._once(make, rows), is_packed):
             yield
 
-    def _once(
-        self,
-        make: Callable[..., torch.Tensor | None],
-        documents: PackedDocuments | None,
-        ranks: ContextRanks | None,
-    ) -> Callable[..., Any]:
+    def _once(self, make: Callable[..., torch.Tensor | None], rows: _Rows) -> Callable[..., Any]:
+        documents = rows.documents
+
         def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> Any:
-            if ranks:
-                wanted = _of_whole_rows(wanted, ranks.row)
+            if rows.length is not None:
+                wanted = _of_whole_rows(wanted, rows.length)
             window, length = wanted.get("local_size"), wanted["kv_length"]
-            if documents or (ranks and ranks.sections):
+            if documents or rows.sections:
                 wanted["allow_is_causal_skip"] = False
             elif wanted.get("allow_is_causal_skip") and window is not None and length <= window:
                 wanted["local_size"] = None  # a window as long as the row hides nothing
             padded = documents or wanted.get("attention_mask") is not None
             kind = None if padded else _kind(mask_function)
-            last, mask, version = self._made.get((make, kind), (None, None, 0))
+            key = make, kind, *rows.sections
+            last, mask, version = self._made.get(key, (None, None, 0))
             if last == wanted and getattr(mask, "_version", 0) == version:  # unchanged since
                 return mask
             if make is masking_utils.sdpa_mask:
-                given = {**wanted, "config": config}
-                mask = self._for_sdpa(mask_function, documents, ranks, given)
+                mask = self._for_sdpa(mask_function, rows, {**wanted, "config": config})
             else:
                 mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
             if kind is not None and mask is not None:
-                self._made[make, kind] = wanted, mask, getattr(mask, "_version", 0)
+                self._made[key] = wanted, mask, getattr(mask, "_version", 0)
             return mask
 
         return made
 
-    def _for_sdpa(
-        self,
-        function: Any,
-        documents: PackedDocuments | None,
-        ranks: ContextRanks | None,
-        wanted: dict[str, Any],
-    ) -> Any:
+    def _for_sdpa(self, function: Any, rows: _Rows, wanted: dict[str, Any]) -> Any:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
-        rows, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
+        count, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
+        documents = rows.documents
         place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
         is_cast = place.type != "meta" and torch.is_autocast_enabled(place.type)
         dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
         pattern, apart = _pattern(function, window), _apart(function, documents)
         whole = wanted.get("allow_is_causal_skip") and window is None
         given = wanted.get("attention_mask") is not None
-        chosen = "mask" if whole or given else self._choose(pattern, place, dtype)
+        chosen = "mask" if whole or given else rows.choose(pattern, place, dtype)
         if chosen == "borders":
-            ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=place)
+            ends = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=place)
             return Borders(documents.borders if documents else ends, length, window)
         if chosen == "blocks":
-            make = partial(blocks, apart, rows, device=place)
-            sections = ranks.sections if ranks else []
-            return {ends[0]: make(ends) for ends in sections} or make((0, length))
+            make = partial(blocks, apart, count, device=place)
+            return {ends[0]: make(ends) for ends in rows.sections} or make((0, length))
         mask = masking_utils.sdpa_mask(mask_function=apart, **wanted)
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
 

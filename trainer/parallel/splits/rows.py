@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from trainer.distributed.shared_rows import ContextRanks, Division
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, named_line
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
@@ -22,8 +22,8 @@ def check(spec: ModelSpec, task: Any, layout: Layout, packed: bool) -> None:
     place = f"sequence_parallel_size: {spec.name}"
     hint = "Remove it, or set it to 1: each rank then has whole rows."
     problems = [Problem(place, seen, expected, hint) for seen, expected in _problems(spec)]
-    in_blocks = division_of(layout, spec.language.heads).blocks > 1
-    if not problems and (seen := _difference(spec, task, packed, in_blocks)):
+    in_groups = division_of(layout, spec.language.heads).groups > 1
+    if not problems and (seen := _difference(spec, task, packed, in_groups)):
         problems = [Problem(place, seen, "tokens that meet in attention alone", hint)]
     if problems:
         raise ConfigError(*problems)
@@ -45,12 +45,13 @@ class _Differs(Exception):
 class _Recorded(ContextRanks):
     """Attends over whole rows at first, and keeps it; then gives each of two ranks its part.
 
-    `in_blocks`: a section of a row has to attend by itself to no later token, too.
+    `heads`: those of the model that is tried; an odd number makes two groups of the two ranks.
+    `in_groups`: sections of a row are tried by themselves, too, as groups of the run's ranks need.
     """
 
-    def __init__(self, heads: int, in_blocks: bool) -> None:
+    def __init__(self, heads: int, in_groups: bool) -> None:
         super().__init__(Division(2, 1 if heads % 2 == 0 else 2), None, None)
-        self._divides, self._in_blocks = True, in_blocks
+        self._divides, self._in_groups = True, in_groups
         self._calls: list[tuple[torch.Tensor, ...]] = []
         self._ranks: Sequence[int] = (0, 1)
         self._next = 0
@@ -58,7 +59,7 @@ class _Recorded(ContextRanks):
     @property
     def sections(self) -> list[tuple[int, int]]:
         half = self.row // 2
-        return [(0, half), (half, self.row)] if self._in_blocks else []
+        return [(0, half), (half, self.row)] if self._in_groups else []
 
     def take(self, rank: int) -> None:
         """Begin the forward pass of one of two ranks."""
@@ -66,7 +67,7 @@ class _Recorded(ContextRanks):
 
     def part(self, whole: torch.Tensor, dim: int = 1, fill: float = 0) -> torch.Tensor:
         parts = [self.division.part(whole, n, dim, fill) for n in self._ranks]
-        return self.division.joined(torch.cat(parts, dim), dim) if len(parts) > 1 else parts[0]
+        return self.division.in_order(torch.cat(parts, dim), dim) if len(parts) > 1 else parts[0]
 
     def attended(
         self, compute: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -83,7 +84,7 @@ class _Recorded(ContextRanks):
             for begin, end in self.sections:
                 own = query[:, :, begin:end], *(part[:, :, :end] for part in heads[1:])
                 found = compute(*own, section=(begin, end))[0]
-                _compare(found, output[:, begin:end], "a token sees later ones, or no mask")
+                _compare(found, output[:, begin:end], "a token sees later ones")
             self._calls.append((*heads, output))
             return output, weights
         if self._next == len(self._calls):
@@ -103,13 +104,13 @@ class _Recorded(ContextRanks):
         return len(self._calls)
 
 
-def _difference(spec: ModelSpec, task: Any, packed: bool, in_blocks: bool) -> str:
+def _difference(spec: ModelSpec, task: Any, packed: bool, in_groups: bool) -> str:
     """Say what a tiny copy computes otherwise on parts of rows, with the same attention.
 
     It runs in training, with one seed: dropout has to draw the same, too.
     """
     small, _ = tiny(spec)
-    ranks = _Recorded(small.language.heads, in_blocks)
+    ranks = _Recorded(small.language.heads, in_groups)
     own = copy(task)
     own.share(ranks)
     batch = packed_batch(small, task) if packed else next(batches(small, task))
@@ -132,6 +133,8 @@ def _difference(spec: ModelSpec, task: Any, packed: bool, in_blocks: bool) -> st
             _compare(loss(0) + loss(1), whole, "it mixes tokens after attention")
         except _Differs as difference:
             return str(difference)
+        except Exception as error:  # whatever a model's own code raises
+            return f"a tiny copy of it fails in parts: {named_line(error)}"
     return ""
 
 

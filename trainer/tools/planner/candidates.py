@@ -47,7 +47,8 @@ def candidates(
     offloads = (layout.offload_optimizer, layout.offload_param), *OFFLOADS
     for tensor, pipeline, context in product(*map(sorted, (tensors, pipelines, contexts))):
         ranks, rest = divmod(cluster.world_size, tensor * pipeline)
-        whole = tensor if context == layout.context else tensor * context  # of heads
+        # the config's own ranks may be more than the heads; those that are proposed divide them
+        whole = tensor if context == layout.context else tensor * context
         if rest or ranks % context or heads % whole:
             continue
         micros = _micro_batches(layout, ranks // context)

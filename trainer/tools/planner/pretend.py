@@ -139,7 +139,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends, coordinate_in):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
-    yield CausalLM, "_choose", _kernel
+    yield CausalLM, "_kernels", _kernels
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
@@ -163,10 +163,11 @@ def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> A
     return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
 
 
-def _kernel(task: CausalLM, pattern: str, *_: Any) -> str:
-    """Choose a GPU's kernel, which has no mask of sequence x sequence, where the model takes it."""
+def _kernels(task: CausalLM, device: torch.device) -> Callable[..., str]:
+    """Choose a GPU's kernel where the model takes one: each keeps as much as borders do."""
     with _disable_current_modes():
-        return "mask" if pattern == "other" or task.attention().refusal else "borders"
+        kernel = "mask" if task.attention().refusal else "borders"
+    return lambda *_: kernel
 
 
 class _TiedTables:
