@@ -108,7 +108,8 @@ def tiny_run(
 ) -> Tiny:
     """Shrink the config at `path` to a few tiny steps. Raises ConfigError.
 
-    They are in float32 or, if `precision` is "config", in its own precision."""
+    They are in float32 or, if `precision` is "config", in its own precision.
+    """
     config = given = load(path, overrides)
     world_size = world_size or smallest_world(config)
     steps = 3 if config.scheduler is None else 5

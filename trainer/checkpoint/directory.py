@@ -122,7 +122,8 @@ def _out_of_the_way(path: Path) -> Path:
 def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
     """Remove all but the last `keep_last` checkpoints and, if `keep_best`, that of the lowest loss.
 
-    At least one with all files stays. Runs on one rank; returns the removed. Raises DiskError.
+    The loss is the held-out one. At least one with all files stays. Runs on one rank; returns the
+    removed. Raises DiskError.
     """
     directory = published(folder)
     stay = set(directory[-max(keep_last, 1) :])

@@ -85,8 +85,8 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     origins = {name: DEFAULT for name, _ in leaves({"trainer": upgraded.trainer.model_dump()})}
     origins |= dict.fromkeys((name for name, _ in leaves(upgraded.settings)), FILE)
     origins |= {name: FILE for name, _ in leaves(raw)}
-    given_again = [name for name in origins if any(within(name, over) for over in overridden)]
-    origins |= dict.fromkeys(given_again, OVERRIDE) | upgraded.origins | gone
+    replaced = [name for name in origins if any(within(name, over) for over in overridden)]
+    origins |= dict.fromkeys(replaced, OVERRIDE) | upgraded.origins | gone
     notes = (*gone_notes, *checked.notes, *upgraded.notes, *notes_of(upgraded.settings, trainer))
     return Config(path, raw, upgraded.trainer, upgraded.settings, origins, notes)
 

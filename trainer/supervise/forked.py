@@ -87,8 +87,8 @@ def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
     try:
         if torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
             actual = "forks of one that has used CUDA or looked for GPUs: CUDA fails in them"
-            first = "`import trainer` first and no CUDA before the call"
-            raise ConfigError(Problem("processes", actual, f"{first}, or a launcher (torchrun)"))
+            expected = "`import trainer` first and no CUDA before the call"
+            raise ConfigError(Problem("processes", actual, f"{expected}, or a launcher (torchrun)"))
         pipe.send((False, work()))
     except MeshloomError as error:
         pipe.send((True, error))

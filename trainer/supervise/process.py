@@ -198,8 +198,8 @@ def share_of_cores(local_world_size: int) -> str | None:
     if share < 2:
         return None
     torch.set_num_threads(share)
-    share_of = "this process's share of the cores; OMP_NUM_THREADS sets it"
-    return f"{share} threads for the optimizer on the CPU, {share_of}"
+    origin = "this process's share of the cores; OMP_NUM_THREADS sets it"
+    return f"{share} threads for the optimizer on the CPU, {origin}"
 
 
 def _set_by_launcher(name: str) -> bool:

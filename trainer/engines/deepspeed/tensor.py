@@ -134,7 +134,8 @@ def ranges(
 ) -> list[Part]:
     """Return a range, from `start` on, of a rank's flat parameter `held` as parts of the whole.
 
-    Between its rows the whole may have those of other ranks."""
+    Between its rows the whole may have those of other ranks.
+    """
     if strides is None or strides == torch.empty(held.shape, device="meta").stride():
         return [Part(values, offset + start, (1,))] if len(values) else []
     found, width = [], held.shape[-1]
