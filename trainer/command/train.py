@@ -137,7 +137,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_size: int) -> Config:
-    """Compile the config; check batch sizes and mesh, before torch comes. Raises ConfigError."""
+    """Compile the config, and check batch sizes and mesh without torch. Raises ConfigError."""
     from trainer.config import RuntimeFacts, load
     from trainer.run.compose import compose
 
