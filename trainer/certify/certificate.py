@@ -87,9 +87,8 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         small, subject = case.small, case.subject
         spec, _ = checked(subject.spec, subject.task, small.layout, ranks, subject.packed)
         sources, reference = case.rehearse(spec)
-        small = clipping(
-            small, ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
-        )
+        norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
+        small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder)
         return compare(small, spec, run, resumed, machine, lambda: reference(small))
@@ -137,37 +136,29 @@ def compare(
         found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
     findings = [finding for theirs in ranks.gather(found) for finding in theirs]
     sequence = {check: index for index, check in enumerate(TOLERANCES)}
-    failures = sorted(
-        (f for f in findings if not f.passed), key=lambda f: (f.step, sequence[f.check], f.rank)
-    )
+    failures = (finding for finding in findings if not finding.passed)
+    first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
     of_check = [[f for f in findings if f.check == check] for check in TOLERANCES]
     worst = tuple(max(some, key=lambda f: f.severity) for some in of_check if some)
     engine = engine_of(small, machine.device.type)
-    first_failure = failures[0] if failures else None
-    return Certificate(small.layout.describe(), engine, small.changes, worst, first_failure)
+    return Certificate(small.layout.describe(), engine, small.changes, worst, first)
 
 
 def table(certificate: Certificate) -> str:
     """Format the certificate as a table for the user."""
-    lines = [
-        f"{certificate.layout} (engine {certificate.engine})",
-        *(f"  {change}" for change in certificate.changes),
-    ]
+    lines = [f"{certificate.layout} (engine {certificate.engine})"]
+    lines += [f"  {change}" for change in certificate.changes]
     lines.append(f"{'check':<16}{'largest relative error':>24}{'tolerance':>11}        step  where")
     for finding in certificate.findings:
         verdict = "ok" if finding.passed else "FAIL"
         numbers = f"{finding.error:>24.1e}{finding.tolerance:>11.0e}"
         row = f"{finding.check:<16}{numbers}  {verdict:<4}  {finding.step:>4}  {finding.where}"
         lines.append(row.rstrip())
-    first = certificate.first_failure
-    if first is None:
+    if (first := certificate.first_failure) is None:
         return "\n".join([*lines, "PASS: trains as one process does"])
     what = f"{first.check} {first.where}".rstrip()
-    lines.append(
-        f"FAIL: first differs at step {first.step}, on rank {first.rank}: {what}, by "
-        f"{first.error:.1e}"
-    )
-    return "\n".join(lines)
+    failed = f"FAIL: first differs at step {first.step}, on rank {first.rank}: {what}"
+    return "\n".join([*lines, f"{failed}, by {first.error:.1e}"])
 
 
 def write(certificate: Certificate, path: Path, config: Any) -> None:

@@ -134,14 +134,12 @@ def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Findi
 
 
 def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> Finding:
-    """Compare the gradients; the first finding is the last wrong one of the forward pass, where
-    backward passes begin.
+    """Compare the gradients; the finding is the last wrong one forward, where backward begins.
 
     A gradient that one side lacks may be zeros on the other.
     """
     every = {**one.gradients, **ours}
-    odd = [n for n in ours.keys() ^ one.gradients.keys() if bool(every[n].any())]
-    if odd:
+    if odd := [n for n in ours.keys() ^ one.gradients.keys() if bool(every[n].any())]:
         last = max(odd, key=order.place)
         return _one_sided("gradient", step, last, last in ours, rank)
     theirs = {name: value for name, value in one.gradients.items() if name in ours}
@@ -155,9 +153,7 @@ def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, ran
         errors[name] = _apart(ours[name], value) / scale
         bands[name] = one.rounding.gradients.get(name, 0.0) / scale
     usual = sum(bands.values()) / max(len(bands), 1)
-    tolerances = {
-        name: _tolerance("gradient", max(band, usual), one) for name, band in bands.items()
-    }
+    tolerances = {n: _tolerance("gradient", max(band, usual), one) for n, band in bands.items()}
     backward = sorted(errors, key=order.place, reverse=True)
     return _first("gradient", step, errors, tolerances, backward, rank)
 
@@ -298,12 +294,10 @@ def _first(
     rank: int = 0,
 ) -> Finding:
     """Return the first error that is too large; if none is, the nearest to its tolerance."""
-    found = [
-        Finding(check, step, errors[n], tolerances.get(n, TOLERANCES[check]), n, rank)
-        for n in ranked
-    ]
+    usual = TOLERANCES[check]
+    found = [Finding(check, step, errors[n], tolerances.get(n, usual), n, rank) for n in ranked]
     failed = next((finding for finding in found if not finding.passed), None)
-    nothing = Finding(check, step, 0.0, TOLERANCES[check], "", rank)
+    nothing = Finding(check, step, 0.0, usual, "", rank)
     return failed or max(found, key=lambda finding: finding.severity, default=nothing)
 
 

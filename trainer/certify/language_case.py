@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.certify.parameters import initial, learner, opened, write_base
+from trainer.certify.parameters import learner, opened, write_base
 from trainer.certify.recording import Sources
 from trainer.certify.reference import Reference
 from trainer.certify.text_reference import Documents, LanguageReference, PackedReference
@@ -20,6 +20,7 @@ from trainer.data.text.token_files import Encoded, PreparedSource, write_part
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
+from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.run.subject import Given, Subject, amended
@@ -66,9 +67,8 @@ class LanguageCase:
 
     def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[[Tiny], Reference]]:
         """Write the documents, and return them with the one process that trains on them.
-        Collective.
 
-        Raises ConfigError if a model on packed documents draws random numbers.
+        Collective. Raises ConfigError if a model on packed documents draws random numbers.
         """
         small, folder = self.small, self._folder
 
@@ -87,14 +87,10 @@ class LanguageCase:
         return sources, partial(self._reference, spec=spec, documents=documents)
 
     def _reference(self, small: Tiny, spec: ModelSpec, documents: Documents) -> LanguageReference:
-        section, copied = self._section, (self._plain, self._copy)
-        model = (
-            opened(self._base, section.model)
-            if self._is_read
-            else initial(self._copy, section.seed)
-        )
+        section, plain, copy = self._section, self._plain, self._copy
+        model = opened(self._base, section.model) if self._is_read else on_host(copy, section.seed)
         kind = PackedReference if small.packed else LanguageReference
-        own = learner(model, section, copied)
+        own = learner(model, section, (plain, copy))
         return kind(small, spec, own, documents, self._machine.device)
 
 
@@ -103,8 +99,7 @@ def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, Tr
     values = vars(architecture).items()
     for inner in [value for _, value in values if hasattr(value, "to_dict")]:
         without_dropout(inner, section)
-    rates = [key for key, value in values if isinstance(value, float) and "drop" in key]
-    if rates:
+    if rates := [key for key, value in values if isinstance(value, float) and "drop" in key]:
         architecture.update(dict.fromkeys(rates, 0.0))
     adapter = section.adapter and section.adapter.model_copy(update={"dropout": 0.0})
     return architecture, section.model_copy(update={"adapter": adapter, "neftune_alpha": 0.0})

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import default_collate
 
-from trainer.certify.parameters import Learner, constructed, initial, learner
+from trainer.certify.parameters import Learner, constructed, learner
 from trainer.certify.recording import Sources, State
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
 from trainer.certify.tiny_run import Tiny
@@ -23,6 +23,7 @@ from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models import classifiers
 from trainer.models.classifiers import Images
+from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.run.images import arguments_of, spec_of
 from trainer.run.subject import Given, Subject, amended, image_classifier, own_module
@@ -102,7 +103,7 @@ def image_case(small: Tiny, given: Given, machine: Machine, folder: Path) -> Pai
             f"a small one of its kind: {spec.parameters / 1e6:.1f} M parameters, made-up "
             f"images of {SIZE} x {SIZE}"
         )
-    build = partial(initial, spec)
+    build = partial(on_host, spec)
     if given.model is not None:
         build = partial(constructed, given.model)
     spec = amended(spec, section, ranks, copied=True)

@@ -20,7 +20,6 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
-from trainer.models.materialise import on_host
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.trial.setup import drawn
@@ -45,9 +44,7 @@ def learner(
         targets = _targets(whole, copied[0].blocks, section.adapter)
         patterns = {pattern_of(name) for name in targets}
         inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
-        whole, model = (
-            _adapted(of, section, names) for of, names in ((whole, targets), (base, inside))
-        )
+        whole, model = _adapted(whole, section, targets), _adapted(base, section, inside)
 
     def of_copy(found: Mapping[str, Any]) -> Mapping[str, Any]:
         if copied is None:
@@ -63,11 +60,6 @@ def learner(
         for name in _matching(whole, group.patterns) & learned:
             groups.setdefault(name, (group.lr_multiplier, group.weight_decay))
     return Learner(model, of_copy(groups))
-
-
-def initial(spec: ModelSpec, seed: int) -> nn.Module:
-    """Build a model with the initial values of a run, by the run's own code."""
-    return on_host(spec, seed)
 
 
 def constructed(build: Callable[[], nn.Module], seed: int) -> nn.Module:
@@ -98,9 +90,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Return the names of parameters that match; a tied parameter matches by any of its names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     every = model.named_parameters(remove_duplicate=False)
-    return {
-        first[id(p)] for name, p in every if any(fnmatchcase(name, pattern) for pattern in patterns)
-    }
+    return {first[id(p)] for name, p in every if any(fnmatchcase(name, of) for of in patterns)}
 
 
 def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:

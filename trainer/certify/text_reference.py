@@ -125,9 +125,8 @@ class LanguageReference(Reference):
 
         def plain(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
             options: Any = {"ignore_index": IGNORED, "label_smoothing": smoothing}
-            return F.cross_entropy(
-                logits.float().flatten(0, 1), targets.flatten(), reduction="sum", **options
-            )
+            logits = logits.float().flatten(0, 1)
+            return F.cross_entropy(logits, targets.flatten(), reduction="sum", **options)
 
         counted = self._counted(inputs, targets)
         if not self._has_own_loss or not counted:
@@ -152,10 +151,8 @@ class LanguageReference(Reference):
             logits = self._output(self.model, ids).float()
             try:
                 shifted = {"shift_labels": ids, "use_cache": False}
-                losses = [
-                    self.model(input_ids=ids, labels=other, **shifted).loss
-                    for other in (ids, ids.roll(3))
-                ]
+                pair = (ids, ids.roll(3))
+                losses = [self.model(input_ids=ids, labels=of, **shifted).loss for of in pair]
             except Exception:  # whatever a model's own code raises for an unknown argument
                 losses = [None]
         self.model.train()
@@ -233,7 +230,5 @@ def best_fit(documents: list[Encoded], longest: int) -> list[list[Encoded]]:
 
     for number in sorted(range(len(documents)), key=lambda number: -lengths[number]):
         min((pack for pack in packs if room(pack) >= lengths[number]), key=room).append(number)
-    return [
-        [documents[number] for number in pack]
-        for pack in sorted(sorted(pack) for pack in packs if pack)
-    ]
+    filled = sorted(sorted(pack) for pack in packs if pack)
+    return [[documents[number] for number in pack] for pack in filled]

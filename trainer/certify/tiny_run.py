@@ -106,10 +106,9 @@ def tiny_run(
     world_size: int | None,
     precision: str = "float32",
 ) -> Tiny:
-    """Shrink the config at `path` to a few tiny steps, in float32 or, if `precision` is "config",
-    in its own precision.
+    """Shrink the config at `path` to a few tiny steps. Raises ConfigError.
 
-    Raises ConfigError.
+    They are in float32 or, if `precision` is "config", in its own precision.
     """
     config = given = load(path, overrides)
     world_size = world_size or smallest_world(config)
@@ -117,11 +116,9 @@ def tiny_run(
     run_steps = config.trainer.steps or UNKNOWN_STEPS
     sized, notes = _sized(config, world_size, steps)
     gpu = config.trainer.device != "cpu"
-    own = compose(
-        load(path, [*overrides, *sized]),
-        RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu"),
-    )
     small = [*overrides, *sized]
+    facts = RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu")
+    own = compose(load(path, small), facts)
     for more, lines in (_in_precision(config, precision), _in_steps(config, steps, run_steps)):
         small += more
         notes += lines
@@ -199,9 +196,8 @@ def _in_steps(config: Config, steps: int, run_steps: int) -> Change:
         return [], []
     known = SCHEDULERS[scheduler.type]
     long = {"warmup_num_steps", "cycle_first_step_size", "lr_range_test_step_size"} & {*known}
-    lengths = {
-        key: count for key, count in SHORT.items() if key in long or scheduler.params.get(key)
-    }
+    used = [key for key in SHORT if key in long or scheduler.params.get(key)]
+    lengths = {key: SHORT[key] for key in used}
     if "total_num_steps" in known:
         lengths["total_num_steps"] = steps
     small = [f"scheduler.params.{key}={length}" for key, length in lengths.items()]

@@ -43,8 +43,7 @@ def published(folder: Path) -> list[Path]:
 def newest(
     folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL
 ) -> tuple[Path | None, list[str]]:
-    """Find the newest checkpoint that verifies; set newer ones aside, and describe each damage.
-    Collective.
+    """Find the newest good checkpoint; set newer ones aside, and describe their damage. Collective.
 
     `below` is as for `verify`. If machines have folders of their own, a checkpoint that is good in
     any of them is copied to those where it is not. Raises DiskError if the ranks do not see the
@@ -121,19 +120,17 @@ def _out_of_the_way(path: Path) -> Path:
 
 
 def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
-    """Remove all but the last `keep_last` checkpoints and, if `keep_best`, the one with the lowest
-    held-out loss.
+    """Remove all but the last `keep_last` checkpoints and, if `keep_best`, that of the lowest loss.
 
-    At least one whose files are all there stays. Runs on one rank; returns the removed. Raises
-    DiskError.
+    The loss is the held-out one. At least one with all files stays. Runs on one rank; returns the
+    removed. Raises DiskError.
     """
     directory = published(folder)
     stay = set(directory[-max(keep_last, 1) :])
     if keep_best and (best := _best(directory)):
         stay.add(best)
     by_preference = [*sorted(stay, key=step_of, reverse=True), *reversed(directory)]
-    whole = next((path for path in by_preference if not check_sizes(path)), None)
-    if whole:
+    if whole := next((path for path in by_preference if not check_sizes(path)), None):
         stay.add(whole)
     gone = [path for path in directory if path not in stay]
     for path in gone:

@@ -45,8 +45,7 @@ def load(
             raise DiskError(*problems)
         description, found = read_description(path), _stored(path, below)
         if below == ALL and (lost := _lost(entries, found, description.get("stateless"))):
-            gone = f"{len(lost)} parameters ({listed(lost)})"
-            actual = f"optimizer state is missing for {gone}"
+            actual = f"optimizer state is missing for {len(lost)} parameters ({listed(lost)})"
             raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))
         return found, RunState(**description["position"])
 
@@ -154,8 +153,6 @@ def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list
     hint = "Resume with the model and the optimizer that it was saved with"
     if any(name.startswith(OPTIMIZER) for name in kinds["missing in the checkpoint"]):
         hint += ", or with --resume-weights-only"
-    found = {
-        kind: f"{len(names)} tensors {kind} ({listed(names)})" for kind, names in kinds.items()
-    }
-    expected = "the tensors of this run"
-    return [Problem(str(path), found[kind], expected, hint) for kind in kinds if kinds[kind]]
+    wrong = [(kind, names) for kind, names in kinds.items() if names]
+    seen = [f"{len(names)} tensors {kind} ({listed(names)})" for kind, names in wrong]
+    return [Problem(str(path), one, "the tensors of this run", hint) for one in seen]

@@ -172,8 +172,7 @@ def _check(
     try:
         every = read_manifest(path)
     except (OSError, ValueError) as error:
-        expected = "the manifest that was saved"
-        return [Problem(str(path / MANIFEST), _reason(error), expected, _HINT)]
+        return [Problem(str(path / MANIFEST), _reason(error), "the manifest that was saved", _HINT)]
     records = {name: record for name, record in every.items() if name.startswith(below)}
     found = []
     by_size = sorted(records, key=lambda name: (-records[name].size, name))

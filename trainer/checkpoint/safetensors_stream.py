@@ -128,9 +128,7 @@ class FileRecord:
 
 
 class SharedFile:
-    """A file of the right size in which this rank writes parts, and hashes them: by a thread of
-    `threads`. Opened for the first part. Raises OSError.
-    """
+    """A file of the right size, of which this rank writes and hashes parts. Raises OSError."""
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
         self._path, self._threads = path, threads
@@ -213,8 +211,7 @@ def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
 
 
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """Return dtype (`float32`), shape and size in bytes of each tensor of a file, read without
-    torch.
+    """Return dtype (`float32`), shape and size in bytes of each tensor of a file, without torch.
 
     Raises OSError, and ValueError for a file that is not whole.
     """
@@ -245,14 +242,10 @@ def _entry(
 ) -> tuple[str, tuple[int, ...], int]:
     start, end = data_offsets
     kind = _DTYPES[dtype]
-    if end - start != math.prod(shape) * _itemsize(dtype):
+    itemsize = 1 if dtype == "BOOL" else int(dtype.lstrip("BFIU")) // 8
+    if end - start != math.prod(shape) * itemsize:
         raise ValueError(f"{end - start} bytes for {dtype} {list(shape)}")
     return kind, tuple(shape), end - start
-
-
-def _itemsize(name: str) -> int:
-    """Return the bytes of a value of the format's dtype."""
-    return 1 if name == "BOOL" else int(name.lstrip("BFIU")) // 8
 
 
 def read_types(path: Path) -> dict[str, TensorType]:

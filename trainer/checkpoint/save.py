@@ -51,12 +51,11 @@ def save(
     ranks: Ranks,
     form: ModelForm = PLAIN,
 ) -> Path:
-    """Publish the checkpoint of `state.step` in `folder`, complete on each machine; return its
-    path. Collective.
+    """Publish the checkpoint of `state.step`, complete on each machine, in `folder`. Collective.
 
-    `description` is the content of `trainer.json` besides the position. Weights that `form` narrows
-    are kept exactly with the optimizer's state. Raises DiskError on every rank, with nothing
-    published, if it can't be written or the step is there already.
+    Returns its path. `description` is the content of `trainer.json` besides the position. Weights
+    that `form` narrows are kept exactly with the optimizer's state. Raises DiskError on every rank,
+    with nothing published, if it can't be written or the step is there already.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
@@ -138,8 +137,7 @@ def _make(partial: Path, planned: SavePlan) -> None:
 
 
 def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, FileRecord]:
-    """Write the parts of tensors that each rank holds; return the records of all files, which the
-    keepers have. Collective.
+    """Write the tensors' parts of each rank; return the files' records, on keepers. Collective.
 
     Each rank begins with another file, since a file system takes the writes to a file in turn.
     """

@@ -79,8 +79,7 @@ def stateless(entries: Sequence[StateTensor]) -> list[str]:
 
 
 def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> SavePlan:
-    """Assign weights to the model's files and all else to the optimizer's, a file for each owner if
-    they are few.
+    """Assign weights to the model's files, all else to the optimizer's; of few owners, one to each.
 
     If `resumable`, the model has a folder of its own, and a weight that `form` narrows goes to
     both, since resuming must be exact, bit for bit.

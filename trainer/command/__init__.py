@@ -1,6 +1,4 @@
-"""The commands, and what they share: parser, errors, exit codes. `launch/` has as scripts those
-that launchers start.
-"""
+"""The commands, and what they share: parser, errors, exit codes; `launch/` has two as scripts."""
 
 from __future__ import annotations
 

@@ -28,7 +28,6 @@ Exit codes: 0 good, 64 nothing there, 65 not data, 74 damaged.
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     parser = parser_of(name, "List, verify, show and import checkpoints.", EPILOG)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command, work in COMMANDS.items():
@@ -80,8 +79,7 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
 
     read = read_deepspeed(path)
     folders = (folder for folder in (path, path.parent) if (folder / "config.json").is_file())
-    source = model or next(map(str, folders), None)
-    if source is None:
+    if (source := model or next(map(str, folders), None)) is None:
         hint = "Give its folder or name with --model"
         expected = "the model's config and tokenizer"
         raise ConfigError(Problem(str(path), "no config.json", expected, hint))
@@ -109,8 +107,7 @@ def checkpoints(path: Path) -> list[Path]:
 
     if (path / "manifest.json").exists():
         return [path]
-    found = published(path) or published(path / "checkpoints")
-    if not found:
+    if not (found := published(path) or published(path / "checkpoints")):
         expected = "a run's folder, its folder of checkpoints, or one checkpoint"
         raise ConfigError(Problem(str(path), "no checkpoint", expected))
     return found
@@ -122,8 +119,7 @@ def summarise(path: Path) -> Finding:
     from trainer.checkpoint.manifest import DESCRIPTION, check_sizes, read_manifest
     from trainer.storage import size
 
-    problems = check_sizes(path)
-    if problems:
+    if problems := check_sizes(path):
         return 74, [f"{path.name}  damaged: {problems[0]}"]
     records = read_manifest(path)
     line = f"{path.name}  {size(sum(record.size for record in records.values()))}"

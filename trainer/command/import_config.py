@@ -38,7 +38,6 @@ REQUIRED = (
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     from trainer.storage import disk_errors
     from trainer.tools.importers.reading import read_file, read_flags
     from trainer.tools.importers.translate import SYSTEMS, translate

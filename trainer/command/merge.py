@@ -17,7 +17,6 @@ EPILOG = "\nexit codes: 0 written, 64 the adapter or its base is wrong, 74 the d
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     parser = parser_of(name, DESCRIPTION, EPILOG)
     text = "a run's folder, runs/NAME, a checkpoint, or a folder with adapter_config.json"
     parser.add_argument("adapter", type=Path, metavar="RUN|ADAPTER", help=text)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from trainer.command import reporting
+from trainer.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from trainer.tools.planner.proposals import Proposal
@@ -25,25 +27,20 @@ PROPOSING = 20.0
 """Seconds after which no other layout is tried."""
 
 
+@reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     options = _options(arguments, name)
-    from trainer.errors import ConfigError, MeshloomError, Problem
+    if min(options.nodes, options.gpus) < 1:
+        seen = f"{options.nodes} nodes of {options.gpus} devices"
+        raise ConfigError(Problem("--nodes, --gpus", seen, "at least one of each"))
     from trainer.supervise.world import NO_GPUS
 
     os.environ.update(NO_GPUS)
-    try:
-        if min(options.nodes, options.gpus) < 1:
-            seen = f"{options.nodes} nodes of {options.gpus} devices"
-            raise ConfigError(Problem("--nodes, --gpus", seen, "at least one of each"))
-        from trainer.supervise.process import unheard
+    from trainer.supervise.process import unheard
 
-        terminal = unheard()
-        with _sign_of_life():
-            text, code = _planned(options)
-    except MeshloomError as error:
-        print(error.render(), file=sys.stderr)
-        return error.exit_code
+    terminal = unheard()
+    with _sign_of_life():
+        text, code = _planned(options)
     os.write(terminal, f"{text}\n".encode())
     return code
 
@@ -58,39 +55,22 @@ def _sign_of_life() -> AbstractContextManager[Any]:
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
-    parser.add_argument(
-        "--config",
-        required=True,
-        metavar="JSON",
-        help="a DeepSpeed config, or the name of one that is shipped",
-    )
+    text = "a DeepSpeed config, or the name of one that is shipped"
+    parser.add_argument("--config", required=True, metavar="JSON", help=text)
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
+    text = "devices of each node (default: 8)"
+    parser.add_argument("--gpus", type=int, default=8, metavar="N", help=text)
+    text = "its name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
+    parser.add_argument("--device", default="h100-80gb", help=text)
+    text = f"try other layouts; start none after SECONDS (default: {PROPOSING:.0f})"
     parser.add_argument(
-        "--gpus", type=int, default=8, metavar="N", help="devices of each node (default: 8)"
+        "--propose", nargs="?", type=float, const=PROPOSING, metavar="SECONDS", help=text
     )
-    parser.add_argument(
-        "--device",
-        default="h100-80gb",
-        help="its name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=..",
-    )
-    parser.add_argument(
-        "--propose",
-        nargs="?",
-        type=float,
-        const=PROPOSING,
-        metavar="SECONDS",
-        help=f"try other layouts; start none after SECONDS (default: {PROPOSING:.0f})",
-    )
-    parser.add_argument(
-        "--write",
-        type=Path,
-        metavar="JSON",
-        help="write the config with the best proposal's changes",
-    )
+    text = "write the config with the best proposal's changes"
+    parser.add_argument("--write", type=Path, metavar="JSON", help=text)
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
-    parser.add_argument(
-        "overrides", nargs="*", metavar="key.path=value", help="overrides a key of the config"
-    )
+    text = "overrides a key of the config"
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
     return parser.parse_intermixed_args(arguments)
 
 

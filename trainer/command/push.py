@@ -17,7 +17,6 @@ EPILOG = "\nexit codes: 0 pushed, 64 the run or repository is wrong, 69 the Hub 
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     parser = parser_of(name, DESCRIPTION, EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, runs/NAME")
     parser.add_argument("--repository", metavar="NAME", help="owner/name; or a name of yours")

@@ -17,7 +17,6 @@ exit codes: 0 written, 64 no such run, or matplotlib is not installed, 74 the pa
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     parser = parser_of(name, DESCRIPTION, EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, runs/NAME")
     text = "file for the page (default: report.html in the run's folder)"

@@ -30,7 +30,6 @@ BOUNDS = {"ge": "minimum", "gt": "exclusiveMinimum", "le": "maximum", "lt": "exc
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     parser = parser_of(name, "Print the JSON Schema of a config, for editors.", EPILOG)
     parser.parse_args(arguments)
     print(text(), end="")

@@ -21,7 +21,6 @@ exit codes: 0 it is running or has finished, 1 it ended otherwise or gives no si
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     parser = parser_of(name, "Show what a run is doing.", EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, runs/NAME")
     folder = parser.parse_intermixed_args(arguments).run
@@ -68,8 +67,7 @@ def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str
 
 def _newest(folder: Path) -> str:
     """Return the name and age of the newest checkpoint."""
-    manifests = list(folder.glob("step-*/manifest.json"))
-    if not manifests:
+    if not (manifests := list(folder.glob("step-*/manifest.json"))):
         return "nothing yet"
     last = max(manifests, key=lambda path: (len(path.parent.name), path.parent.name))
     age = ""

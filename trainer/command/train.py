@@ -84,7 +84,6 @@ class ShowEngines(argparse.Action):
 
 
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     from trainer.supervise.signals import StopSignals
 
     terminal = os.dup(2)
@@ -138,14 +137,11 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_size: int) -> Config:
-    """Compile the config, and check that batch sizes and mesh fit, before torch is imported. Raises
-    ConfigError.
-    """
+    """Compile the config, and check batch sizes and mesh without torch. Raises ConfigError."""
     from trainer.config import RuntimeFacts, load
     from trainer.run.compose import compose
 
-    hostfile = missing_hostfile(os.getppid())
-    if hostfile is not None:
+    if (hostfile := missing_hostfile(os.getppid())) is not None:
         hint = "DeepSpeed would train on this machine alone"
         place = f"--hostfile: {hostfile}"
         raise ConfigError(Problem(place, "no such file", "a list of machines", hint))

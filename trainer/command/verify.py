@@ -29,7 +29,6 @@ Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks st
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command `name`; returns its exit code."""
     options = _options(arguments, name)
     on_cpu, world = options.device == "cpu", world_of(os.environ)
     drop_accelerate(os.environ)
@@ -69,8 +68,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument("--world-size", type=int, metavar="N", help=text)
     parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="PATH")
     text = "config: the config's own, compared with float32 within the rounding of one process"
-    precisions = ("float32", "config")
-    parser.add_argument("--precision", choices=precisions, default="float32", help=text)
+    parser.add_argument("--precision", choices=("float32", "config"), default="float32", help=text)
     text = "certify blocks compiled by torch.compile, as trainer.compile=blocks"
     parser.add_argument("--compile", action="store_true", help=text)
     text = "cuda: one process per GPU"
@@ -79,9 +77,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
 
 
 def _import_all(small: Any) -> None:
-    """Import the modules of the ranks, which are forked from here: in each, it would take longer
-    than its steps.
-    """
+    """Import the modules of the ranks, which are forked from here, once for all of them."""
     threads = environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"]
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     print("start   importing PyTorch and transformers", flush=True)

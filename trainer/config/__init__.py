@@ -13,35 +13,21 @@ from trainer.config.sections.model_and_data import (
     ImagesSection,
     ModelSection,
 )
-from trainer.config.sections.trainer import (
-    CheckpointSection,
-    EvaluationSection,
-    GenerateSection,
-    LogSection,
-    MeshSection,
-    RunSection,
-    TrainerSection,
-)
+from trainer.config.sections.trainer import TrainerSection
 
 __all__ = [
     "AugmentSection",
-    "CheckpointSection",
     "Choice",
     "Config",
     "DataSection",
-    "EvaluationSection",
-    "GenerateSection",
     "ImagesSection",
     "leaves",
     "load",
-    "LogSection",
     "mesh_sizes",
-    "MeshSection",
     "MeshSizes",
     "ModelSection",
     "origin_table",
     "resolve",
-    "RunSection",
     "RuntimeFacts",
     "shipped",
     "support",

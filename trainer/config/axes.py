@@ -42,10 +42,8 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
     pipeline = _size(config.settings.get("pipeline", {}).get("stages", 1))
     tensor = _size(config.settings.get("tensor_parallel", {}).get("autotp_size", 1))
     if world_size % (pipeline * tensor):
-        group = pipeline * tensor
-        seen = (
-            f"{world_size} processes are not divisible by {pipeline} (pipeline) x {tensor} (tensor)"
-        )
+        group, axes = pipeline * tensor, f"{pipeline} (pipeline) x {tensor} (tensor)"
+        seen = f"{world_size} processes are not divisible by {axes}"
         expected = f"a multiple of {group} processes, {nearest(world_size, group)}"
         mend = "Change pipeline.stages or tensor_parallel.autotp_size."
         raise ConfigError(Problem("world size", seen, expected, mend))

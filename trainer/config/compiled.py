@@ -13,7 +13,7 @@ from trainer.config.check import check
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
-from trainer.config.rules import FIELDS, conflicts, contradictions, give_way, notes_of
+from trainer.config.rules import FIELDS, conflicts, contradictions, give_way, notes_of, within
 from trainer.config.sections.trainer import TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
@@ -56,9 +56,8 @@ class Config:
 
     @property
     def scheduler(self) -> Choice | None:
-        return (
-            Choice(**deepcopy(self.settings["scheduler"])) if "scheduler" in self.settings else None
-        )
+        section = deepcopy(self.settings.get("scheduler"))
+        return None if section is None else Choice(**section)
 
 
 def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
@@ -75,11 +74,8 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     raw, overridden, problems = override(given, overrides)
     gone, gone_notes = give_way(raw, overridden)
     trainer, trainer_problems = validate(raw.get("trainer", {}), str(path.parent))
-    checked = check(
-        {key: value for key, value in raw.items() if key != "trainer"},
-        KEYS,
-        ("trainer", *FIELDS),
-    )
+    theirs = {key: value for key, value in raw.items() if key != "trainer"}
+    checked = check(theirs, KEYS, ("trainer", *FIELDS))
     problems += [*trainer_problems, *checked.problems]
     upgraded = upgrade(checked, trainer)
     problems += [*upgraded.problems, *conflicts(upgraded.settings)]
@@ -89,15 +85,10 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     origins = {name: DEFAULT for name, _ in leaves({"trainer": upgraded.trainer.model_dump()})}
     origins |= dict.fromkeys((name for name, _ in leaves(upgraded.settings)), FILE)
     origins |= {name: FILE for name, _ in leaves(raw)}
-    origins |= {
-        name: OVERRIDE
-        for name in origins
-        if any(name == over or name.startswith(over + ".") for over in overridden)
-    }
+    replaced = [name for name in origins if any(within(name, over) for over in overridden)]
+    origins |= dict.fromkeys(replaced, OVERRIDE) | upgraded.origins | gone
     notes = (*gone_notes, *checked.notes, *upgraded.notes, *notes_of(upgraded.settings, trainer))
-    return Config(
-        path, raw, upgraded.trainer, upgraded.settings, origins | upgraded.origins | gone, notes
-    )
+    return Config(path, raw, upgraded.trainer, upgraded.settings, origins, notes)
 
 
 def path_of(source: str | Path) -> Path:

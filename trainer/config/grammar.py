@@ -170,9 +170,8 @@ def unknown(
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
-    return Problem(
-        path, f"saw {show(value)}", f"a known key of {where}", _mend(path, known, useless)
-    )
+    expected, mend = f"a known key of {where}", _mend(path, known, useless)
+    return Problem(path, f"saw {show(value)}", expected, mend)
 
 
 def useless(table: Mapping[str, Key]) -> dict[str, str]:
@@ -201,8 +200,7 @@ def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
     if near and (not elsewhere or get_close_matches(name, near, cutoff=0.8)):
         likeness = {other: SequenceMatcher(None, name, other).ratio() for other in near}
         best = [other for other in near if likeness[other] == max(likeness.values())]
-        useful = [f'"{other}"' for other in best if siblings[other] not in useless]
-        if useful:
+        if useful := [f'"{other}"' for other in best if siblings[other] not in useless]:
             return f"Did you mean {' or '.join(useful)}?"
         why = useless[siblings[best[0]]]
         return f'Remove it: "{best[0]}", which is like it, does nothing here ({why}).'

@@ -75,9 +75,8 @@ class Upgraded:
         if mesh.shard not in (None, size):
             seen = f"saw {size} beside trainer.mesh.shard {mesh.shard}"
             self.problems.append(Problem(place, seen, "one size of a shard"))
-        self.trainer = self.trainer.model_copy(
-            update={"mesh": mesh.model_copy(update={"shard": size})}
-        )
+        sized = mesh.model_copy(update={"shard": size})
+        self.trainer = self.trainer.model_copy(update={"mesh": sized})
         self.origins["trainer.mesh.shard"] = f"auto: from {place}"
 
     def recompute(self, checked: Checked) -> None:

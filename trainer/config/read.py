@@ -50,9 +50,8 @@ def read(path: Path) -> Json:
             text = _COMMENT.sub(_blank, text)
             raw = _parse(text)
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            Problem(str(path), f"byte {error.start} is not UTF-8", "a UTF-8 text file")
-        ) from None
+        seen = f"byte {error.start} is not UTF-8"
+        raise ConfigError(Problem(str(path), seen, "a UTF-8 text file")) from None
     except json.JSONDecodeError as error:
         rest = text[error.pos :]
         seen = f"{error.msg} at {show(rest[:20]) if rest.strip() else 'the end'}"

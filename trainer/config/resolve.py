@@ -11,7 +11,7 @@ from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.grammar import AUTO, show
 from trainer.config.keys import DIFFERS, LOW_PRECISION
-from trainer.config.read import Json, leaves
+from trainer.config.read import Json, at, leaves
 from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
 from trainer.errors import ConfigError, Problem
 
@@ -43,16 +43,17 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
     until then. Raises ConfigError if the mesh or the batch sizes do not fit the world size.
     """
     config = _within_machines(config, facts)
-    decisions = _values(config, facts) | _batch(
-        config.settings, mesh_sizes(config, facts.world_size).data_ranks
-    )
+    data_ranks = mesh_sizes(config, facts.world_size).data_ranks
+    decisions = _values(config, facts) | _batch(config.settings, data_ranks)
     settings, origins = deepcopy(config.settings), dict(config.origins)
     for path, (value, reason) in decisions.items():
-        _put(settings, path, value)
+        section, _, name = path.rpartition(".")
+        at(settings, section)[name] = value
         origins[path] = f"auto: {reason}"
     waiting = _waiting(settings, config)
     for path in [name for name, value in leaves(settings) if value == AUTO and name not in waiting]:
-        _drop(settings, path)
+        section, _, name = path.rpartition(".")
+        del at(settings, section)[name]
         origins[path] = "auto: DeepSpeed's default"
     if problems := conflicts(settings):
         raise ConfigError(*problems)
@@ -153,9 +154,7 @@ def _values(config: Config, facts: RuntimeFacts) -> Decisions:
         **_from_steps(facts.total_steps, config.trainer.warmup_ratio),
     }
     autos = {path for path, value in leaves(config.settings) if value == AUTO}
-    return {
-        path: decision for path, decision in known.items() if path in autos and decision[0] != AUTO
-    }
+    return {path: known[path] for path in known if path in autos and known[path][0] != AUTO}
 
 
 def _precision(settings: Json, facts: RuntimeFacts) -> Decisions:
@@ -190,10 +189,8 @@ def _from_steps(steps: int | None, warmup_ratio: float | None) -> Decisions:
         return {} if warmup_ratio is None else {WARMUP: (AUTO, "")}
     found: Decisions = {"scheduler.params.total_num_steps": (steps, f"from {steps} steps")}
     if warmup_ratio is not None:
-        found[WARMUP] = (
-            _share_of(warmup_ratio, steps),
-            f"{warmup_ratio:g} of {steps:,} steps (trainer.warmup_ratio)",
-        )
+        reason = f"{warmup_ratio:g} of {steps:,} steps (trainer.warmup_ratio)"
+        found[WARMUP] = (_share_of(warmup_ratio, steps), reason)
     return found
 
 
@@ -219,17 +216,16 @@ def _batch(settings: Json, ranks: int) -> Decisions:
     if train != micro * accumulation * ranks or not train:
         raise ConfigError(_misfit(given, ranks, (train, micro, accumulation)))
     decided = {BATCH: train, MICRO: micro, ACCUMULATION: accumulation}
-    return {
-        name: (value, reasons[name])
-        for name, value in decided.items()
-        if given[name] in (None, AUTO)
-    }
+    return {name: (decided[name], reasons[name]) for name in _missing(given)}
+
+
+def _missing(given: Json) -> list[str]:
+    """Return the batch sizes that the config leaves open."""
+    return [name for name, value in given.items() if value in (None, AUTO)]
 
 
 def _reason(given: Json, name: str, ranks: int) -> str:
-    others = [
-        other for other, value in given.items() if other != name and value not in (None, AUTO)
-    ]
+    others = [other for other in given if other not in (name, *_missing(given))]
     if name == MICRO and BATCH not in others and AUTO in given.values():
         return "Hugging Face's default"
     if (name == ACCUMULATION and len(others) < 2) or (name == MICRO and BATCH not in others):
@@ -239,37 +235,19 @@ def _reason(given: Json, name: str, ranks: int) -> str:
 
 def _misfit(given: Json, ranks: int, found: tuple[int, int, int]) -> Problem:
     train, micro, accumulation = found
-    if all(value not in (None, AUTO) for value in given.values()):
-        factors_seen = (
-            f"{micro} (micro-batch) x {accumulation} (accumulation) x {ranks} (data ranks)"
-        )
-        seen = f"saw {train}, but {factors_seen} = {micro * accumulation * ranks}"
+    if not _missing(given):
+        factors = f"{micro} (micro-batch) x {accumulation} (accumulation) x {ranks} (data ranks)"
+        seen = f"saw {train}, but {factors} = {micro * accumulation * ranks}"
         others = {MICRO: accumulation * ranks, ACCUMULATION: micro * ranks}
         free = [BATCH, *(name for name, rest in others.items() if train % rest == 0)]
         mend = f'Set {" or ".join(free)} to "auto".'
         if len(free) == 1:
             mend += f" {ACCUMULATION} can be, with a batch {nearest(train, micro * ranks)}."
         return Problem(BATCH, seen, "the two to be equal", mend)
-    factors = [(MICRO, "micro-batch"), (ACCUMULATION, "accumulation")]
-    parts = [f"{given[name]} ({word})" for name, word in factors if given[name] not in (None, AUTO)]
+    words = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
+    known = [name for name in words if name not in _missing(given)]
+    parts = [f"{given[name]} ({words[name]})" for name in known]
     divisor = " x ".join([*parts, f"{ranks} (data ranks)"])
-    product = ranks
-    for name, _ in factors:
-        product *= given[name] if given[name] not in (None, AUTO) else 1
-    return Problem(
-        BATCH, f"saw {train}", f"a multiple of {divisor} = {product}, {nearest(train, product)}"
-    )
-
-
-def _put(tree: Json, path: str, value: Any) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        tree = tree[section]
-    tree[name] = value
-
-
-def _drop(tree: Json, path: str) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        tree = tree[section]
-    del tree[name]
+    product = ranks * math.prod(given[name] for name in known)
+    expected = f"a multiple of {divisor} = {product}, {nearest(train, product)}"
+    return Problem(BATCH, f"saw {train}", expected)

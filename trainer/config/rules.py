@@ -79,7 +79,7 @@ def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list
         line = [
             path
             for path in group
-            if any(_within(path, over) or _within(over, path) for over in overridden)
+            if any(within(path, over) or within(over, path) for over in overridden)
         ]
         rest = [path for path in group if path not in line]
         if not line or not rest or not all(_is_given(*item) for item in values.items()):
@@ -95,7 +95,8 @@ def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list
     return origins, notes
 
 
-def _within(path: str, section: str) -> bool:
+def within(path: str, section: str) -> bool:
+    """Return True if a dotted path is that of the section, or of a key below it."""
     return f"{path}.".startswith(f"{section}.")
 
 
@@ -124,19 +125,15 @@ def unswitched(settings: Json) -> list[str]:
 def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
     """Return the conditions that do not hold, of those that keys need, each with the reason."""
     stage = at(settings, "zero_optimization.stage") or 0
-    offloads = [
-        at(settings, f"zero_optimization.offload_{which}.device")
-        for which in ("param", "optimizer")
-    ]
+    offloaded = ("offload_param", "offload_optimizer")
+    devices = [at(settings, f"zero_optimization.{name}.device") for name in offloaded]
     one = (None, 0, 1, AUTO)
     data, has_path = trainer.data, trainer.data.evaluation_path is not None
-    decays = [
-        at(settings, "optimizer.params.weight_decay"),
-        *(group.weight_decay for group in trainer.parameter_groups),
-    ]
+    decays = [group.weight_decay for group in trainer.parameter_groups]
+    decays.append(at(settings, "optimizer.params.weight_decay"))
     conditions: dict[str, tuple[Any, str]] = {
         "ZeRO stage 3": (stage == 3, f"the ZeRO stage is {stage}"),
-        "NVMe": ("nvme" in offloads, "nothing is offloaded to NVMe"),
+        "NVMe": ("nvme" in devices, "nothing is offloaded to NVMe"),
         "a pipeline": (at(settings, "pipeline.stages") not in one, "there is no pipeline"),
         "tensor parallelism": (
             at(settings, "tensor_parallel.autotp_size") not in one,
@@ -168,14 +165,9 @@ def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
     tree = settings | {"trainer": trainer.model_dump(exclude_defaults=True)}
     needs = {path: key.needs for path, key in KEYS.items() if key.needs}
     needs |= {path: mark.condition for path, mark in marked(Needs).items()}
-    notes = []
+    given, notes = [path for path in needs if _has_value(at(tree, path))], []
     for condition, reason in unmet(settings, trainer).items():
-        paths = [
-            path
-            for path, needed in needs.items()
-            if needed == condition and _has_value(at(tree, path))
-        ]
-        if paths:
+        if paths := [path for path in given if needs[path] == condition]:
             have = "has" if len(paths) == 1 else "have"
             notes.append(f"{', '.join(paths)} {have} no effect here: {reason}")
     return notes
@@ -203,8 +195,7 @@ def _loss_scale(settings: Json) -> Iterator[Problem]:
     if fp16.get("enabled") is True and fp16.get("loss_scale", 0) in (0, AUTO):
         for name in ("loss_scale_window", "min_loss_scale"):
             if fp16.get(name) == 0:
-                expected = "at least 1 where the loss scale is dynamic"
-                yield Problem(f"fp16.{name}", "saw 0", expected)
+                yield Problem(f"fp16.{name}", "saw 0", "at least 1 where the loss scale is dynamic")
 
 
 def _masters(settings: Json, stage: int) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.grammar import Key, show
 from trainer.config.keys import KEYS
-from trainer.config.read import Json, leaves
+from trainer.config.read import Json, at, leaves
 from trainer.config.rules import SAME
 
 OTHERS = ("accelerate", "mesh")
@@ -82,12 +82,9 @@ def notes(config: Config, engine: str) -> list[str]:
 
 def has_reports(config: Config) -> bool:
     """Return True if DeepSpeed is asked to print where time, memory or communication goes."""
-    settings = config.settings
-    flags = settings.get("wall_clock_breakdown") or settings.get("memory_breakdown")
-    return bool(
-        flags
-        or any(settings.get(name, {}).get("enabled") for name in ("comms_logger", "flops_profiler"))
-    )
+    flags = ("wall_clock_breakdown", "memory_breakdown")
+    sections = ("comms_logger.enabled", "flops_profiler.enabled")
+    return any(at(config.settings, path) for path in (*flags, *sections))
 
 
 def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:

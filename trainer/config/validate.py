@@ -149,7 +149,6 @@ def evaluated_at(saves: float, evaluates: float | None) -> bool:
 
 def _problems(error: ValidationError) -> list[Problem]:
     """Return one problem for each place; the branches of a union are joined by "or"."""
-    known = FIELDS
     expected: dict[str, list[str]] = {}
     seen: dict[str, Any] = {}
     strange: list[Problem] = []
@@ -157,21 +156,20 @@ def _problems(error: ValidationError) -> list[Problem]:
         place = "trainer"
         for name in item["loc"]:
             inside = re.sub(r"\[\d+\]", "", f"{place}.{name}")
-            if item["type"] != "extra_forbidden" and isinstance(name, str) and inside not in known:
+            if item["type"] != "extra_forbidden" and isinstance(name, str) and inside not in FIELDS:
                 break  # the rest names the branch of a union
             place += f"[{name}]" if isinstance(name, int) else f".{name}"
         if item["type"] == "extra_forbidden":
             section = place.rpartition(".")[0]
             plain = re.sub(r"\[\d+\]", "", section)
-            near = [name.replace(plain, section, 1) for name in known]
+            near = [name.replace(plain, section, 1) for name in FIELDS]
             strange.append(unknown(place, item["input"], near if len(strange) < MOST_SHOWN else ()))
         else:
             expected.setdefault(place, []).append(_expectation(dict(item)))
             seen[place] = item["input"]
     texts = {place: " or ".join(dict.fromkeys(branches)) for place, branches in expected.items()}
-    return strange + [
-        Problem(place, f"saw {show(seen[place])}", text) for place, text in texts.items()
-    ]
+    strange += [Problem(place, f"saw {show(seen[place])}", texts[place]) for place in texts]
+    return strange
 
 
 def _expectation(item: dict[str, Any]) -> str:
@@ -181,9 +179,8 @@ def _expectation(item: dict[str, Any]) -> str:
         return str(context["error"])
     if kind == "literal_error":
         return str(context["expected"]).replace("'", '"')
-    return next(text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix)).format(
-        **context
-    )
+    text = next(text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix))
+    return text.format(**context)
 
 
 _EXPECTATIONS = {

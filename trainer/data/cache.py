@@ -75,7 +75,13 @@ def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
     _delete(folder)
     folder.mkdir()
     write(folder)
-    _publish(folder, final, progress)
+    seal(folder, progress.checks)
+    try:
+        rename_folder(folder, final)
+    except OSError:
+        if not final.is_dir():  # else another process was faster, with the same content
+            raise
+    _sweep(final.parent)
 
 
 # Existing folders
@@ -99,16 +105,6 @@ def _found_before(folder: Path) -> str:
         if _damaged(folder).read_text() == str(stamp(folder)):
             return "an earlier run has found other bytes than were written"
     return ""
-
-
-def _publish(folder: Path, final: Path, progress: Progress) -> None:
-    seal(folder, progress.checks)
-    try:
-        rename_folder(folder, final)
-    except OSError:
-        if not final.is_dir():  # else another process was faster, with the same content
-            raise
-    _sweep(final.parent)
 
 
 def _discard(path: Path) -> None:

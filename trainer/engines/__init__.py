@@ -25,27 +25,22 @@ def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[st
     DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's
     reason if none can.
     """
-    order = sorted(
-        ENGINES, key=lambda name: name == "deepspeed" and layout.pipeline * layout.tensor > 1
-    )
+    cuts = layout.pipeline * layout.tensor > 1
+    order = sorted(ENGINES, key=lambda name: name == "deepspeed" and cuts)
     candidates = {name: ENGINES[name] for name in (order if engine == "auto" else [engine])}
     decays = config.optimizer.params.get("weight_decay", 0) > 0
-    grouped = bool(config.trainer.parameter_groups) or (
-        decays and config.trainer.weight_decay_excludes != "nothing"
-    )
+    spares = decays and config.trainer.weight_decay_excludes != "nothing"
+    grouped = spares or bool(config.trainer.parameter_groups)
     problems, unsupported = [], support.refusals(config)
     for name, kind in candidates.items():
-        refusal = kind.refusal(layout) or unsupported.get(name)
+        place, refusal = f"engine {name}", kind.refusal(layout) or unsupported.get(name)
         recipe = kind.optimizer(config.settings, layout, device, grouped)
         if refusal is not None:
-            problems.append(
-                Problem(f"engine {name}", layout.describe(), "a layout that it can run", refusal)
-            )
+            expected = "a layout that it can run"
+            problems.append(Problem(place, layout.describe(), expected, refusal))
         elif isinstance(recipe, No):
             seen = f"the optimizer {config.optimizer.type}, ZeRO-{layout.zero_stage}, on {device}"
-            problems.append(
-                Problem(f"engine {name}", seen, "an optimizer that it can build", f"{recipe}.")
-            )
+            problems.append(Problem(place, seen, "an optimizer that it can build", f"{recipe}."))
         else:
             return name, kind
     raise ConfigError(*problems)

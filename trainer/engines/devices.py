@@ -56,11 +56,9 @@ DEVICES = {
 def device_named(name: str, memory: float = 0) -> Device | None:
     """Return the device of the table with this CUDA name and the nearest memory, in bytes."""
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    known = {
-        key: device for key, device in DEVICES.items() if words.issuperset(key.split("-")[:-1])
-    }
+    known = [key for key in DEVICES if words.issuperset(key.split("-")[:-1])]
     narrowest = max((len(key.split("-")) for key in known), default=0)
-    alike = [device for key, device in known.items() if len(key.split("-")) == narrowest]
+    alike = [DEVICES[key] for key in known if len(key.split("-")) == narrowest]
     return min(alike, key=lambda device: abs(device.memory - memory), default=None)
 
 

@@ -94,7 +94,6 @@ class Engine(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The whole model, or this rank's pipeline stages; parameters are named `model.<name>`."""
-        ...
 
     def step(
         self,
@@ -107,26 +106,21 @@ class Engine(Protocol):
 
         `observe` is for verification: it is called between the last backward pass and the update.
         """
-        ...
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the summed loss and measures, [1 + measures], and targets, over all ranks.
 
         Collective; every rank has the same number of micro-batches.
         """
-        ...
 
     def state_tensors(self) -> list[StateTensor]:
         """List weights and optimizer state, to read or to write; the same list on every rank."""
-        ...
 
     def scalars(self) -> dict[str, float]:
         """Return the step counts and the loss scale, which a resumed run needs, too."""
-        ...
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         """Restore the result of `scalars`, before the state tensors are written."""
-        ...
 
     def close(self) -> None: ...
 

@@ -65,7 +65,6 @@ class TrainingState(Protocol):
 
     def gradients(self, observe: Observer) -> None:
         """Call `observe` with every gradient, whole and unscaled, on every rank. Collective."""
-        ...
 
     def scalars(self) -> dict[str, float]: ...
 

@@ -33,9 +33,8 @@ class OptimizerState:
 
     def step(self) -> float:
         """Return the step count of one parameter: reading each would wait for the device."""
-        return next(
-            (float(state[STEP]) for state in self._optimizer.state.values() if STEP in state), 0.0
-        )
+        states = self._optimizer.state.values()
+        return next((float(state[STEP]) for state in states if STEP in state), 0.0)
 
     def keep(self, tensors: Sequence[torch.Tensor], present: bool) -> None:
         """Create state for these tensors, as after a first step, or remove it unless `present`."""

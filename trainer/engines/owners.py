@@ -75,13 +75,9 @@ def least_loaded(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> l
 
 
 def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: Observer) -> None:
-    """Call `observe` on every rank with the gradients of all stages; those given are of this one.
-
-    Collective.
-    """
-    stages = owning_stages(
-        [(name, WEIGHT, tuple(g.shape), g.dtype) for name, g in gradients.items()], mesh
-    )
+    """Call `observe` on every rank with all stages' gradients, given this one's. Collective."""
+    kinds = [(name, WEIGHT, tuple(g.shape), g.dtype) for name, g in gradients.items()]
+    stages = owning_stages(kinds, mesh)
     for (name, _, shape, dtype), stage in stages.items():
         if stage == mesh.rank("pipeline"):
             value = gradients[name]

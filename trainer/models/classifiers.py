@@ -233,10 +233,8 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
         weights = _Pretrained(classifier, names, head, spec.weights)
         anew = f"; {', '.join(head)} of other classes begin anew" if head else ""
         notes = (*notes, f"weights {entry}{anew}")
-    files = replace(spec.files, published=names)
-    return replace(
-        spec, name=classifier.name, files=files, weights=weights, config=config, notes=notes
-    )
+    files, name = replace(spec.files, published=names), classifier.name
+    return replace(spec, name=name, files=files, weights=weights, config=config, notes=notes)
 
 
 def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:

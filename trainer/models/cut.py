@@ -136,8 +136,7 @@ def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: rang
         whole = getattr(model, "base_model", model)
         last_block = model.get_submodule(spec.blocks[blocks.stop - 1])
         for name in boundary.around:
-            stand_in = _UntilBlocks(model.get_submodule(name), whole, last_block)
-            model.set_submodule(name, stand_in)
+            model.set_submodule(name, _UntilBlocks(model.get_submodule(name), whole, last_block))
     return stage_input
 
 
@@ -162,10 +161,8 @@ def _blank(module: nn.Module, stage_input: StageInput) -> nn.Module:
 def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
     """Return the modules before the blocks that the last stage keeps: its head is tied to them."""
     after = tuple(f"{name}." for name in boundary.after)
-    needed = {
-        owner.rpartition(".")[0] for alias, owner in spec.tied.items() if alias.startswith(after)
-    }
-    return needed & set(boundary.before)
+    owners = [owner for alias, owner in spec.tied.items() if alias.startswith(after)]
+    return {owner.rpartition(".")[0] for owner in owners} & set(boundary.before)
 
 
 def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
@@ -183,8 +180,7 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
     except Exception as error:  # whatever a model's own code raises when its blocks are gone
         reason = str(error) if isinstance(error, _CannotCut) else named_line(error)
         expected, mend = "the same logits and gradients", "Set pipeline.stages to 1."
-        problem = Problem(place, f"cut into stages: {reason}", expected, mend)
-        raise ConfigError(problem) from error
+        raise ConfigError(Problem(place, f"cut into stages: {reason}", expected, mend)) from error
 
 
 @dataclass
@@ -311,14 +307,11 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
     run = (*called, *spec.blocks)
     before = [name for name, _ in model.named_modules() if name and not _holds(name, run)]
     before += [name for name in owners if called.get(name, set()) != {"after"}]
-    before = [name for name in dict.fromkeys(before) if _holds(name, owners)]
-    after = [name for name, places in called.items() if places == {"after"}]
+    before = outermost([name for name in dict.fromkeys(before) if _holds(name, owners)])
+    after = outermost([name for name, places in called.items() if places == {"after"}])
     around = [name for name, places in called.items() if places == {"before", "after"}]
     around = [name for name in around if name not in owners]
-    boundary = StageBoundary(
-        tuple(outermost(before)), tuple(outermost(after)), tuples, tuple(around)
-    )
-    return boundary, output
+    return StageBoundary(tuple(before), tuple(after), tuples, tuple(around)), output
 
 
 def _modules_outside(model: nn.Module, blocks: Sequence[str]) -> dict[str, nn.Module]:
@@ -338,6 +331,5 @@ def owns_parameters(module: nn.Module) -> bool:
 
 def _holds(name: str, others: Sequence[str]) -> bool:
     """Return True if one of the other modules is this one, holds it or is held by it."""
-    return any(
-        f"{other}.".startswith(f"{name}.") or f"{name}.".startswith(f"{other}.") for other in others
-    )
+    own, dotted = f"{name}.", [f"{other}." for other in others]
+    return any(other.startswith(own) or own.startswith(other) for other in dotted)

@@ -55,10 +55,7 @@ NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_ver
 
 
 def read_config(options: Any) -> PreTrainedConfig:
-    """Read and check the architecture that `trainer.model` names, without building it.
-
-    Raises ConfigError.
-    """
+    """Read and check the architecture of `trainer.model`; it is not built. Raises ConfigError."""
     if options.name_or_path is not None:
         return _pretrained_config(options)
     values = EMBEDDED if options.config is None else options.config
@@ -188,8 +185,7 @@ def _tiny_copy(
 
     try:
         full = _builder(config, options)()
-        blocks = stated_blocks(full)
-        if not blocks:
+        if not (blocks := stated_blocks(full)):
             small, _ = tiny(config, spec_of_tiny, full, (), layers, split, sizes)
             blocks = blocks_like(full, small.blocks)
         small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
@@ -253,8 +249,7 @@ def describe(
         tiny=TinyCopies(copy=tiny_copy),
         config=_architecture(model),
         files=ModelFiles(
-            opens="AutoModelForCausalLM.from_pretrained",
-            save_config=partial(_save_config, model),
+            opens="AutoModelForCausalLM.from_pretrained", save_config=partial(_save_config, model)
         ),
     )
     return spec if blocks or tiny_copy else replace(spec, blocks=blocks_by_run(spec))
@@ -276,12 +271,8 @@ def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
     if not folder.is_dir():
         from huggingface_hub import snapshot_download
 
-        patterns = ["*.json", "*.safetensors", "*.model"]
-        folder = Path(
-            snapshot_download(
-                options.name_or_path, revision=options.revision, allow_patterns=patterns
-            )
-        )
+        name, patterns = options.name_or_path, ["*.json", "*.safetensors", "*.model"]
+        folder = Path(snapshot_download(name, revision=options.revision, allow_patterns=patterns))
     parameters, state = {name for name, _ in model.named_parameters()}, model.state_dict().keys()
     unread: set[str] = set()
 

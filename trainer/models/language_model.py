@@ -96,8 +96,7 @@ def _tensor_plan(model: PreTrainedModel, blocks: tuple[str, ...], heads: int) ->
     parts = dict((*model.named_modules(), *model.named_parameters()))
     names = [name for name in parts if name.startswith(inside)]
     plan = {pattern: style for pattern, style in model.tp_plan.items() if style}
-    found = {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}
-    if found:
+    if found := {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}:
         stacks = {name for name, style in found.items() if style == "moe_tp_experts"}
         return {n: style for n, style in found.items() if n.rpartition(".")[0] not in stacks}
     guessed: dict[str, set[str]] = {}
@@ -273,11 +272,8 @@ def _is_word_by_word(model: PreTrainedModel) -> bool:
 
     Runs both on the CPU with small matrices, whole and in parts, in the place of the model's.
     """
-    head, table, body = (
-        model.get_output_embeddings(),
-        model.get_input_embeddings(),
-        model.base_model,
-    )
+    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    body = model.base_model
     if type(head) is not nn.Linear or not isinstance(table, nn.Embedding) or body is model:
         return False
     name, width = next(n for n, m in model.named_modules() if m is head), head.in_features
@@ -324,12 +320,8 @@ def stated_blocks(model: Any) -> tuple[str, ...]:
     Empty if there is no such list, or more than one that is in no other.
     """
     layers = getattr(text_config(model), "num_hidden_layers", 0)
-    lists = [
-        name
-        for name, module in _lists(model).items()
-        if len(module) == layers and name.startswith(model.base_model_prefix)
-    ]
-    found = outermost(lists)
+    long = [name for name, module in _lists(model).items() if len(module) == layers]
+    found = outermost([name for name in long if name.startswith(model.base_model_prefix)])
     return tuple(f"{found[0]}.{i}" for i in range(layers)) if len(found) == 1 else ()
 
 

@@ -70,10 +70,8 @@ def materialise(
         for _, module in unit:
             parameters = module._parameters.items()
             module._parameters.update({k: own[value] for k, value in parameters if value in own})
-            buffers = module._buffers.items()
-            module._buffers.update(
-                {key: b.to(placement.device) for key, b in buffers if b is not None}
-            )
+            buffers = [(key, b) for key, b in module._buffers.items() if b is not None]
+            module._buffers.update((key, b.to(placement.device)) for key, b in buffers)
         after_unit(unit[-1][1], list(own.values()))
     if values.missing:
         raise ConfigError(*values.missing)
@@ -131,14 +129,11 @@ class _Values:
 
     def initialise(self, root: nn.Module, name: str, module: nn.Module) -> None:
         """Fill the module's own tensors: by `initialise`, else with its constructor's values."""
-        before = {
-            key: (tensor, tensor._version)
-            for key, tensor in _tensors(module).items()
-            if tensor is not None
-        }
+        before = {key: tensor for key, tensor in _tensors(module).items() if tensor is not None}
+        versions = {key: tensor._version for key, tensor in before.items()}
         self.spec.initialise(root, name)
-        for key, (tensor, version) in before.items():
-            untouched = _tensors(module).get(key) is tensor and tensor._version == version
+        for key, tensor in before.items():
+            untouched = _tensors(module).get(key) is tensor and tensor._version == versions[key]
             if untouched and not has_values(tensor):
                 self._construct(_joined(name, key), module, tensor)
 
@@ -150,9 +145,8 @@ class _Values:
         elif isinstance(tensor, nn.Parameter) and callable(reset):
             reset()
         else:
-            seen = (
-                "the model's own initialisation leaves it empty when it is built on the meta device"
-            )
+            empty = "the model's own initialisation leaves it empty"
+            seen = f"{empty} when it is built on the meta device"
             expected = "a tensor that `_init_weights` fills, or one that is stored with the weights"
             self._report(name, seen, expected)
 

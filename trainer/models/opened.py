@@ -31,8 +31,7 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options
         folder = inner
     place = f"open: {folder}"
     files = (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
-    kind = next((name for name in files if (folder / name).exists()), None)
-    if kind is None:
+    if (kind := next((name for name in files if (folder / name).exists()), None)) is None:
         raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
     if kind != classifiers.DESCRIPTION:
         if build is not None:

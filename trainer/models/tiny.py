@@ -33,9 +33,8 @@ class Structure:
     def lacks(self, copy: Structure) -> Iterator[str]:
         """Yield each feature of this structure that `copy` does not have, for the user."""
         there, steps = set(copy.blocks), set(pairwise(copy.blocks))
-        yield from sorted(
-            f"{part.split(':')[0]} outside the blocks" for part in self.around - copy.around
-        )
+        outside = self.around - copy.around
+        yield from sorted(f"{part.split(':')[0]} outside the blocks" for part in outside)
         for kind in dict.fromkeys(kind for kind in self.blocks if kind not in there):
             yield f"a block like {self.names[self.blocks.index(kind)]}"
         for index, step in enumerate(pairwise(self.blocks)):

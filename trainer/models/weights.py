@@ -72,8 +72,7 @@ def fingerprint(weights: Any, names: Iterable[str]) -> str:
     """
     digest = hashlib.sha256()
     for name in names:
-        value = weights.read(name)
-        if value is None:
+        if (value := weights.read(name)) is None:
             continue
         digest.update(f"{name} {value.dtype} {list(value.shape)}".encode())
         flat = value.detach().reshape(-1)
@@ -110,8 +109,6 @@ def open_weights(
     try:
         return StateDict(load_whole())
     except UnpicklingError as error:
-        seen, mend = (
-            f"weights in a file {REFUSED_PICKLE}",
-            "Have their author save them as safetensors",
-        )
+        seen = f"weights in a file {REFUSED_PICKLE}"
+        mend = "Have their author save them as safetensors"
         raise ConfigError(Problem(place, seen, "tensors alone", mend)) from error

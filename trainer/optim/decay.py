@@ -17,11 +17,8 @@ _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 
 def norms_and_biases(model: nn.Module) -> dict[str, int]:
     """Return the sizes of trainable norms and biases by name; all of a LayerNorm is one."""
-    norms = tuple(
-        f"{name}."
-        for name, module in model.named_modules()
-        if isinstance(module, nn.LayerNorm) and name
-    )
+    modules = [name for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    norms = tuple(f"{name}." for name in modules if name)
     return {
         name: parameter.numel()
         for name, parameter in model.named_parameters()
@@ -38,9 +35,7 @@ def spared(excludes: str, spec: ModelSpec) -> dict[str, int]:
     model = spec.build()
     excluded = {} if excludes == "nothing" else norms_and_biases(model)
     own = {name for name, tuning in spec.training.tuned.items() if tuning.weight_decay is not None}
-    return excluded | {
-        name: parameter.numel() for name, parameter in model.named_parameters() if name in own
-    }
+    return excluded | {n: p.numel() for n, p in model.named_parameters() if n in own}
 
 
 def groups_of(

@@ -190,10 +190,8 @@ def range_test(
 
     def at(step: int) -> Update:
         interval = step / lr_range_test_step_size
-        increase = 1 + lr_range_test_step_rate * (
-            math.floor(interval) if lr_range_test_staircase else interval
-        )
-        return Update(lr_range_test_min_lr * increase)
+        grown = math.floor(interval) if lr_range_test_staircase else interval
+        return Update(lr_range_test_min_lr * (1 + lr_range_test_step_rate * grown))
 
     return at
 

@@ -171,10 +171,8 @@ class Muon(OnShards, torch.optim.AdamW):
     ) -> Sequence[torch.Tensor]:
         """Send the nth part to rank n; receive from rank n a part of the size of the nth `like`."""
         shared = self._shared
-        sizes = [
-            [tensor.numel() for tensor in of] + [0] * (len(shared.places) - len(of))
-            for of in (parts, like)
-        ]
+        counts = [[tensor.numel() for tensor in of] for of in (parts, like)]
+        sizes = [of + [0] * (len(shared.places) - len(of)) for of in counts]
         none = torch.empty(0, dtype=LOW, device=shared.device)
         given = torch.cat([none, *(part.flatten() for part in parts)])
         received = given.new_empty(sum(sizes[1]))

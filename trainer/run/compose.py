@@ -30,12 +30,8 @@ class Composed:
         """Return the engine `wanted`, else the config's, by its name. Raises ConfigError."""
         from trainer.engines import select
 
-        return select(
-            wanted or self.config.trainer.engine,
-            self.layout,
-            self.config,
-            device or self.facts.device,
-        )
+        name, device = wanted or self.config.trainer.engine, device or self.facts.device
+        return select(name, self.layout, self.config, device)
 
     def knowing(self, **facts: Any) -> Composed:
         """The same with more facts known."""

@@ -124,9 +124,8 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
     ranks.on_first(lambda: (folder / mark).unlink(missing_ok=True))
     if blind:
         found = ranks.gather((socket.gethostname(), folder.absolute(), sees))
-        others = [
-            f"rank {i} on {host} ({at})" for i, (host, at, sees) in enumerate(found) if not sees
-        ]
+        unseen = ((i, host, at) for i, (host, at, sees) in enumerate(found) if not sees)
+        others = [f"rank {i} on {host} ({at})" for i, host, at in unseen]
         actual = f"what rank 0 on {found[0][0]} writes there is not there for {listed(others)}"
         hint = (
             "Put trainer.run.folder on a file system that they share, as an absolute path, or set "

@@ -115,9 +115,8 @@ class RunHooks(Hooks):
             say(self.console, line)
         by_source = self.prepared.subject.losses_by_source(metrics, self.machine.device)
         state = replace(state, engine=self.engine.scalars())
-        record = replace(
-            self._meter.record(state, metrics, update, self._skipped.total), by_source=by_source
-        )
+        record = self._meter.record(state, metrics, update, self._skipped.total)
+        record = replace(record, by_source=by_source)
         for tracker in self._trackers:
             tracker.record(record)
         for line in self._slow_data.lines(record):
@@ -129,10 +128,8 @@ class RunHooks(Hooks):
         limit = self.prepared.config.trainer.evaluation.samples
         batching = Batching.of(layout, machine.ranks.rank, machine.device, self.prepared.workers)
         given = (subject.task, batching, limit, machine.watch.moves)
-        by_source = {
-            name: held_out_loss(self.engine, source, *given)
-            for name, source in subject.data.evaluations.items()
-        }
+        sources = subject.data.evaluations.items()
+        by_source = {name: held_out_loss(self.engine, source, *given) for name, source in sources}
         if not by_source:
             return False
         found = together(list(by_source.values()))

@@ -160,10 +160,8 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
         first = min(found)
         if other := [rank for rank in found if found[rank][1] != found[first][1]]:
             actual = f"{folder.name} on rank {other[0]} is another run than on rank {first}"
-            hint = (
-                "Move away the one that is not of this run, or give this one another "
-                "trainer.run.name"
-            )
+            other_name = "give this one another trainer.run.name"
+            hint = f"Move away the one that is not of this run, or {other_name}"
             expected = "one run in the folders of all"
             raise shared(ConfigError(Problem("trainer.run.node_local", actual, expected, hint)))
         if state == GOES_ON:
@@ -210,8 +208,7 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
     directory = folder / "checkpoints"
     source, lines = checkpoint.newest(directory, ranks, below)
     beside = ranks.each_keeper(lambda: checkpoint.leftovers(directory)).values()
-    left = sorted({path.name for paths in beside for path in paths})
-    if left:
+    if left := sorted({path.name for paths in beside for path in paths}):
         lines = [*lines, f"left over in {directory}: {', '.join(left)}"]
     if source is None and any(checkpoint.DAMAGED in name for name in left):
         hint = "Repair one and give its path to --resume, or start a run of its own with --fresh"
@@ -253,8 +250,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if "base" in before and "base" in now and before["base"] != now["base"]:
         actual = f"fingerprint {now['base'][:12]}..."
         expected = f"the base of the adapter, {before['base'][:12]}..."
-        place = f"trainer.model.name_or_path: {source}"
-        raise ConfigError(Problem(place, actual, expected, hint))
+        raise ConfigError(Problem(f"trainer.model.name_or_path: {source}", actual, expected, hint))
     if model := differences(before, now):
         expected = "the model of the checkpoint"
         raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
@@ -280,9 +276,8 @@ def _training(request: Any) -> Any:
     if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
         return request
     own = {key: value for key, value in section.items() if key not in BESIDE["trainer"]}
-    return {key: value for key, value in request.items() if key not in BESIDE[""]} | {
-        "trainer": own
-    }
+    whole = {key: value for key, value in request.items() if key not in BESIDE[""]}
+    return whole | {"trainer": own}
 
 
 def _request(folder: Path) -> Any:

@@ -141,10 +141,8 @@ def execute(
             again = "--fresh starts a new run, and more trainer.steps continue it"
             place = f"{start.folder / 'final'} is there already"
             say(console, f"finished: {place}; {again} with --resume auto")
-            ended = start.ranks.on_first(
-                lambda: (status_files.read(start.folder) or {}).get("ended")
-            )
-            if config.trainer.hub is None or ended == 0:
+            status = start.ranks.on_first(lambda: status_files.read(start.folder) or {})
+            if config.trainer.hub is None or status.get("ended") == 0:
                 return None
             start.ranks.on_keepers(lambda: status_files.begin(start.folder))
         log_to(start.folder)
@@ -249,8 +247,7 @@ def _write_down(
     lines = start.lines
     if source is not None and not request.resume_anyway:
         description = describe.run_description(prepared)
-        changed = ranks.on_first(lambda: resume.refuse_changed(source, description))
-        lines = [*lines, *changed]
+        lines = [*lines, *ranks.on_first(lambda: resume.refuse_changed(source, description))]
     for line in lines:
         say(console, f"resume  {line}")
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))

@@ -157,8 +157,7 @@ class Ending:
     def stalled(self, lines: Sequence[str]) -> None:
         """Report from a thread that the run hangs; the process ends after that."""
         again = ["  run the same command again to resume"] if self.folder else []
-        text = "\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], *again])
-        self.tell(text, Stalled.exit_code)
+        self.tell("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], *again]), Stalled.exit_code)
         faulthandler.dump_traceback(all_threads=True)  # into the log
         if self.log is not None:
             write_flight_record(self.log.with_name(f"nccl-rank-{self._world.rank}.pickle"))

@@ -87,10 +87,8 @@ def _send_outcome(work: Callable[[], object], pipe: Connection) -> None:
     try:
         if torch.cuda._is_in_bad_fork() and torch.cuda.is_available():
             actual = "forks of one that has used CUDA or looked for GPUs: CUDA fails in them"
-            expected = (
-                "`import trainer` first and no CUDA before the call, or a launcher (torchrun)"
-            )
-            raise ConfigError(Problem("processes", actual, expected))
+            expected = "`import trainer` first and no CUDA before the call"
+            raise ConfigError(Problem("processes", actual, f"{expected}, or a launcher (torchrun)"))
         pipe.send((False, work()))
     except MeshloomError as error:
         pipe.send((True, error))
@@ -107,8 +105,7 @@ def in_processes(work: Callable[[], T], processes: int | None, **environment: st
     of the first rank that failed.
     """
     try:
-        launched = world_of(os.environ)
-        if launched is None:
+        if (launched := world_of(os.environ)) is None:
             return _in_forks(work, processes or 1, environment)
         if processes not in (None, launched.world_size):
             actual = f"{processes} in a world of {launched.world_size} that a launcher started"

@@ -172,9 +172,8 @@ class _Launcher:
 
     def _all_go_on(self) -> bool:
         """Return True if some ranks run, and none has failed or should have ended long ago."""
-        return self._running() and not any(
-            rank.process.returncode or rank.overdue() for rank in self._ranks
-        )
+        runs = self._running()
+        return runs and not any(rank.process.returncode or rank.overdue() for rank in self._ranks)
 
     def _awaited_cause(self) -> Failure | None:
         """Wait a while for the ends of all ranks; return the cause of failure, if there is one."""

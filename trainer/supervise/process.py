@@ -97,9 +97,8 @@ def _device(section: str, world: World) -> torch.device:
 
 
 def _crowded(actual: str, hint: str) -> ConfigError:
-    return ConfigError(
-        Problem("processes on this machine", actual, "at most one process per GPU", hint)
-    )
+    expected = "at most one process per GPU"
+    return ConfigError(Problem("processes on this machine", actual, expected, hint))
 
 
 def _store(world: World, say: meeting.Say) -> Any:
@@ -160,9 +159,7 @@ def place_for_operators() -> None:
 
 
 def check_even(size: int, ranks: Ranks) -> None:
-    """Raise ConfigError unless all machines run equally many processes, as their meshes need.
-    Collective.
-    """
+    """Raise ConfigError unless all machines run equally many processes. Collective."""
     first = ranks.send(0, size)
     if odd := ranks.lowest(size if size != first else None):
         actual = f"{first} on that of rank 0, {odd[1]} on that of rank {odd[0]}"
@@ -185,8 +182,7 @@ def has_bf16(device: torch.device) -> bool:
 
 def cores() -> int:
     """Return the number of cores that this process may use; macOS can't say, and has all."""
-    known = hasattr(os, "sched_getaffinity")
-    return len(os.sched_getaffinity(0)) if known else os.cpu_count() or 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def share_of_cores(local_world_size: int) -> str | None:
@@ -202,10 +198,8 @@ def share_of_cores(local_world_size: int) -> str | None:
     if share < 2:
         return None
     torch.set_num_threads(share)
-    return (
-        f"{share} threads for the optimizer on the CPU, this process's share of the cores; "
-        "OMP_NUM_THREADS sets it"
-    )
+    origin = "this process's share of the cores; OMP_NUM_THREADS sets it"
+    return f"{share} threads for the optimizer on the CPU, {origin}"
 
 
 def _set_by_launcher(name: str) -> bool:

@@ -152,5 +152,4 @@ def preempted(saved_step: int) -> Preempted:
     """Build the error of a run that was asked to stop; step 0: before its first step."""
     actual = "a signal asked the run to stop" + ", and all is saved" * bool(saved_step)
     place = f"step {saved_step}" if saved_step else "before the first step"
-    problem = Problem(place, actual, "to go on", "Run the same command again")
-    return shared(Preempted(problem))
+    return shared(Preempted(Problem(place, actual, "to go on", "Run the same command again")))

@@ -96,9 +96,8 @@ def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
 
 def _is(found: Any, kinds: _Kinds) -> bool:
     """Return True if a parsed value has these fields, of these types, with plausible numbers."""
-    return isinstance(found, dict) and all(
-        _fits(found.get(name), types) for name, types in kinds.items()
-    )
+    fits = (_fits(found.get(name), types) for name, types in kinds.items())
+    return isinstance(found, dict) and all(fits)
 
 
 def _fits(value: Any, types: tuple[type, ...]) -> bool:

@@ -226,11 +226,9 @@ class Watch:
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
-        now = time.monotonic()
-        others = [
-            replace(beat, still=beat.still + now - heard) for beat, heard in self._others.values()
-        ]
-        return sorted([self._mine(), *others], key=lambda beat: beat.rank)
+        now, others = time.monotonic(), self._others.values()
+        grown = [replace(beat, still=beat.still + now - heard) for beat, heard in others]
+        return sorted([self._mine(), *grown], key=lambda beat: beat.rank)
 
     def _silent(self, beat: Beat) -> bool:
         return self._unheard(beat) > SILENT_SECONDS

@@ -158,8 +158,7 @@ def leave_with_launcher(own: bool) -> None:
     `own`: the parent is this project's launcher; others are recognised by their command.
     """
     process = psutil.Process()
-    above = process.parents()[:1] if own else launchers_above(process)
-    if above:
+    if above := process.parents()[:1] if own else launchers_above(process):
         chain = [process, *above]
         threading.Thread(target=_leave_after, args=(chain,), name="launcher", daemon=True).start()
 

@@ -89,9 +89,8 @@ class Opened:
 
     def __init__(self, name: str, folder: Path, say: Callable[[str], None]) -> None:
         self._name, self._say, self._works = name, say, True
-        make = NAMED["tracker"].get(name) or (
-            MLflow if name == "mlflow" else partial(Service, name)
-        )
+        known = MLflow if name == "mlflow" else partial(Service, name)
+        make = NAMED["tracker"].get(name) or known
         try:
             self._tracker: Tracker = make(folder)
         except Exception as error:  # a bad key, or a server that does not answer
@@ -135,10 +134,7 @@ def _logged_in() -> bool:
 
     settings = wandb.setup().settings
     try:
-        return (
-            settings.mode in ("offline", "disabled")
-            or bool(settings.api_key)
-            or wandb.login(prompt=False)
-        )
+        known = settings.mode in ("offline", "disabled") or bool(settings.api_key)
+        return known or wandb.login(prompt=False)
     except (TypeError, wandb.Error):
         return True

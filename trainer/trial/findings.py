@@ -48,8 +48,7 @@ def _matching(spec: ModelSpec, patterns: Sequence[str]) -> dict[str, nn.Paramete
 
 def say_unused(spec: ModelSpec, patterns: Sequence[str]) -> Iterator[str]:
     """Yield a line on the parameters that match, if there are some: they get no gradient."""
-    found = _matching(spec, patterns)
-    if found:
+    if found := _matching(spec, patterns):
         values = sum(parameter.numel() for parameter in found.values()) / 1e6
         others = {name for name, _ in spec.build().named_parameters()} - found.keys()
         where = in_short(found, others)

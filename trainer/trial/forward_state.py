@@ -50,9 +50,8 @@ def check_forward_state(
     alone, moved = _passes(name, make(), run, ALONE, beside)
     others, _ = _passes(name, make(), run, AFTER_OTHERS, beside)
     for training in (TRAIN, EVAL):
-        first, *later = [
-            one for one in (*alone, *others) if (one.training, one.rows) == (training, 0)
-        ]
+        passes = [one for one in (*alone, *others) if one.training == training]
+        first, *later = [one for one in passes if one.rows == 0]
         for one in later:
             _compare(name, first, one)
     before, after = alone[3].after, alone[5].after
@@ -125,10 +124,8 @@ def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
 def _shown(places: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> str:
     values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in places}
     tensors = {key for key, pair in values.items() if pair[1].startswith("a tensor")}
-    return listed(
-        [key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places],
-        most=3,
-    )
+    shown = [key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places]
+    return listed(shown, most=3)
 
 
 def _refused(name: str, actual: str) -> ConfigError:

@@ -113,8 +113,7 @@ def _compare_gradients(
         labels = torch.tensor(targets)
         loss = F.cross_entropy(_logits(alone, ids), labels, reduction="sum", ignore_index=IGNORED)
         loss.backward()
-    found = differing_gradient(packed, alone)
-    if not found:
+    if not (found := differing_gradient(packed, alone)):
         return ""
     gradient = f"the gradient of {found[0]} from packed documents"
     return f"{gradient} is off by {found[1]:.1%} of its largest entry"

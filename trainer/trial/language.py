@@ -177,8 +177,7 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
                 raise _other(spec, seen, "0, and no gradient")
             continue
         seed_generators(1)
-        loss = own(input_ids=ids, labels=labels, use_cache=False).loss
-        if loss is None:
+        if (loss := own(input_ids=ids, labels=labels, use_cache=False).loss) is None:
             return (f"{spec.name} has no loss of its own that ours could be compared with",)
         theirs = loss * counted
         theirs.backward()
@@ -236,9 +235,8 @@ def unused(
         seed := next(seeds, None)
     ) is not None:
         spread(ours, seed)
-        tokens = torch.randint(
-            1, spec.language.vocabulary, (16, LENGTH), generator=torch.Generator().manual_seed(seed)
-        )
+        drawing = torch.Generator().manual_seed(seed)
+        tokens = torch.randint(1, spec.language.vocabulary, (16, LENGTH), generator=drawing)
         found = _with_gradient(ours, {"input_ids": tokens, "targets": tokens}, task)
         with_gradient |= {pattern_of(name) for name in found}
     return tuple(never), tuple(name for name in sometimes if name in with_gradient)

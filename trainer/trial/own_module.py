@@ -100,10 +100,9 @@ def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     """Return the first and the last two rows of a batch: batch norm can't train on one row."""
     size = max((len(value) for value in batch.values() if value.ndim), default=0)
     rows = {key for key, value in batch.items() if value.ndim and len(value) == size}
-    parts = slice(min(2, size)), slice(max(0, size - 2), size)
-    return [
-        {key: v[part].clone() if key in rows else v for key, v in batch.items()} for part in parts
-    ]
+    first, last = slice(min(2, size)), slice(max(0, size - 2), size)
+    halves = ({key: batch[key][part].clone() for key in rows} for part in (first, last))
+    return [batch | half for half in halves]
 
 
 def _with_gradient(

@@ -34,9 +34,8 @@ def _pattern(value: str) -> str:
     try:
         re.compile(value)
     except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(
-            f'"all-linear", names in a list, or a regular expression ({error})'
-        ) from None
+        expected = '"all-linear", names in a list, or a regular expression'
+        raise ValueError(f"{expected} ({error})") from None
     return value
 
 
@@ -186,8 +185,7 @@ class AugmentSection(Section):
     """Pixels of black border, from which a part of the image's own size is cut out at random."""
     crop_scale: Annotated[list[Number], AfterValidator(_range)] | None = None
     """The smallest and largest share of the image's area that is cut out and scaled to `size`:
-    [0.08, 1].
-    """
+    [0.08, 1]."""
     flip: Share = 0.0
     """The probability of exchanging left and right."""
     rotate: Annotated[Number, Field(ge=0, le=180)] = 0.0

@@ -314,10 +314,8 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
         seen = f"an image with values of more than 8 bits (Pillow's mode {kind})"
         raise DataError(Problem(found.name(number), seen, "8 bits a channel", "Convert it first"))
     if wanted == "auto" and mode == "L" and kind not in GREY:
-        seen, mend = (
-            f"a colour image (Pillow's mode {kind}) among grey ones",
-            "Set trainer.images.mode",
-        )
+        seen = f"a colour image (Pillow's mode {kind}) among grey ones"
+        mend = "Set trainer.images.mode"
         raise DataError(Problem(found.name(number), seen, "images of one kind", mend))
     return pixels, int(label)
 

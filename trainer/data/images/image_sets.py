@@ -184,10 +184,8 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
             files = [str(file) for file in location.files]
             rows = load_dataset(location.format, data_files=files, split="train")
     except Exception as error:  # datasets, pyarrow and huggingface_hub raise a dozen kinds
-        seen, mend = (
-            f"can't be opened: {first_line(error)}",
-            "Mend path, name or split in trainer.data",
-        )
+        seen = f"can't be opened: {first_line(error)}"
+        mend = "Mend path, name or split in trainer.data"
         raise DataError(Problem(str(location), seen, KNOWN, mend)) from error
     return _rows(rows, str(location), images)
 
@@ -204,8 +202,7 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
     given = list(rows[images.label_column])
     names = getattr(rows.features[images.label_column], "names", None)
     kind = str if given and isinstance(given[0], str) else int
-    strange = [index for index, label in enumerate(given) if not isinstance(label, kind)]
-    if strange:
+    if strange := [index for index, label in enumerate(given) if not isinstance(label, kind)]:
         label = given[strange[0]]
         seen = f'column "{images.label_column}" holds {type(label).__name__} {label!r}'[:100]
         expected = "numbers from 0, or names, in every row"

@@ -165,10 +165,8 @@ class Template:
         before, after = (short(repr(text[at : at + 24])) for text in (one, other))
         seen = f"the template rewrites turn {turn} {when}: {before} becomes {after}"
         expected = "a template that keeps what it has written"
-        mend = (
-            "Mark answers in it with {% generation %}, or set trainer.data.loss_on to "
-            '"last_assistant"'
-        )
+        other = 'set trainer.data.loss_on to "last_assistant"'
+        mend = f"Mark answers in it with {{% generation %}}, or {other}"
         raise DataError(Problem(chat.place, seen, expected, mend))
 
     def _template(self, chat: Chat) -> str:

@@ -146,10 +146,8 @@ def open_data(
         sources[label], held = opening.open(options.model_copy(update=own))
         held_out |= {} if held is None else {label: held}
     counts = _samples_an_epoch(options, [len(source) for source in sources.values()])
-    shares = tuple(
-        Share(label, source, count)
-        for (label, source), count in zip(sources.items(), counts, strict=True)
-    )
+    each = zip(sources.items(), counts, strict=True)
+    shares = tuple(Share(label, source, count) for (label, source), count in each)
     mixture = Mixture([share.source for share in shares], counts, seed, order)
     parts = json.dumps([[share.source.summary.fingerprint, share.samples] for share in shares])
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()
@@ -157,8 +155,7 @@ def open_data(
 
 
 def _samples_an_epoch(options: DataSection, sizes: Sequence[int]) -> list[int]:
-    weights = [source.weight for source in options.sources if source.weight is not None]
-    if weights:
+    if weights := [source.weight for source in options.sources if source.weight is not None]:
         return by_weights(sizes, weights)
     return by_epochs(sizes, [source.epochs or 1 for source in options.sources])
 
@@ -184,11 +181,8 @@ class _Opening:
         if others := self._ranks.differing(train.summary.fingerprint):
             place = str(locate(options.path, options.format))
             seen = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
-            expected = (
-                "the same files, and the same versions of Python and the tokenizer, on every "
-                "machine"
-            )
-            raise DataError(Problem(place, seen, expected))
+            same = "the same files, and the same versions of Python and the tokenizer"
+            raise DataError(Problem(place, seen, f"{same}, on every machine"))
         return train, PreparedSource(evaluation) if evaluation.is_dir() else None
 
     def check(self) -> Check:

@@ -330,8 +330,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:
-    tools = _parsed(row.columns.get("tools"))
-    if not tools:
+    if not (tools := _parsed(row.columns.get("tools"))):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         place = f"{row.place}: tools"
@@ -360,8 +359,7 @@ def _parsed(value: Any) -> Any:
 def _text(row: Row, column: str) -> str | None:
     if column not in row.columns:
         raise missing(row, column)
-    value = row.columns[column]
-    if value is None:
+    if (value := row.columns[column]) is None:
         return None
     if not isinstance(value, str):
         seen = f'column "{column}" holds {type(value).__name__} {short(repr(value))}'

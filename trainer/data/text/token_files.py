@@ -176,10 +176,8 @@ class PreparedSource:
         begin, end = self._samples[index : index + 2]
         spans = [slice(first, last) for first, last in self._spans[begin:end].tolist()]
         following = [slice(span.start + 1, span.stop + 1) for span in spans]
-        targets = [
-            np.where(self._counted[at], self._tokens[at].astype(np.int64), IGNORED)
-            for at in following
-        ]
+        labels = [(self._counted[at], self._tokens[at].astype(np.int64)) for at in following]
+        targets = [np.where(counted, tokens, IGNORED) for counted, tokens in labels]
         inputs = [self._tokens[span] for span in spans]
         sample: Sample = {"input_ids": np.concatenate(inputs), "targets": np.concatenate(targets)}
         if self.summary.fill is not None:
@@ -374,9 +372,8 @@ def _windows(
         file.seek(1)
         for at in range(0, count, step):
             some = min(step, count - at)
-            used[at : at + some] = (
-                np.fromfile(file, np.bool_, some * length).reshape(some, length).any(axis=1)
-            )
+            counted = np.fromfile(file, np.bool_, some * length).reshape(some, length)
+            used[at : at + some] = counted.any(axis=1)
     cuts = np.arange(count + 1, dtype=np.int64) * length
     if isolate:
         cuts = np.union1d(cuts, edges[edges < cuts[-1]])

@@ -34,9 +34,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            name_or_path, trust_remote_code=trust_remote_code, revision=revision, **options
-        )
+        options |= {"trust_remote_code": trust_remote_code, "revision": revision}
+        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
     except Exception as error:  # a dozen libraries raise what they like
         seen = f"no tokenizer could be loaded ({first_line(error)})"
         expected = "a folder with a tokenizer, or a hub id"

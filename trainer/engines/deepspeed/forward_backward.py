@@ -45,7 +45,6 @@ class StepRunner(Runner, Protocol):
     @property
     def blank(self) -> tuple[nn.Module, ModelSpec]:
         """This rank's model or stage, unsharded, on the meta device, and its spec."""
-        ...
 
     def train(
         self,
@@ -58,7 +57,6 @@ class StepRunner(Runner, Protocol):
 
         `before_update` is called when the gradients are complete and averaged.
         """
-        ...
 
 
 class AccumulatedStep:

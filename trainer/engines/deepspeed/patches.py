@@ -21,9 +21,8 @@ def forget_earlier_engines() -> None:
     """
     from deepspeed.utils import groups
 
-    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = (
-        None
-    )
+    groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = None
+    groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     torch.nn.functional.linear = torch._C._nn.linear
 
 
@@ -44,20 +43,17 @@ def link_group_by_group(optimizer: Any) -> None:
     """
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    names = (
-        ("bit16_groups", "single_partition_of_fp32_groups"),
-        ("bf16_groups", "fp32_groups_flat_partition"),
-    )
-    present = [
-        attributes for attributes in names if all(hasattr(optimizer, name) for name in attributes)
-    ]
+    pairs = {
+        "bit16_groups": "single_partition_of_fp32_groups",
+        "bf16_groups": "fp32_groups_flat_partition",
+    }
+    present = [pair for pair in pairs.items() if all(hasattr(optimizer, name) for name in pair)]
     linked: set[int] = set()
 
     def link() -> None:
         state = optimizer.optimizer.state
-        for index, (group, flat) in enumerate(
-            zip(*(getattr(optimizer, name) for name in present[0]), strict=True)
-        ):
+        groups, flats = (getattr(optimizer, name) for name in present[0])
+        for index, (group, flat) in enumerate(zip(groups, flats, strict=True)):
             if index not in linked and state.get(flat):
                 lazy_init_hp_params_optimizer_state(group, flat, state)
                 linked.add(index)

@@ -108,11 +108,9 @@ class MasterState:
 
     def restore(self, scalars: Mapping[str, float]) -> None:
         self._states.common_step, self._scalars = scalars["optimizer_step"], {}
-        saved = {
-            key: scalars[f"scaler.{key}"] for key in _SCALER_KEYS if f"scaler.{key}" in scalars
-        }
-        known = {key: value for key, value in saved.items() if hasattr(self._scaler, key)}
-        patches.set_loss_scaler(self._scaler, known)
+        known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
+        saved = {key: scalars[f"scaler.{key}"] for key in known if f"scaler.{key}" in scalars}
+        patches.set_loss_scaler(self._scaler, saved)
 
     # Reading and writing one tensor
 

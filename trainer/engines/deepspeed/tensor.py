@@ -54,9 +54,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem(place, seen, "no adapter in what it splits", hint))
     is_partial, named = matrices.has_partial_gradient(spec, layout), spec.build().named_parameters()
     summed = {name.rpartition(".")[0] for name, _ in named if is_partial(name)}
-    styles |= {
-        f"whole ({name.rpartition('.')[2]})" for name in summed - spec.language.tensor_plan.keys()
-    }
+    whole = summed - spec.language.tensor_plan.keys()
+    styles |= {f"whole ({name.rpartition('.')[2]})" for name in whole}
     if unknown := sorted(styles - _KINDS.keys()):
         place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"
         raise ConfigError(Problem(place, seen, f"one of {', '.join(_KINDS)}", hint))
@@ -108,10 +107,9 @@ class Split:
         """Gather a parameter, its gradient or its state from the tensor ranks. Collective."""
         if parameter not in self._dims:
             return own
-        parts = [
-            torch.empty_like(own, memory_format=torch.contiguous_format) for _ in range(self._ranks)
-        ]
-        dist.all_gather(parts, own.detach().contiguous(), group=self._group)
+        own = own.detach().contiguous()
+        parts = [torch.empty_like(own) for _ in range(self._ranks)]
+        dist.all_gather(parts, own, group=self._group)
         return torch.cat(parts, self._dims[parameter])
 
     def own(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
@@ -134,8 +132,9 @@ def ranges(
     offset: int,
     strides: tuple[int, ...] | None,
 ) -> list[Part]:
-    """Return a range of a rank's flat parameter `held` as parts of the whole, which begins at
-    `start`: between its rows the whole may have those of other ranks.
+    """Return a range, from `start` on, of a rank's flat parameter `held` as parts of the whole.
+
+    Between its rows the whole may have those of other ranks.
     """
     if strides is None or strides == torch.empty(held.shape, device="meta").stride():
         return [Part(values, offset + start, (1,))] if len(values) else []

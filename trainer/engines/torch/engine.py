@@ -44,11 +44,9 @@ class TorchEngine(NormalisedEngine):
         self._used = used
         compiles = job.layout.compile == "blocks"
         self._reports = compilation.Reports(job.machine) if compiles else None
-        averages = used is not None
+        averages, device = used is not None, job.machine.device
         self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
-        self._norm = GradientNorm(
-            self._sync.parameters, self._sync.counted, mesh, job.machine.device
-        )
+        self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, device)
 
     def _train(
         self,
@@ -79,8 +77,7 @@ class TorchEngine(NormalisedEngine):
 
 def _shared(job: Job, mesh: ParallelMesh) -> Shared:
     """Return what Muon needs of the model and the mesh, or raise ConfigError. Collective."""
-    matrices = hidden_matrices(job.spec)
-    if not matrices:
+    if not (matrices := hidden_matrices(job.spec)):
         expected, hint = "matrices in repeated blocks, which Muon updates", 'Take "AdamW".'
         seen = f"{job.spec.name}, which has none"
         raise ConfigError(Problem("optimizer.type: Muon", seen, expected, hint))

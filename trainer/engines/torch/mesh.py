@@ -119,9 +119,8 @@ def build(job: Job) -> TorchEngine:
     if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`
         key, hint = "trainer.pipeline_schedule", "Use the schedule 1F1B."
-        seen = (
-            f"{layout.schedule.name} with ZeRO, and tokens that leave parameters without a gradient"
-        )
+        tokens = "tokens that leave parameters without a gradient"
+        seen = f"{layout.schedule.name} with ZeRO, and {tokens}"
         raise ConfigError(Problem(key, seen, "a gradient of each", hint))
 
     ends, noted = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))

@@ -84,8 +84,7 @@ class TorchState:
 
     def _keep(self, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:
         """Implement `StateTensor.keep`."""
-        parameters = self._named.get(name, [])
-        if not parameters:
+        if not (parameters := self._named.get(name, [])):
             return elsewhere(name, shapes)
         self._optimizer.keep(parameters, bool(shapes))
         states = [self._optimizer.of(parameter) for parameter in parameters]
@@ -102,9 +101,8 @@ class TorchState:
             if key == STEP and key not in shapes:
                 self._optimizer.put(parameters, key, self._optimizer.common_step)
             else:
-                entries.append(
-                    StateTensor(name, key, tuple(first.shape), first.dtype, 0, list, write)
-                )
+                kind = _kind(name, key, first)
+                entries.append(StateTensor(*kind, 0, list, write))
         return entries
 
 

@@ -86,9 +86,8 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     parameters = described.build().named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
     published = described.files.published
-    started = Started(
-        Path(options.path), {theirs: shapes[ours] for ours, theirs in published.items()}
-    )
+    wanted = {theirs: shapes[ours] for ours, theirs in published.items()}
+    started = Started(Path(options.path), wanted)
     weights = BaseWeights(base.weights, lasting=options.merge, started=started, published=published)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))

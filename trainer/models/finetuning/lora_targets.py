@@ -125,9 +125,8 @@ def check_saved(
             problems.append(Problem(place, seen, "one or the other"))
         elif shared:
             seen = f'"{name}" has {sorted(shared)[0]}, which is tied'
-            mend = (
-                "Trained by itself it would part from the other: no merged model could have both."
-            )
+            parts = "Trained by itself it would part from the other"
+            mend = f"{parts}: no merged model could have both."
             problems.append(Problem(place, seen, "a module that shares no parameter", mend))
     if problems:
         raise ConfigError(*problems)

@@ -78,8 +78,7 @@ class MergedWeights:
         self._layers = {base_name(f"{name}.weight"): layer for name, layer in layers.items()}
 
     def read(self, name: str) -> torch.Tensor | None:
-        value = self._base.read(name)
-        if value is None:
+        if (value := self._base.read(name)) is None:
             return None
         with safe_open(self._file, "pt") as file:
             if name in self._copies:

@@ -42,8 +42,7 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
         elif not missed:
             seen = "earlier groups have all that matches"
             expected = "a parameter that is in none of them"
-            mend = "The first group that matches counts."
-            problems.append(Problem(place, seen, expected, mend))
+            problems.append(Problem(place, seen, expected, "The first group that matches counts."))
         found |= dict.fromkeys(names, Tuning(group.lr_multiplier, group.weight_decay))
     if problems and not copied:
         raise ConfigError(*problems)

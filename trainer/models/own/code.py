@@ -168,7 +168,6 @@ def _end(node: ast.expr) -> tuple[int, int]:
 
 
 def _bytecode(code: CodeType) -> str:
-    constants = [
-        _bytecode(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts
-    ]
+    values = code.co_consts
+    constants = [_bytecode(v) if isinstance(v, CodeType) else repr(v) for v in values]
     return f"{code.co_code.hex()} {constants} {code.co_names}"

@@ -101,8 +101,7 @@ def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
             mend = "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
             seen = f"{name} is an nn.SyncBatchNorm"
             raise ConfigError(Problem("model", seen, "nn.BatchNorm", mend))
-    problems = [one for name, p in model.named_parameters() for one in _not_kept(name, p)]
-    if problems:
+    if problems := [one for name, p in model.named_parameters() for one in _not_kept(name, p)]:
         raise ConfigError(*problems)
     return model
 
@@ -132,11 +131,8 @@ def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
     if pattern is None:
         return tuple(children) if isinstance(model, nn.Sequential) else _repeated(model)
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
-    found = {
-        name: [int(number) for number in match.groups()]
-        for name, _ in model.named_modules()
-        if (match := wanted.fullmatch(name))
-    }
+    matches = filter(None, (wanted.fullmatch(name) for name, _ in model.named_modules()))
+    found = {match[0]: [int(number) for number in match.groups()] for match in matches}
     if not found:
         seen = f"no module of {type(model).__name__} is named {pattern}"
         expected = f"a pattern of names below {', '.join(children)}, such as layers.*"

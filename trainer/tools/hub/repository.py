@@ -43,8 +43,7 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
             make = partial(type(client), event_hooks=hooks, follow_redirects=True, timeout=SILENCE)
             set_client_factory(make)
         api = HfApi()
-        made = api.create_repo(section.repository, private=section.private, exist_ok=True)
-        name = made.repo_id
+        name = api.create_repo(section.repository, private=section.private, exist_ok=True).repo_id
         public = not api.model_info(name).private
         # a file as small as this is not sent, but whoever may not write is refused
         api.preupload_lfs_files(name, [CommitOperationAdd(CARD, b"# A model\n")])

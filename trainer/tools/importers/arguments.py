@@ -1,6 +1,4 @@
-"""The arguments of Hugging Face's Trainer, and those added by TRL's and transformers' own
-scripts.
-"""
+"""The arguments of Hugging Face's Trainer, with those of TRL's and transformers' own scripts."""
 
 from __future__ import annotations
 
@@ -23,9 +21,7 @@ def defaults(given: Json) -> Json:
 
 
 def _rows(draft: Draft, keys: Roles) -> None:
-    """Convert the data keys of transformers' scripts (`block_size`) and of TRL (`max_length`,
-    `packing`).
-    """
+    """Convert the data keys of transformers' scripts (`block_size`) and TRL's (`max_length`)."""
     trains, predicts = keys["do_train"], keys["do_predict"]
     if predicts.value and not trains.value:
         seen = "saw true without do_train: a prediction"
@@ -45,9 +41,7 @@ def _rows(draft: Draft, keys: Roles) -> None:
 
 
 def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
-    """Convert the evaluation rows; it is unknown here if a hub data set has a part for
-    evaluation.
-    """
+    """Convert the evaluation rows; the parts of a hub data set are not known here."""
     share, test = keys["validation_split_percentage"], keys["dataset_test_split"]
     if not share.key:
         share = Entry("validation_split_percentage", 5 if keys["train_file"].key else 0)

@@ -46,9 +46,7 @@ def _model(draft: Draft, keys: Roles) -> None:
 
 
 def _batch(draft: Draft, keys: Roles) -> None:
-    """Convert the batch sizes: Axolotl's `batch_size` is that of one process, micro-batch times
-    accumulation.
-    """
+    """Convert the batch sizes: Axolotl's `batch_size` is micro-batch times accumulation."""
     micro, whole = keys["micro_batch_size"], keys["batch_size"]
     accumulation = keys["gradient_accumulation_steps"]
     draft.put(micro, "train_micro_batch_size_per_gpu", micro.value)
@@ -64,9 +62,8 @@ def _samples(draft: Draft, keys: Roles) -> None:
     length, packing = keys["sequence_len"], keys["sample_packing"]
     excess, stream = keys["excess_length_strategy"], keys["pretraining_dataset"].value
     decides = packing if packing.key else length
-    texts = [
-        str(part.get("type", "")).startswith("completion") for part in _parts(keys["datasets"])
-    ]
+    kinds = [str(part.get("type", "")) for part in _parts(keys["datasets"])]
+    texts = [kind.startswith("completion") for kind in kinds]
     draft.put(length, "trainer.data.sequence_length", length.value)
     if stream or (texts and all(texts)):  # long texts are cut, and none is lost
         draft.put(decides, "trainer.data.documents", "concatenate")

@@ -90,9 +90,8 @@ def read_deepspeed(path: Path) -> Imported:
         return _imported(folder)
     except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
         seen = f"not what DeepSpeed writes ({error!r:.200})"
-        raise DataError(
-            Problem(str(folder), seen, "the files of DeepSpeed's save_checkpoint, 0.8 or later")
-        ) from error
+        expected = "the files of DeepSpeed's save_checkpoint, 0.8 or later"
+        raise DataError(Problem(str(folder), seen, expected)) from error
 
 
 def _imported(folder: Path) -> Imported:
@@ -216,8 +215,7 @@ def _read(file: Path) -> dict[str, Any]:
     except DataError:
         raise
     except UnpicklingError as error:
-        problem = Problem(str(file), REFUSED_PICKLE, f"{expected}, of data alone")
-        raise DataError(problem) from error
+        raise DataError(Problem(str(file), REFUSED_PICKLE, f"{expected}, of data alone")) from error
     except Exception as error:  # whatever a damaged archive or pickle raises
         raise DataError(Problem(str(file), named_line(error), expected)) from error
 
@@ -297,9 +295,7 @@ def _rounded(master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Te
 
 
 def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
-    """Return the weight in the model file, which must be the rounded master: else the assembly is
-    wrong.
-    """
+    """Return the model file's weight. Raises DataError unless it is the rounded master."""
     if not torch.equal(_rounded(master, known.dtype), known):
         seen = f"other values of {name} than *_model_states.pt has"
         raise DataError(Problem("*_optim_states.pt", seen, "the same"))

@@ -1,6 +1,4 @@
-"""LLaMA-Factory's YAML: its defaults, its keys that belong together, and data sets listed in
-`dataset_info.json`.
-"""
+"""LLaMA-Factory's YAML: its defaults, its keys that belong together, and its data sets."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 
 def defaults(given: Json) -> Json:
-    """Return the Trainer's defaults, with LoRA of rank 8, a cut at 2048 tokens, and activation
-    checkpointing.
-    """
+    """Return the Trainer's defaults, with LLaMA-Factory's own, and LoRA's unless it is off."""
     content = read_table("llamafactory")
     values = {**arguments.defaults({}), **content["defaults"]}
     if given.get("finetuning_type", "lora") == "lora":

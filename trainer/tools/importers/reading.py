@@ -34,9 +34,7 @@ def read_file(path: Path) -> Json:
 
 
 def read_flags(words: Sequence[str]) -> Json:
-    """Parse `--key value`, `--key=value`, `--key` (true) and `--no_key` (false); several values are
-    a list.
-    """
+    """Parse `--key value`, `--key=value`, `--key` (true), `--no_key` (false), lists of values."""
     if not words or not _ARGUMENT.match(words[0]):
         seen = f"saw {show(words[0])} first" if words else "saw nothing"
         expected = "--key value: the arguments without the command before them"
@@ -52,19 +50,14 @@ def read_flags(words: Sequence[str]) -> Json:
 
 
 def checked(given: Any, place: str) -> Any:
-    """Return `given` if it is a tree of text, finite numbers, true, false and null, without shell
-    variables.
-    """
-    problem = next(_strange(given, place), None)
-    if problem is not None:
+    """Return `given` if it is a tree of what JSON holds, without shell variables."""
+    if (problem := next(_strange(given, place), None)) is not None:
         raise ConfigError(problem)
     return given
 
 
 def beside(folder: Path, name: str) -> Path | None:
-    """Find the file or folder of that name, relative to `folder`, else to the working directory, or
-    None.
-    """
+    """Find a file or folder, relative to `folder`, else to the working directory, or None."""
     try:
         path = Path(name).expanduser()
         return next((found for found in (folder / path, path) if found.exists()), None)

@@ -1,6 +1,4 @@
-"""Keys of Hugging Face's Trainer that belong together, in all systems under the Trainer's names:
-optimizer, schedule, intervals, precision, sharding, adapter, trackers.
-"""
+"""Keys of Hugging Face's Trainer that belong together, in all systems under the Trainer's names."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ _FLOAT32 = (AUTO, "float32", "torch.float32")
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
-    """Return a section that is given inline, as JSON text, or in the file that it names. Raises
-    ConfigError.
-    """
+    """Return a section given inline, as JSON text, or as the name of a file. Raises ConfigError."""
     if not value or isinstance(value, dict):
         return dict(value or {})
     if str(value).lstrip().startswith("{"):
@@ -44,8 +40,7 @@ def section_of(key: str, value: Any, folder: Path) -> Json:
             return section
         except (ValueError, RecursionError) as error:
             raise ConfigError(Problem(key, first_line(error), "JSON")) from None
-    file = beside(folder, str(value))
-    if file is None:
+    if (file := beside(folder, str(value))) is None:
         expected = f"a JSON file, seen from {folder} or from here"
         raise ConfigError(Problem(key, f"no file {show(value)}", expected, "Put it there."))
     return read(file)
@@ -108,8 +103,7 @@ def scheduler(draft: Draft, keys: Roles) -> None:
     if "scheduler" in draft.base:
         if draft.explicit(entry):
             draft.keep(entry, "the DeepSpeed file has a scheduler of its own")
-        own = at(draft.base, "scheduler.params.warmup_num_steps")
-        if own is not None:
+        if (own := at(draft.base, "scheduler.params.warmup_num_steps")) is not None:
             _put_warmup(draft, warmup, steps, decides=own == AUTO)
         return
     if entry.value == "constant":
@@ -130,18 +124,14 @@ def scheduler(draft: Draft, keys: Roles) -> None:
 
 
 def _put_warmup(draft: Draft, entry: Entry, steps: int | str, decides: bool = True) -> None:
-    """Set the warm-up steps; "auto" with the requested share of all steps, until the data gives
-    their number.
-    """
+    """Set the warm-up steps; "auto" with a share of all steps, until their number is known."""
     draft.put(entry, "scheduler.params.warmup_num_steps", steps)
     if steps == AUTO and decides:
         draft.put(entry, "trainer.warmup_ratio", entry.value)
 
 
 def _warmup(draft: Draft, keys: Roles) -> tuple[Entry, int | str]:
-    """Return the key that asks for a warm-up, and its steps; "auto" if that needs the number of all
-    steps.
-    """
+    """Return the key that asks for a warm-up, and its steps; "auto" if they are not known."""
     steps, share = keys["warmup_steps"], keys["warmup_ratio"]
     if not steps.value and (not steps.key or draft.explicit(share)):
         steps, share = share, Entry()
@@ -224,9 +214,7 @@ def _interval(draft: Draft, keys: Roles, name: str, path: str) -> list[tuple[Ent
 
 
 def _each_epoch(draft: Draft, entry: Entry, often: float, path: str) -> list[tuple[Entry, str]]:
-    """Set an interval of so many per epoch as a share of all steps; that needs the number of
-    epochs.
-    """
+    """Set an interval of so many per epoch as a share of all steps, if the epochs are known."""
     epochs = draft.get("trainer.epochs")
     if not epochs or isinstance(epochs, str):
         return [(entry, f"--dry-run says how many steps an epoch has: set {path}")]
@@ -286,9 +274,7 @@ def sharding(draft: Draft, keys: Roles) -> None:
 
 
 def adapter(draft: Draft, keys: Roles) -> None:
-    """Convert LoRA, if requested. Raises ConfigError for another method: without it, all would be
-    trained.
-    """
+    """Convert LoRA, if requested. Raises ConfigError for another method."""
     kind, dropout, folder = keys["use_peft"], keys["lora_dropout"], keys["lora_path"]
     same = [(keys[name], ours) for name, ours in _VALUES["adapter"].items()]
     targets = [keys[name] for name in _TARGETS]

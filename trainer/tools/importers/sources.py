@@ -13,9 +13,7 @@ _USUAL = {"split": "train", "text_column": "text"}
 def put_sources(
     draft: Draft, entry: Entry, parts: Sequence[Json], labels: Sequence[str], test: bool = False
 ) -> None:
-    """Set one data set as `trainer.data`, several as its sources; of evaluation sets, the paths
-    only.
-    """
+    """Set one data set as `trainer.data`, several as its sources; evaluation sets by path alone."""
     named = dict(zip(_unlike(labels), parts, strict=True))
     if test:
         paths = {label: part["path"] for label, part in named.items()}
@@ -42,9 +40,8 @@ def put_share(draft: Draft, held: Entry) -> None:
 
 
 def _reads_otherwise(data: Json, part: Json) -> bool:
-    """Return True if the rows of an evaluation set need other options than those trained on; for
-    several sources, the rows themselves decide what they hold.
-    """
+    """Return True if the rows of an evaluation set need other options than those trained on."""
+    # with several sources, the rows themselves decide what they hold
     decided = {"path", "records", "chat_column"} if "sources" in data else {"path"}
     options = {key: value for key, value in part.items() if key not in decided}
     return any(data.get(key, _USUAL.get(key)) != value for key, value in options.items())

@@ -83,9 +83,7 @@ _FIRST = (
 
 
 def _ordered(made: Json) -> Json:
-    """Sort keys: batches, precision, layout, optimizer, other keys of DeepSpeed, then `trainer` in
-    its own order.
-    """
+    """Sort keys: those of `_FIRST`, other keys of DeepSpeed, then `trainer` in its own order."""
     section = made.get("trainer", {})
     order = [*_FIRST, *(key for key in made if key not in (*_FIRST, "trainer"))]
     ordered = {name: section[name] for name in TrainerSection.model_fields if name in section}

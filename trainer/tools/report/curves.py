@@ -63,8 +63,7 @@ def losses(record: RunRecord) -> Chapter:
     _line(axes, record.evaluations, "evaluation_loss", OCHRE, "held-out", marked=True)
     if odd := [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]:
         at_bottom = axes.get_xaxis_transform()
-        heights = [0.02] * len(odd)
-        axes.plot(odd, heights, "x", color=RED, transform=at_bottom, label="not finite")
+        axes.plot(odd, [0.02] * len(odd), "x", color=RED, transform=at_bottom, label="not finite")
     axes.set_ylabel("nats per target")
     for accuracy in accuracies:
         name, colour = ACCURACIES[accuracy]
@@ -76,8 +75,7 @@ def losses(record: RunRecord) -> Chapter:
 
 def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
     yield "The loss of each logged step, over its whole global batch, and the held-out loss."
-    many = record.logged > MOST
-    if many:
+    if many := record.logged > MOST:
         yield f"The {record.logged:,} log lines are thinned: of neighbours, the least and the"
         yield "largest loss are drawn."
     if odd:
@@ -134,8 +132,7 @@ def throughput(record: RunRecord) -> Chapter:
 
 def times(record: RunRecord) -> Chapter:
     key, title = "time", "Where the time of a step goes"
-    intervals = _intervals(record)
-    if not intervals:
+    if not (intervals := _intervals(record)):
         waits = finite(record.steps, "data_wait")
         known = f" Waiting for data took {sum(waits) / len(waits):.1%} of it." if waits else ""
         return Chapter(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
@@ -218,9 +215,7 @@ def _by_kind(axes: Axes, kinds: Mapping[str, float], peak: float) -> None:
 
 
 def _intervals(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
-    """Return the step of each log line, and the seconds per step in each phase since the line
-    before.
-    """
+    """Return the step of each log line, and each phase's seconds per step since the line before."""
     intervals: list[tuple[int, dict[str, float]]] = []
     before = 0
     for row in record.timeline:

@@ -71,8 +71,7 @@ def _end(row: Row, steps: Any) -> str:
 
 def history(record: RunRecord) -> Chapter:
     key, title = "history", "Checkpoints and interruptions"
-    made = sessions(record)
-    if not made:
+    if not (made := sessions(record)):
         there = ", ".join(f"step {step:,}" for step, _ in record.checkpoints)
         known = f" Checkpoints that are there: {there}." if there else " There is no checkpoint."
         return Chapter(key, title, f"The run recorded no starts and saves (timeline.jsonl).{known}")

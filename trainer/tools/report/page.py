@@ -1,6 +1,4 @@
-"""One HTML page of a run, with its pictures inside and beside it; it loads nothing from
-elsewhere.
-"""
+"""One HTML page of a run, with its pictures inside and beside it; it loads nothing else."""
 
 from __future__ import annotations
 
@@ -21,22 +19,13 @@ TEMPLATE = Path(__file__).with_name("page.html.j2")
 
 def sections(record: RunRecord) -> list[Chapter]:
     """Return all sections of the report, in reading order."""
-    parts = (
-        curves.losses,
-        curves.rates,
-        curves.throughput,
-        curves.times,
-        curves.memory,
-        history.history,
-    )
+    over_steps = (curves.losses, curves.rates, curves.throughput, curves.times, curves.memory)
     with drawing():
-        return [part(record) for part in parts]
+        return [part(record) for part in (*over_steps, history.history)]
 
 
 def write(record: RunRecord, path: Path) -> list[Path]:
-    """Write the page `path`, and PNGs to a folder of its name beside it; return all paths. Raises
-    DiskError.
-    """
+    """Write the page `path`, and PNGs to a folder beside it; return all paths. Raises DiskError."""
     parts = sections(record)
     pictures = {part.key: png(part.figure) for part in parts if part.figure is not None}
     beside = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-pictures")

@@ -17,14 +17,8 @@ from matplotlib.ticker import MaxNLocator
 from trainer.errors import printable
 
 INK, MUTED, GREY, LINE, PALE = "#27313b", "#6b7682", "#aab3bd", "#d5dae0", "#eef1f4"
-BLUE, TEAL, OCHRE, RED, VIOLET, SKY = (
-    "#2f5f96",
-    "#3b8f83",
-    "#cf9434",
-    "#b4493c",
-    "#7767a5",
-    "#8db4d9",
-)
+BLUE, TEAL, OCHRE = "#2f5f96", "#3b8f83", "#cf9434"
+RED, VIOLET, SKY = "#b4493c", "#7767a5", "#8db4d9"
 COLOURS = (BLUE, TEAL, OCHRE, VIOLET, SKY, "#a3b86c", "#c98a9b", MUTED)
 WIDTH, DPI = 9.6, 150
 FEW = 60
@@ -59,9 +53,7 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def figure(height: float, rows: int = 1, **more: Any) -> tuple[Figure, list[Axes]]:
-    """Make an empty figure of the report's width, and its axes from the top; `height` is in
-    inches.
-    """
+    """Make an empty figure of the report's width, `height` in inches; and its axes from the top."""
     made = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(made)
     return made, list(made.subplots(rows, squeeze=False, **more).flat)
