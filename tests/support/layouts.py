@@ -240,6 +240,12 @@ LAYOUTS = {
         zero_stage=3,
         model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1},
     ),
+    "mixtral, zero3, selective": replace(
+        DATA,
+        zero_stage=3,
+        recompute="selective",
+        model=family("mixtral", num_local_experts=4, num_experts_per_tok=2),
+    ),
     "experts, one to two ranks": replace(
         SPREAD_4, zero_stage=3, model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
     ),

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -35,25 +36,32 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
     for index, name in enumerate(spec.blocks):
         if recompute.mode != "every" or index % recompute.every == 0:
             block = model.get_submodule(name)
-            wrapped = partial(_recomputed, block.forward, recompute, spec.training.draws)
+            kinds = spec.training.draws, spec.language.idle_parameters > 0
+            wrapped = partial(_recomputed, block.forward, recompute, *kinds)
             patches.replace_forward(block, wrapped)
 
 
 def _recomputed(
-    forward: Callable[..., Any], recompute: Recompute, draws: bool, *args: Any, **kwargs: Any
+    forward: Callable[..., Any],
+    recompute: Recompute,
+    draws: bool,
+    routes: bool,
+    *args: Any,
+    **kwargs: Any,
 ) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
-        contexts["context_fn"] = partial(_selective, recompute.every)
+        copies = routes and not torch.compiler.is_compiling()  # compiled code writes nothing over
+        contexts["context_fn"] = partial(_selective, recompute.every, copies)
     with OnHost() if recompute.mode == "offload" else nullcontext():
         return checkpoint(
             forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=draws
         )
 
 
-def _selective(every: int) -> Any:
+def _selective(every: int, copies: bool) -> Any:
     """Return the contexts of one block's forward pass and of its recomputation.
 
     They keep what is costly or must not change; of matrix products, with `every` 2, only the first
@@ -68,7 +76,26 @@ def _selective(every: int) -> Any:
             kept = products[context.is_recompute] % every == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts = create_selective_checkpoint_contexts(policy)
+    return tuple(map(_copying, contexts)) if copies else contexts
+
+
+@contextmanager
+def _copying(kept: Any) -> Iterator[None]:
+    with kept, _Copies():
+        yield
+
+
+class _Copies(TorchDispatchMode):
+    """Gives a model a copy of a router's choice: some divide its weights in place, which would
+    change what is kept."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if getattr(func, "_opname", "") == "topk":
+            values, indices = found
+            return values.clone(), indices
+        return found
 
 
 def is_product(operator: Any) -> bool:
