@@ -146,7 +146,7 @@ def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
 
 
 def _notes_on_balance(spec: ModelSpec) -> Iterator[str]:
-    """Yield a note on biases that choose experts: no gradient moves them (arXiv 2412.19437, 2.1.2)."""
+    """Yield a note on biases that choose experts, which nothing moves (arXiv 2412.19437, 2.1.2)."""
     model = spec.build() if spec.language.idle_parameters else nn.Module()
     stacks = [model.get_submodule(name) for name in expert_ranks.stacks(model, spec)]
     counts = {len(parameter) for stack in stacks for parameter in stack.parameters()}

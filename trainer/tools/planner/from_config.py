@@ -142,11 +142,10 @@ def _language(section: TrainerSection, layout: Layout) -> TaskModel:
         ids = torch.zeros(count, length, dtype=torch.int64)
         return {"input_ids": ids, "targets": torch.ones_like(ids)}
 
-    attention = CausalLM.of(spec, 0).attention
-    attention()  # tried here, where tensors have values
+    attention = CausalLM.of(spec, 0).attention()  # tried here, where tensors have values
 
     def task(spec: ModelSpec) -> Task:
-        plain = CausalLM.of(spec, 0, attention)
+        plain = CausalLM.of(spec, 0, lambda: attention)
         return plain.regularised(spec, section.label_smoothing, section.neftune_alpha)
 
     flops, kind = flops_per_token(spec, length) * length, f"samples of {length:,} tokens"
