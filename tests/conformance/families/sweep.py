@@ -159,7 +159,9 @@ def page(table: dict[str, dict[str, str]]) -> str:
         f"| {family} | {' | '.join(cell(row.get(layout, '')) for layout in LAYOUTS)} |"
         for family, row in sorted(table.items())
     ]
-    summary = ", ".join(f"{layout} {count}" for layout, count in counts.items())
+    tried = {name: sum(name in row for row in table.values()) for name in LAYOUTS}
+    few = {name: f" of {tried[name]}" if tried[name] < len(table) else "" for name in LAYOUTS}
+    summary = ", ".join(f"{layout} {count}{few[layout]}" for layout, count in counts.items())
     return "\n".join(
         [
             "# Families",
