@@ -153,7 +153,7 @@ class Layout(MeshSizes):
         return rank // self.tensor % self.averaging_ranks // self.context
 
     def row_groups(self, heads: int) -> int:
-        """Count the groups of ranks that share a row: the ranks of a group divide the heads."""
+        """Count the groups of ranks that share a row, each as large as the heads allow."""
         return self.context // math.gcd(self.context, heads // self.tensor)
 
     def coordinates(self, rank: int) -> dict[str, int]:

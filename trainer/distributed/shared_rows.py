@@ -117,8 +117,7 @@ class ContextRanks:
         return self.division.part(whole, self.rank, dim, fill) if self else whole
 
     def for_each(self, heads: torch.Tensor) -> torch.Tensor:
-        """Repeat key or value heads [batch, heads, part, width] so that each rank of a group has as
-        many.
+        """Repeat key or value heads [batch, heads, part, width] until a group's ranks divide them.
 
         A head's copies are next to one another; its gradient is the sum of theirs.
         """

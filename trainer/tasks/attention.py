@@ -64,8 +64,7 @@ class Borders:
     """The cuts of the keys, where they are other than those of the queries."""
 
     def seen_from(self, begin: int, end: int) -> Borders:
-        """Return the borders of the queries from `begin` to `end` of each row, and of the keys up
-        to `end`: of both, a document has what is there."""
+        """Return the borders for queries from `begin` to `end` of each row, and keys up to `end`."""
         rows, within = self.cuts // self.longest, self.cuts % self.longest
         queries = rows * (end - begin) + (within - begin).clamp(0, end - begin)
         return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
@@ -159,8 +158,10 @@ ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
 
 
 def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.device) -> BlockMask:
-    """Make a mask in blocks for the queries of a section and the keys up to its end; compiled on a
-    GPU, as all entries are written otherwise."""
+    """Make a mask in blocks, for a section's queries and the keys up to its end.
+
+    It is compiled on a GPU, as all entries are written otherwise.
+    """
     make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
     begin, end = section
 

@@ -228,7 +228,7 @@ class CausalLM:
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 
     def _kernels(self, device: torch.device) -> Callable[..., str]:
-        """Return the choice of a mask's kernel; it tries the model before masks are made."""
+        """Return the function that chooses a mask's kernel; the model is tried now, if ever."""
         if device.type != "cuda":
             return lambda *_: "mask"
         model = self.attention()

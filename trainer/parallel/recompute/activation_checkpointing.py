@@ -87,8 +87,7 @@ def _copying(kept: Any) -> Iterator[None]:
 
 
 class _Copies(TorchDispatchMode):
-    """Gives a model a copy of a router's choice: some divide its weights in place, which would
-    change what is kept."""
+    """Gives a model a copy of what it chose: routers divide its weights in place, not those kept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
