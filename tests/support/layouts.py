@@ -246,6 +246,11 @@ LAYOUTS = {
         recompute="selective",
         model=family("mixtral", num_local_experts=4, num_experts_per_tok=2),
     ),
+    "gpt_oss, selective": replace(
+        DATA,
+        recompute="selective",
+        model=family("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16),
+    ),
     "experts, one to two ranks": replace(
         SPREAD_4, zero_stage=3, model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
     ),

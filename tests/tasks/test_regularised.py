@@ -81,7 +81,7 @@ def certified(
     from trainer.certify.tiny_run import tiny_run
     from trainer.tasks.noise import EmbeddingNoise
 
-    def padded(self, lengths):
+    def padded(self, lengths, ranks=None):
         self._lengths = lengths.max().expand_as(lengths)
 
     with (

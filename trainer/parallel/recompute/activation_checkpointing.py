@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -36,7 +37,10 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
     for index, name in enumerate(spec.blocks):
         if recompute.mode != "every" or index % recompute.every == 0:
             block = model.get_submodule(name)
-            kinds = spec.training.draws, spec.language.idle_parameters > 0
+            routes = spec.language.idle_parameters > 0
+            biased = any(getattr(module, "has_bias", False) for module in block.modules())
+            copied = ("topk", "grouped_mm") if biased else ("topk",) if routes else ()
+            kinds = spec.training.draws, copied
             wrapped = partial(_recomputed, block.forward, recompute, *kinds)
             patches.replace_forward(block, wrapped)
 
@@ -45,7 +49,7 @@ def _recomputed(
     forward: Callable[..., Any],
     recompute: Recompute,
     draws: bool,
-    routes: bool,
+    copied: tuple[str, ...],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -53,15 +57,15 @@ def _recomputed(
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
-        copies = routes and not torch.compiler.is_compiling()  # compiled code writes nothing over
-        contexts["context_fn"] = partial(_selective, recompute.every, copies)
+        copied = () if torch.compiler.is_compiling() else copied  # it writes nothing over
+        contexts["context_fn"] = partial(_selective, recompute.every, copied)
     with OnHost() if recompute.mode == "offload" else nullcontext():
         return checkpoint(
             forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=draws
         )
 
 
-def _selective(every: int, copies: bool) -> Any:
+def _selective(every: int, copied: tuple[str, ...]) -> Any:
     """Return the contexts of one block's forward pass and of its recomputation.
 
     They keep what is costly or must not change; of matrix products, with `every` 2, only the first
@@ -77,24 +81,30 @@ def _selective(every: int, copies: bool) -> Any:
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = create_selective_checkpoint_contexts(policy)
-    return tuple(map(_copying, contexts)) if copies else contexts
+    return tuple(_copying(kept, copied) for kept in contexts) if copied else contexts
 
 
 @contextmanager
-def _copying(kept: Any) -> Iterator[None]:
-    with kept, _Copies():
+def _copying(kept: Any, operators: tuple[str, ...]) -> Iterator[None]:
+    with kept, _Copies(operators):
         yield
 
 
 class _Copies(TorchDispatchMode):
-    """Gives a model a copy of what it chose: routers divide its weights in place, not those kept."""
+    """Gives a model copies of what some operators return, as it writes into them, not what is kept.
+
+    Routers divide the weights of chosen experts in place; transformers adds experts' biases so.
+    """
+
+    def __init__(self, operators: tuple[str, ...]) -> None:
+        super().__init__()
+        self._operators = operators
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = func(*args, **(kwargs or {}))
-        if getattr(func, "_opname", "") == "topk":
-            values, indices = found
-            return values.clone(), indices
-        return found
+        if not getattr(func, "_opname", "").endswith(self._operators):
+            return found
+        return tree_map(torch.clone, found)
 
 
 def is_product(operator: Any) -> bool:
