@@ -64,7 +64,7 @@ class Borders:
     """The cuts of the keys, where they are other than those of the queries."""
 
     def seen_from(self, begin: int, end: int) -> Borders:
-        """Return the borders for queries from `begin` to `end` of each row, and keys up to `end`."""
+        """Return the borders for queries from `begin` to `end` of rows, and keys up to `end`."""
         rows, within = self.cuts // self.longest, self.cuts % self.longest
         queries = rows * (end - begin) + (within - begin).clamp(0, end - begin)
         return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
