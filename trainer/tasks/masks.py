@@ -82,14 +82,15 @@ class Masks:
             kind = None if padded else _kind(mask_function)
             key = make, kind, *rows.sections
             last, mask, version = self._made.get(key, (None, None, 0))
-            if last == wanted and getattr(mask, "_version", 0) == version:  # unchanged since
+            asked = {k: v for k, v in wanted.items() if k != "cache_position"}  # a tensor
+            if last == asked and getattr(mask, "_version", 0) == version:  # unchanged since
                 return mask
             if make is masking_utils.sdpa_mask:
                 mask = self._for_sdpa(mask_function, rows, {**wanted, "config": config})
             else:
                 mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
             if kind is not None and mask is not None:
-                self._made[key] = wanted, mask, getattr(mask, "_version", 0)
+                self._made[key] = asked, mask, getattr(mask, "_version", 0)
             return mask
 
         return made
@@ -97,17 +98,16 @@ class Masks:
     def _for_sdpa(self, function: Any, rows: _Rows, wanted: dict[str, Any]) -> Any:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
         count, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
-        documents = rows.documents
         place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
         is_cast = place.type != "meta" and torch.is_autocast_enabled(place.type)
         dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
-        pattern, apart = _pattern(function, window), _apart(function, documents)
+        pattern, apart = _pattern(function, window), _apart(function, rows.documents)
         whole = wanted.get("allow_is_causal_skip") and window is None
         given = wanted.get("attention_mask") is not None
         chosen = "mask" if whole or given else rows.choose(pattern, place, dtype)
         if chosen == "borders":
             ends = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=place)
-            return Borders(documents.borders if documents else ends, length, window)
+            return Borders(rows.documents.borders if rows.documents else ends, length, window)
         if chosen == "blocks":
             make = partial(blocks, apart, count, device=place)
             return {ends[0]: make(ends) for ends in rows.sections} or make((0, length))
