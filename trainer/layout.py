@@ -45,6 +45,8 @@ class PipelineSchedule:
     """True if gradients of weights are computed apart from those of activations."""
     partition: Partition = "best"
     """The rule by which blocks are assigned to the stages."""
+    row: int = 1
+    """The tokens of a row, by which `best` weighs attention."""
 
     def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
         """Return (actual, expected) if so many micro-batches can't run on `ranks` ranks."""
@@ -232,6 +234,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         schedule=replace(
             PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
             partition=settings.get("pipeline", {}).get("partition", "best"),
+            row=config.trainer.data.sequence_length,
         ),
         sync_batch_norm=config.trainer.sync_batch_norm,
         compile=config.trainer.compile,

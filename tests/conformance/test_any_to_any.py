@@ -16,7 +16,7 @@ import pytest
 
 from tests.optim.test_muon import MUON as OF_MUON
 from tests.optim.test_muon import finely
-from tests.support.layouts import EXPERTS
+from tests.support.layouts import TWO_EXPERTS
 from tests.support.pool import Pools
 from tests.support.training import LLAMA, TRAIN_BATCH, Case, build, data_rank_of, shares, task_of
 
@@ -221,7 +221,7 @@ def test_rows_are_divided_among_more_ranks_or_fewer(pools, tmp_path):
     assert sum(map(len, table.values())) == len(CONTEXT)
 
 
-PAIR = EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1, "attention_dropout": 0.0}
+PAIR = TWO_EXPERTS | {"attention_dropout": 0.0}
 FEW_EXPERTS = {
     "one process": replace(ONE, zero_stage=0),
     "ZeRO-3 on 4": replace(FOUR, zero_stage=3),

@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 
 from tests.models.test_models import family
 from tests.run.test_layout import layout
+from tests.support.layouts import family as sized
 from tests.support.training import LLAMA, spec_of
 from trainer.distributed.ranks import Ranks
 from trainer.engines.owners import owners
 from trainer.errors import ConfigError
-from trainer.layout import PIPELINE_SCHEDULES
+from trainer.layout import PIPELINE_SCHEDULES, Partition, PipelineSchedule
 from trainer.models.cut import check_cut, cut
 from trainer.parallel.partition import block_ranges, divide
 
@@ -48,14 +49,18 @@ def test_the_dearest_stage_is_as_cheap_as_any_division_makes_it(
     assert dearest(tuple(part.start for part in found[1:])) == best
 
 
+def rule(partition: Partition, row: int = 1) -> PipelineSchedule:
+    return PipelineSchedule("1F1B", partition=partition, row=row)
+
+
 def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
     spec = spec_of(LLAMA | {"num_hidden_layers": 6, "vocab_size": 400})
     block = sum(p.numel() for p in spec.build().get_submodule(spec.blocks[0]).parameters())
     assert spec.language.head_parameters > block
     model = spec.build()
-    assert [len(blocks) for blocks in block_ranges(model, spec, "uniform", 2)] == [3, 3]
-    assert [len(blocks) for blocks in block_ranges(model, spec, "best", 2)] == [4, 2]
-    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [
+    assert [len(blocks) for blocks in block_ranges(model, spec, rule("uniform"), 2)] == [3, 3]
+    assert [len(blocks) for blocks in block_ranges(model, spec, rule("best"), 2)] == [4, 2]
+    assert [len(blocks) for blocks in block_ranges(model, spec, rule("parameters"), 2)] == [
         3,
         3,
     ]  # the tied table is on both
@@ -70,8 +75,44 @@ def test_experts_that_a_token_is_not_routed_to_are_no_work():
     known |= {"num_hidden_layers": 4, "first_k_dense_replace": 1, "intermediate_size": 400}
     spec = spec_of(known | {"n_group": 1, "topk_group": 1})
     model = spec.build()
-    assert [len(blocks) for blocks in block_ranges(model, spec, "best", 2)] == [1, 3]
-    assert [len(blocks) for blocks in block_ranges(model, spec, "parameters", 2)] == [2, 2]
+    assert [len(blocks) for blocks in block_ranges(model, spec, rule("best"), 2)] == [1, 3]
+    assert [len(blocks) for blocks in block_ranges(model, spec, rule("parameters"), 2)] == [2, 2]
+
+
+HALVES = [["full_attention"] * 4, ["sliding_attention"] * 4, ["conv"] * 4]
+ATTENDING = {
+    name: sized(kind, num_hidden_layers=8, **more)
+    for name, kind, more in (
+        ("windows first", "gemma3_text", {"layer_types": HALVES[1] + HALVES[0]}),
+        ("attention after convolutions", "lfm2", {"layer_types": HALVES[2] + HALVES[0]}),
+        ("alike", "llama", {}),
+    )
+}
+ATTENDING["windows first"] |= {"sliding_window": 16}
+
+
+@pytest.mark.parametrize(
+    ("model", "short", "long"),
+    [
+        ("windows first", [4, 4], [6, 2]),
+        ("attention after convolutions", [4, 4], [6, 2]),
+        ("alike", [4, 4], [4, 4]),
+    ],
+)
+def test_attention_over_long_rows_is_work(model: str, short: list[int], long: list[int]) -> None:
+    spec = spec_of(ATTENDING[model])
+    for row, counts in ((16, short), (1 << 16, long)):
+        found = block_ranges(spec.build(), spec, rule("best", row), 2)
+        assert [len(blocks) for blocks in found] == counts
+
+
+def test_attention_is_as_many_parameters_as_its_flops_are() -> None:
+    """Of `6 H T` FLOPs a token and block (arXiv 2204.02311, halved), six are a parameter's."""
+    from trainer.parallel.partition import _attention
+
+    spec = spec_of(ATTENDING["alike"])
+    width = spec.language.attention_width
+    assert _attention(spec, SimpleNamespace(), 4096) == [width * 4096] * 8
 
 
 @pytest.mark.parametrize("schedule", PIPELINE_SCHEDULES)

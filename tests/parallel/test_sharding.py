@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.counted import count, workload
-from tests.support.layouts import EXPERTS, HSDP, UNTIED
+from tests.support.layouts import HSDP, TWO_EXPERTS, UNTIED
 from tests.support.training import (
     GPT2,
     LLAMA,
@@ -71,7 +71,7 @@ def held_values(case: Case) -> int:
 @pytest.mark.parametrize("engine", ["mesh", "accelerate"])
 def test_experts_that_are_fewer_than_the_ranks_are_divided_alike(pools, engine):
     """FSDP2's own way gives two of four ranks an expert each, and the others none."""
-    model = EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
+    model = TWO_EXPERTS
     case = replace(MESH, engine=engine, world_size=4, zero_stage=3, micro_batch=1, model=model)
     held = pools[4].run(held_values, case=case)
     assert max(held) < 1.05 * min(held)

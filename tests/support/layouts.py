@@ -66,6 +66,7 @@ SHARED = family(
     moe_intermediate_size=16,
     shared_expert_intermediate_size=32,
 )
+TWO_EXPERTS = EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
 EXPERTS_4 = EXPERTS | {"num_hidden_layers": 4}
 SPREAD = Case(expert=2, zero_stage=2, model=EXPERTS)
 SPREAD_4 = replace(SPREAD, world_size=4, micro_batch=1)
@@ -238,7 +239,7 @@ LAYOUTS = {
         world_size=4,
         micro_batch=1,
         zero_stage=3,
-        model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1},
+        model=TWO_EXPERTS,
     ),
     "mixtral, zero3, selective": replace(
         DATA,
@@ -251,9 +252,7 @@ LAYOUTS = {
         recompute="selective",
         model=family("gpt_oss", num_local_experts=4, num_experts_per_tok=2, head_dim=16),
     ),
-    "experts, one to two ranks": replace(
-        SPREAD_4, zero_stage=3, model=EXPERTS | {"num_experts": 2, "num_experts_per_tok": 1}
-    ),
+    "experts, one to two ranks": replace(SPREAD_4, zero_stage=3, model=TWO_EXPERTS),
     "context, three heads, hsdp, window": replace(
         CONTEXT,
         world_size=4,
@@ -276,6 +275,24 @@ LAYOUTS = {
         micro_batch=2,
         zero_stage=0,
         model=TIED | {"num_hidden_layers": 4},
+    ),
+    "pipeline x context, three heads, selective": replace(
+        CONTEXT,
+        world_size=4,
+        pipeline=2,
+        micro_batch=2,
+        zero_stage=0,
+        recompute="selective",
+        model=TIED
+        | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 1}
+        | {"num_hidden_layers": 4},
+    ),
+    "tensor x context, a head for two ranks": replace(
+        CONTEXT,
+        world_size=4,
+        tensor=2,
+        zero_stage=2,
+        model=TIED | {"num_attention_heads": 2, "num_key_value_heads": 2},
     ),
     "tensor x context, sequence, phi3": replace(
         CONTEXT,

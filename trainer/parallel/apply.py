@@ -77,7 +77,7 @@ def stages_of_rank(
     """
     layout = mesh.layout
     boundary = ranks.on_first(lambda: check_cut(spec, layout.stages))
-    ranges = partition.block_ranges(spec.build(), spec, layout.schedule.partition, layout.stages)
+    ranges = partition.block_ranges(spec.build(), spec, layout.schedule, layout.stages)
     stages = []
     for index in mesh.stages:
         model, dropout = wrap_blocks(spec, task, layout, mesh, ranges[index])

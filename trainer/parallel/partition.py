@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils.flop_counter import FlopCounterMode
 
-from trainer.layout import Partition
+from trainer.layout import PipelineSchedule
 from trainer.models.language_model import idle_parameters, text_config
 from trainer.models.spec import ModelSpec
+
+COUNTED = 32
+"""The tokens of the row on which a model's attention is counted."""
 
 
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
@@ -46,25 +54,57 @@ def divide(costs: Sequence[float], first: float, last: float, stages: int) -> li
 
 
 def block_ranges(
-    model: nn.Module, spec: ModelSpec, partition: Partition, stages: int
+    model: nn.Module, spec: ModelSpec, schedule: PipelineSchedule, stages: int
 ) -> list[range]:
     """Return the blocks of each stage.
 
     `uniform`: equal numbers of blocks. `parameters`: equal numbers of parameters, with the input
     table on the first stage and the head on the last. `best`: equal work, 6 FLOPs a token for each
-    parameter in blocks and head, but for those of experts that it is not routed to; a look-up is
-    free.
+    parameter in blocks and head, but for those of experts that it is not routed to, and attention
+    over rows of `schedule.row` tokens; a look-up is free.
     """
+    partition, head = schedule.partition, spec.language.head_parameters
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
     blocks = [model.get_submodule(name) for name in spec.blocks]
     costs = [float(sum(p.numel() for p in block.parameters())) for block in blocks]
-    if partition == "best" and spec.language.idle_parameters:
-        config = text_config(model)
-        costs = [
-            cost - idle_parameters(block, config) for cost, block in zip(costs, blocks, strict=True)
-        ]
-    table = spec.language.embedding_parameters or spec.language.head_parameters
-    return divide(
-        costs, table if partition == "parameters" else 0.0, spec.language.head_parameters, stages
-    )
+    if partition == "parameters":
+        return divide(costs, spec.language.embedding_parameters or head, head, stages)
+    if spec.language.idle_parameters:
+        idle = (idle_parameters(block, text_config(model)) for block in blocks)
+        costs = [cost - unused for cost, unused in zip(costs, idle, strict=True)]
+    if spec.language.attention_width:
+        attention = _attention(spec, text_config(model), schedule.row)
+        costs = [cost + work for cost, work in zip(costs, attention, strict=True)]
+    return divide(costs, 0.0, head, stages)
+
+
+def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
+    """Return the work of each block's attention in a row: as many parameters would be as much.
+
+    It is what grows with the square of a row's length, counted on two short rows; none where a
+    model does not run without values.
+    """
+    try:
+        once, twice = _flops(spec, COUNTED), _flops(spec, 2 * COUNTED)
+    except Exception:  # whatever a model's own code raises
+        return [0.0] * len(spec.blocks)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(once)
+    window = min(getattr(config, "sliding_window", None) or row, row)
+    chunk = min(getattr(config, "attention_chunk_size", None) or row, row)
+    # the mean number of tokens that a token sees
+    seen = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
+    squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
+    return [
+        square / 2 * seen.get(kind, row / 2) for square, kind in zip(squares, kinds, strict=True)
+    ]
+
+
+def _flops(spec: ModelSpec, row: int) -> list[int]:
+    """Count the FLOPs of each block's forward pass for one row, on tensors without values."""
+    with _disable_current_modes(), torch.device("meta"), torch.no_grad():
+        model = spec.build()
+        with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+            model(input_ids=torch.zeros(1, row, dtype=torch.int64), use_cache=False)
+    counts, root = counter.get_flop_counts(), type(model).__name__
+    return [sum(counts[f"{root}.{name}"].values()) for name in spec.blocks]

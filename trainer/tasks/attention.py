@@ -56,7 +56,7 @@ class Borders:
 
     cuts: torch.Tensor
     """The starts of documents over all rows laid end to end, and the end, int32."""
-    longest: int
+    row: int
     """The length of a row."""
     window: int | None
     """The most tokens that a token sees, itself included."""
@@ -65,7 +65,7 @@ class Borders:
 
     def seen_from(self, begin: int, end: int) -> Borders:
         """Return the borders for queries from `begin` to `end` of rows, and keys up to `end`."""
-        rows, within = self.cuts // self.longest, self.cuts % self.longest
+        rows, within = self.cuts // self.row, self.cuts % self.row
         queries = rows * (end - begin) + (within - begin).clamp(0, end - begin)
         return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
 
@@ -141,7 +141,7 @@ def _attended(
         attention_mask = attention_mask.mask
     if not isinstance(attention_mask, Borders):
         return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    cuts, longest = attention_mask.cuts, attention_mask.longest
+    cuts, row = attention_mask.cuts, attention_mask.row
     keys = cuts if attention_mask.keys is None else attention_mask.keys
     behind = (attention_mask.window or 0) - 1  # -1: all
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))
@@ -150,7 +150,7 @@ def _attended(
         options["enable_gqa"] = query.shape[1] != key.shape[1]
     # a row with fewer documents than another has empty ones; cuDNN is not known to take them
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
-        out: Any = varlen_attn(q, k, v, cuts, keys, longest, longest, **options)
+        out: Any = varlen_attn(q, k, v, cuts, keys, row, row, **options)
     return out.unflatten(0, (len(query), query.shape[2])), None
 
 

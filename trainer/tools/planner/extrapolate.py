@@ -190,7 +190,7 @@ def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
     layout, spec = workload.layout, workload.spec
     ranges = [range(0)]
     if spec.blocks:
-        ranges = block_ranges(model, spec, layout.schedule.partition, layout.stages)
+        ranges = block_ranges(model, spec, layout.schedule, layout.stages)
     stages = [layout.stages_of(place) for place in range(layout.pipeline)]
     return [sum(len(ranges[stage]) for stage in held) for held in stages]
 

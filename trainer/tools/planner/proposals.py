@@ -312,8 +312,9 @@ def nodes_enough(
     """Find the least power of two times the nodes on which one try fits, or None, by `until`."""
     for times in MORE_NODES:
         larger = replace(cluster, nodes=cluster.nodes * times)
-        in_time = time.monotonic() < until
-        if in_time and any(p.plan.fits for p in _tried(config, larger, plan, until, tries=1)):
+        if time.monotonic() > until:
+            break
+        if any(p.plan.fits for p in _tried(config, larger, plan, until, tries=1)):
             return larger.nodes
     return None
 

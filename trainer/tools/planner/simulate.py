@@ -67,7 +67,7 @@ class Workload:
     def received(self, rank: int) -> torch.Tensor:
         """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
         layout, spec = self.layout, self.spec
-        ranges = block_ranges(spec.build(), spec, layout.schedule.partition, layout.stages)
+        ranges = block_ranges(spec.build(), spec, layout.schedule, layout.stages)
         first = ranges[layout.coordinates(rank)["pipeline"]].start
         shape = self.task.hidden_shape(self.batch(layout.micro_batch), first)
         return torch.zeros(shape, dtype=getattr(torch, layout.precision))
