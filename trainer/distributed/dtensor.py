@@ -31,6 +31,15 @@ def own_shard(value: torch.Tensor, like: DTensor) -> torch.Tensor:
     return shard_at(value, like, coordinate)
 
 
+def own_rows(like: torch.Tensor) -> range:
+    """Return the rows, along the first dimension, of which this process has a part."""
+    if not isinstance(like, DTensor):
+        return range(len(like))
+    part = own_shard(torch.empty(like.shape, device="meta"), like)
+    start = part.storage_offset() // part.stride(0)
+    return range(start, start + len(part))
+
+
 def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> torch.Tensor:
     """Return the view of a whole tensor that is the part of `like` at a coordinate of its mesh.
 

@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from trainer.distributed.dtensor import own_shard
-from trainer.distributed.seeding import seeded_init
+from trainer.distributed.dtensor import own_rows, own_shard
+from trainer.distributed.initial_values import initialising
 from trainer.errors import ConfigError, Problem
 from trainer.models.names import tensors_of
 from trainer.models.patches import has_values, mark_values
@@ -48,7 +48,8 @@ def materialise(
     """Give every parameter and buffer of `root` its pretrained value, else its initial value.
 
     Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this
-    process keeps its own shard, and reads no more than that of a pretrained one. `after_unit` is
+    process keeps its own shard, reads no more than that of a pretrained one, and draws little more
+    of a large one. `after_unit` is
     called with each unit and its new parameters, in order; they may be empty shards afterwards.
     Raises ConfigError if the pretrained weights lack a parameter or have it in another shape.
     """
@@ -59,7 +60,7 @@ def materialise(
         for name, module in unit:
             values.allocate(name, module)
         for name, module in unit:
-            with torch.no_grad(), seeded_init(seed, name):
+            with torch.no_grad(), initialising(seed, name, values.rows(module)):
                 values.initialise(root, name, module)
         own: dict[nn.Parameter, nn.Parameter] = {}  # whole value -> the part that is kept
         for meta, value in values.whole.items():
@@ -126,6 +127,12 @@ class _Values:
         parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
         mark_values(parameter, given=value is not None)
         return parameter
+
+    def rows(self, module: nn.Module) -> dict[torch.Tensor, range]:
+        """Return the rows that this process keeps of the module's own parameters, to be drawn."""
+        own = [(meta, v) for meta, v in self.whole.items() if not has_values(v) and v.ndim]
+        mine = set(map(id, module._parameters.values()))
+        return {value: own_rows(meta) for meta, value in own if id(value) in mine}
 
     def initialise(self, root: nn.Module, name: str, module: nn.Module) -> None:
         """Fill the module's own tensors: by `initialise`, else with its constructor's values."""

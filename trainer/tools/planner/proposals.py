@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -310,10 +310,8 @@ def nodes_enough(
     config: Config, cluster: Cluster, plan: Plan, until: float = math.inf
 ) -> int | None:
     """Find the least power of two times the nodes on which one try fits, or None, by `until`."""
-    for times in MORE_NODES:
-        larger = replace(cluster, nodes=cluster.nodes * times)
-        if time.monotonic() > until:
-            break
+    every = (replace(cluster, nodes=cluster.nodes * times) for times in MORE_NODES)
+    for larger in takewhile(lambda _: time.monotonic() < until, every):
         if any(p.plan.fits for p in _tried(config, larger, plan, until, tries=1)):
             return larger.nodes
     return None
