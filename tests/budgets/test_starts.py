@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import os
 import pickle
+import time
 import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -28,13 +29,18 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.commands import write_job
+from tests.support.training import spec_of
 from trainer.config import load
+from trainer.distributed import initial_values
+from trainer.distributed.dtensor import local
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.layout import AXES
+from trainer.models.materialise import materialise
 from trainer.parallel.parallel_mesh import groups_of
 from trainer.run import run
 from trainer.run.resume import Request
@@ -145,6 +151,44 @@ def test_a_start_takes_as_much_memory_on_a_thousand_ranks_as_on_eight(tmp_path: 
     assert psutil.Process().memory_info().rss - before < 64 * MIB
     assert ranks.received["broadcast"] == few.received["broadcast"]
     assert ranks.received["gathered"] * 7 == few.received["gathered"] * 1023
+
+
+LLAMA_405B = {
+    "model_type": "llama",
+    "hidden_size": 16384,
+    "intermediate_size": 53248,
+    "num_attention_heads": 128,
+    "num_key_value_heads": 8,
+    "num_hidden_layers": 1,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+
+
+def test_a_rank_of_a_thousand_draws_little_more_than_its_shard() -> None:
+    """One block and both tables of Llama 405B: 7.4 billion values, of which a rank keeps 7 million.
+
+    No more than the ends of a shard's blocks are drawn besides; memory that is not written to is
+    not taken.
+    """
+    spec, drawn = spec_of(LLAMA_405B), Counter[str]()
+
+    def run(function: Any, arguments: Any, seed: Any, tensor: torch.Tensor, rows: range) -> None:
+        drawn["values" if seed else "others"] += tensor[rows.start : rows.stop].numel()
+        plain_run(function, arguments, seed, tensor, rows)
+
+    plain_run = initial_values._run
+    with ranks_of(1024), patch.object(initial_values, "_run", run):
+        mesh, model = init_device_mesh("cpu", (1024,)), spec.build()
+        fully_shard(model, mesh=mesh)
+        before, start = psutil.Process().memory_info().rss, time.process_time()
+        materialise(model, spec, seed=0)
+        seconds = time.process_time() - start
+        shares = [local(parameter).numel() for parameter in model.parameters()]
+    print(f"{drawn['values']:,} values drawn for {sum(shares):,}, in {seconds:.2f} s of CPU")
+    assert sum(shares) < spec.parameters / 1000
+    assert drawn["values"] <= sum(shares) + 2 * len(shares) * initial_values.BLOCK
+    assert psutil.Process().memory_info().rss - before < 1024 * MIB
 
 
 def test_the_groups_of_all_rows_are_made_in_one_call() -> None:
