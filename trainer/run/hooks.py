@@ -182,6 +182,8 @@ class RunHooks(Hooks):
             ranks.on_own(subject.check.refuse)
             checkpoint.save(directory, position, entries, description, files, ranks, form)
             ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
+            if self.start.upload is not None and ranks.first:
+                self.start.upload.soon(partial(say, self.console))
 
         entries = stored(subject.spec, self.engine.state_tensors())
         if self._background is None:

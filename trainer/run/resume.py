@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from trainer import checkpoint
+from trainer.checkpoint.upload import Upload, check, restore
 from trainer.config import Config, leaves
 from trainer.config.sections.trainer import HubSection
 from trainer.data.order import KEYED, LISTED
@@ -104,6 +105,8 @@ class Start:
     """The ranks, with the keepers of folders."""
     order: int = KEYED
     """The version of the order of the run's samples, from its first step to its last."""
+    upload: Upload | None = None
+    """The copy of the run elsewhere, of which the first rank takes care."""
 
 
 def choose(config: Config, request: Request, ranks: Ranks) -> Start:
@@ -117,6 +120,8 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     base = base_of(config)
     if config.trainer.run.node_local:
         ranks = kept(base.parent, ranks)
+    address = config.trainer.checkpoint.upload
+    back = _brought_back(address, base, request, ranks) if address else []
     folder, state, lines = _taken(base, config.raw, request, ranks)
     if state == FINISHED:
         return Start(folder, finished=True, ranks=ranks)
@@ -128,11 +133,21 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
         source = _given(request.path, ranks, below)
     elif state == GOES_ON:
         source, lines = _newest(folder, ranks, below)
+    upload = Upload(address, folder) if address else None
     ranks.on_keepers(lambda: status.begin(folder))  # its earlier end is forgotten
     if request.script:
         lines = [in_python(line) for line in lines]
     order = KEYED if source is None else ranks.on_keepers(lambda: _order_of(source))
-    return Start(folder, source, lines, ranks=ranks, order=order)
+    return Start(folder, source, [*back, *lines], ranks=ranks, order=order, upload=upload)
+
+
+def _brought_back(address: str, base: Path, request: Request, ranks: Ranks) -> list[str]:
+    """Check an address; copy the run from there if no machine has it. Return lines. Collective."""
+    ranks.on_first(lambda: check(address))
+    begins = request.fresh or request.path is not None
+    if begins or any(ranks.each_keeper(lambda: numbers(base)).values()):
+        return []
+    return ranks.await_first(lambda: restore(address, base))
 
 
 def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:

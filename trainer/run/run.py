@@ -209,6 +209,7 @@ def _train(
     if hooks.patience.line or hooks.callbacks.ended:
         say(console, f"note: {hooks.patience.line or 'stopped: a callback has ended the run'}")
     elif position.step < prepared.steps:
+        _uploaded(start, machine, console)
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
     export(prepared, engine, folder, ranks)
@@ -218,7 +219,21 @@ def _train(
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
+    _uploaded(start, machine, console)
     hooks.callbacks.call("on_train_end", folder)
+
+
+def _uploaded(start: Start, machine: Machine, console: Console) -> None:
+    """Bring the run's copy elsewhere up to date, if it has one. Collective; raises DiskError."""
+    if (upload := start.upload) is not None:
+        _give_time(start.folder, machine)
+        say(console, f"copied: {machine.ranks.await_first(upload.finish)}")
+
+
+def _give_time(folder: Path, machine: Machine) -> None:
+    """Have the watchdog wait as long as a slow network takes for a run's files. Collective."""
+    sizes = (path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
+    machine.watch.moves(machine.ranks.on_first(lambda: sum(sizes)) / SLOW_NETWORK)
 
 
 def _push(
@@ -234,8 +249,7 @@ def _push(
     if ranks.first:
         signals.saved(shared(not_pushed(folder, "a signal ended the push")))
     say(console, f"pushing {folder / 'final'} to the Hub")
-    sizes = (path.stat().st_size for path in folder.glob("*/**/*") if path.is_file())
-    machine.watch.moves(ranks.on_first(lambda: sum(sizes)) / SLOW_NETWORK)
+    _give_time(folder, machine)
     say(console, f"pushed: {ranks.await_first(partial(push, folder))}")
 
 

@@ -1,0 +1,242 @@
+"""Runs that are copied to another place while they train, and go on where nothing of them is left."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import fsspec
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from moto.server import ThreadedMotoServer
+
+from tests.run.test_resume import begun
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.commands import run, write_job
+from trainer.checkpoint import prune, save, verify
+from trainer.checkpoint.upload import Upload, check, restore
+from trainer.config import Config, load
+from trainer.errors import ConfigError, DiskError
+from trainer.run.resume import Request, choose
+
+ADDRESS = "memory://bucket/runs"
+
+
+@pytest.fixture(autouse=True)
+def empty_memory() -> Iterator[None]:
+    yield
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return load(write_job(tmp_path, checkpoint={"upload": ADDRESS}))
+
+
+def checkpoints(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        state = replace(STATE, step=step)
+        save(folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    return folder
+
+
+def begun_at(tmp_path: Path, *steps: int) -> Path:
+    folder = checkpoints(tmp_path / "job", *steps)
+    for name in ("config.json", "environment.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def there(address: str = ADDRESS) -> list[str]:
+    files, root = fsspec.core.url_to_fs(address)
+    return sorted(name.removeprefix(root).lstrip("/") for name in files.find(root))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def test_a_run_is_copied_and_comes_back(config: Config, tmp_path: Path) -> None:
+    folder = begun(config, 10, 20)
+    (folder / "metrics.jsonl").write_text('{"step": 21}\n')
+    before = content(folder / "checkpoints/step-000020")
+    assert Upload(ADDRESS, folder).finish() == f"{ADDRESS}/job"
+    shutil.rmtree(folder)
+    start = choose(config, Request(), ALONE)
+    assert start.source == folder / "checkpoints/step-000020"
+    assert content(start.source) == before and verify(start.source) == []
+    assert start.lines[0] == f"step-000020 was copied from {ADDRESS}"
+    assert "21" in start.lines[1]  # which is repeated
+    assert start.upload is not None
+
+
+def test_a_run_that_is_here_is_not_copied_back(config: Config) -> None:
+    folder = begun(config, 10)
+    Upload(ADDRESS, folder).finish()
+    checkpoints(folder, 20)
+    start = choose(config, Request(), ALONE)
+    assert start.source == folder / "checkpoints/step-000020" and start.lines == []
+
+
+def test_another_training_begins_beside_the_one_that_was_copied(config: Config) -> None:
+    folder = begun(config, 10, request={"trainer": {"steps": 9}})
+    Upload(ADDRESS, folder).finish()
+    shutil.rmtree(folder)
+    start = choose(config, Request(), ALONE)
+    assert start.folder.name == "job-2" and start.source is None
+
+
+def test_the_last_run_of_a_name_comes_back(config: Config) -> None:
+    for name, step in (("job", 30), ("job-2", 10)):
+        folder = begun(config, step, name=name)
+        Upload(ADDRESS, folder).finish()
+        shutil.rmtree(folder)
+    start = choose(config, Request(), ALONE)
+    assert start.source is not None and start.source.parts[-3:] == (
+        "job-2",
+        "checkpoints",
+        "step-000010",
+    )
+
+
+def test_a_fresh_run_takes_nothing(config: Config) -> None:
+    folder = begun(config, 10)
+    Upload(ADDRESS, folder).finish()
+    shutil.rmtree(folder)
+    assert choose(config, Request(fresh=True), ALONE).source is None
+
+
+def test_the_manifest_is_the_last_file_and_is_removed_first(tmp_path: Path) -> None:
+    folder, files = checkpoints(tmp_path / "job", 10), MemoryFileSystem()
+    calls: list[str] = []
+    put, rm = files.put_file, files.rm_file
+
+    def note(kind: str, plain: Any, *arguments: Any, **options: Any) -> Any:
+        calls.append(f"{kind} {arguments[-1]}")
+        return plain(*arguments, **options)
+
+    with (
+        patch.object(files, "put_file", partial(note, "put", put)),
+        patch.object(files, "rm_file", partial(note, "rm", rm)),
+    ):
+        upload = Upload(ADDRESS, folder)
+        upload.finish()
+        assert [call.rpartition("/")[2] for call in calls].index("manifest.json") + 1 == len(calls)
+        checkpoints(folder, 20)
+        prune(folder / "checkpoints", keep_last=1)
+        calls.clear()
+        upload.finish()
+    removed = [call for call in calls if "step-000010" in call]
+    assert removed[0].startswith("rm ") and removed[0].endswith("step-000010/manifest.json")
+    assert {name.split("/")[2] for name in there() if "step" in name} == {"step-000020"}
+
+
+@pytest.mark.parametrize("dies_at", range(1, 6))
+def test_a_death_at_any_file_leaves_the_checkpoint_before(tmp_path: Path, dies_at: int) -> None:
+    folder, files = begun_at(tmp_path, 10), MemoryFileSystem()
+    upload = Upload(ADDRESS, folder)
+    upload.finish()
+    checkpoints(folder, 20)
+    put, count = files.put_file, [0]
+
+    def dying(*arguments: Any, **options: Any) -> Any:
+        count[0] += 1
+        if count[0] == dies_at:
+            raise ConnectionError("the network is gone")
+        return put(*arguments, **options)
+
+    with patch.object(files, "put_file", dying), pytest.raises(DiskError, match="network is gone"):
+        upload.finish()
+    shutil.move(folder, tmp_path / "gone")
+    assert restore(ADDRESS, folder) == [f"step-000010 was copied from {ADDRESS}"]
+    assert verify(folder / "checkpoints/step-000010") == []
+    shutil.rmtree(folder)
+    shutil.move(tmp_path / "gone", folder)
+    upload.finish()  # what is missing is copied
+    shutil.rmtree(folder)
+    assert restore(ADDRESS, folder) == [f"step-000020 was copied from {ADDRESS}"]
+
+
+def test_a_copy_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
+    folder, notes = begun_at(tmp_path, 10), list[str]()
+    upload = Upload(ADDRESS, folder)
+    failing = patch.object(MemoryFileSystem, "put_file", side_effect=OSError("no room there"))
+    with failing:
+        upload.soon(notes.append)
+        assert upload._thread is not None
+        upload._thread.join()
+    assert notes == [
+        f"note: not copied to {ADDRESS}/job (OSError: no room there); the next checkpoint tries again"
+    ]
+    upload.soon(notes.append)
+    upload._thread.join()
+    assert len(notes) == 1 and "job/checkpoints/step-000010/manifest.json" in there()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("nowhere://bucket/runs", "Protocol not known: nowhere"),
+        ("gs://bucket/runs", "Please install gcsfs"),
+        ("file:///proc/none", "No such file"),
+    ],
+)
+def test_an_address_that_cannot_be_written_is_refused_at_the_start(
+    config: Config, address: str, words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words) as caught:
+        check(address)
+    assert "s3://bucket/runs" in str(caught.value)
+    section = {**config.raw["trainer"], "checkpoint": {"upload": address}}
+    with pytest.raises(ConfigError):
+        choose(load({**config.raw, "trainer": section}), Request(), ALONE)
+    assert not (Path(config.trainer.run.folder) / "job").exists()
+
+
+@pytest.fixture
+def s3() -> Iterator[dict[str, str]]:
+    """Serve S3 with an empty bucket on the loopback; yield the environment of its clients."""
+    server = ThreadedMotoServer(port=0, verbose=False)
+    server.start()
+    host, port = server.get_host_and_port()
+    own = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
+    own |= {"AWS_ACCESS_KEY_ID": "here", "AWS_SECRET_ACCESS_KEY": "here"}
+    with patch.dict("os.environ", own):
+        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
+        yield own
+    server.stop()
+
+
+@pytest.mark.more
+def test_a_run_whose_machine_is_lost_goes_on_bit_for_bit(
+    tmp_path: Path, s3: dict[str, str]
+) -> None:
+    """Two ranks, and a bucket of S3."""
+    whole, lost, address = tmp_path / "whole", tmp_path / "lost", "s3://bucket/runs"
+    for folder in (whole, lost):
+        folder.mkdir()
+    two: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
+    plain = run(*two, "--config", write_job(whole, steps=4, checkpoint={"every": 2}))
+    assert plain.code == 0, plain.output
+    path = write_job(lost, steps=4, checkpoint={"every": 2, "upload": address})
+    first = run(*two, "--config", path, **s3)
+    assert first.code == 0 and f"copied: {address}/job" in first.output, first.output
+    files = fsspec.filesystem("s3", skip_instance_cache=True)
+    for name, value in content(lost / "runs/job/final").items():
+        assert files.cat_file(f"bucket/runs/job/final/{name}") == value
+    # the machine was lost while step 4 was saved
+    shutil.rmtree(lost / "runs")
+    files.rm_file("bucket/runs/job/checkpoints/step-000004/manifest.json")
+    second = run(*two, "--config", path, **s3)
+    assert f"step-000002 was copied from {address}" in second.output, second.output
+    assert "step 2, 16 samples seen" in second.output
+    files.invalidate_cache()
+    assert files.exists("bucket/runs/job/checkpoints/step-000004/manifest.json")
+    assert content(lost / "runs/job/final") == content(whole / "runs/job/final")
