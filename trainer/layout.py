@@ -28,6 +28,8 @@ class Recompute:
     mode: RecomputeMode = "none"
     every: int = 1
     """The N of mode `every`, each Nth block; of `selective`, each Nth matrix product."""
+    tile: int = 0
+    """The most tokens of a row that a block's MLP computes at a time, and again; 0: all, once."""
 
     def __str__(self) -> str:
         return f"{self.mode}:{self.every}" if self.mode == "every" or self.every > 1 else self.mode
@@ -208,6 +210,8 @@ class Layout(MeshSizes):
             words.append(self.schedule.name)
         if self.recompute.mode != "none":
             words.append(f"recompute {self.recompute}")
+        if self.recompute.tile:
+            words.append(f"MLPs in tiles of {self.recompute.tile} tokens")
         if self.compile == "blocks":
             words.append("compiled blocks")
         if self.updated != "float32":
@@ -230,7 +234,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         offload_optimizer=(zero.get("offload_optimizer") or {}).get("device", "none"),
         offload_param=(zero.get("offload_param") or {}).get("device", "none"),
         precision=_precision(config),
-        recompute=_recompute(config.trainer.activation_checkpointing),
+        recompute=_recompute(config.trainer.activation_checkpointing, config.trainer.tiled_mlp),
         schedule=replace(
             PIPELINE_SCHEDULES[config.trainer.pipeline_schedule],
             partition=settings.get("pipeline", {}).get("partition", "best"),
@@ -252,9 +256,9 @@ def _precision(config: Config) -> Precision:
     return "float16" if config.settings.get("fp16", {}).get("enabled") else "float32"
 
 
-def _recompute(text: str) -> Recompute:
+def _recompute(text: str, tile: int | None) -> Recompute:
     mode, _, every = text.partition(":")
-    return Recompute(cast(RecomputeMode, mode), int(every or 1))
+    return Recompute(cast(RecomputeMode, mode), int(every or 1), tile or 0)
 
 
 def _misfit(path: str, factors: dict[str, int], whole: int, unit: str) -> list[Problem]:

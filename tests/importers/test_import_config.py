@@ -126,6 +126,23 @@ def test_axolotls_fsdp():
     assert section["log"]["trackers"] == ["mlflow"] and section["seed"] == 7
 
 
+@pytest.mark.parametrize(
+    ("keys", "tokens"),
+    [
+        ({"tiled_mlp": True}, 4096),
+        ({"tiled_mlp": True, "tiled_mlp_num_shards": 3, "tiled_mlp_use_original_mlp": True}, 10923),
+        ({"tiled_mlp": False, "tiled_mlp_num_shards": 3}, None),
+    ],
+)
+def test_axolotls_tiles_of_mlps(tmp_path: Path, keys: dict, tokens: int | None):
+    keys = {"base_model": "m", "learning_rate": 1e-4, "sequence_len": 32768, **keys}
+    draft = written(tmp_path, "axolotl", keys)
+    assert draft.made["trainer"].get("tiled_mlp") == tokens and not draft.lost
+    keys = {"tiled_mlp": True, "tiled_mlp_use_original_mlp": False, "base_model": "m"}
+    lost = written(tmp_path, "axolotl", keys | {"learning_rate": 1e-4}, partial=True).lost
+    assert words(lost, "tiled_mlp_use_original_mlp")
+
+
 def test_llamafactorys_lora_over_a_deepspeed_file():
     draft = shipped("llamafactory_lora.yaml", partial=True)
     made, section = draft.made, draft.made["trainer"]

@@ -37,6 +37,7 @@ LAYOUTS = {
     "zero3, gpt2, full": replace(
         DATA, zero_stage=3, model=GPT2, recompute="full", freeze=("*.wte.*", "*.h.[01].*")
     ),
+    "zero3, tiled": replace(DATA, zero_stage=3, tile=4, freeze=TABLES),
     "zero3, all on the host": replace(
         DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, freeze=TABLES
     ),

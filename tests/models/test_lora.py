@@ -69,6 +69,12 @@ LAYOUTS = {
     "zero3, dora": replace(DATA, zero_stage=3, adapter=SOME | {"dora": True}),
     "zero3, full": replace(DATA, zero_stage=3, adapter=LORA, recompute="full"),
     "zero3, selective": replace(DATA, zero_stage=3, adapter=LORA, recompute="selective"),
+    "zero3, tiled, MLPs alone": replace(  # no gradient enters the first block
+        DATA, zero_stage=3, tile=4, adapter=DRY | {"targets": ["up_proj", "down_proj"]}
+    ),
+    "zero3, tiled, selective": replace(
+        DATA, zero_stage=3, tile=4, recompute="selective", adapter=DRY
+    ),
     "zero3, all on the host": replace(
         DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, adapter=LORA
     ),

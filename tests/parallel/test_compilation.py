@@ -39,7 +39,7 @@ LAID_OUT = {
         *("zero3, all on the host", "pipeline", "pipeline, gpt2, full", "pipeline, selective"),
         *("pipeline, Interleaved1F1B", "pipeline x zero3", "tensor", "tensor, qwen3"),
         *("tensor x zero2, gpt_neox, selective", "tensor x zero3, qwen3, full"),
-        "pipeline x tensor",
+        *("pipeline x tensor", "zero3, tiled, selective", "tensor, tiled, sequence, biases"),
     )
 }
 LAID_OUT["zero3, lora"] = LORA

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.training import LLAMA, spec_of
@@ -84,6 +85,59 @@ def test_each_mode_computes_again_what_it_says(family):
     if family == "qwen3_moe":
         assert full["_grouped_mm"] == 4 and full["topk"] == 2
         assert 0 < half["_grouped_mm"] < 4
+
+
+class Kept(saved_tensors_hooks):
+    """Collects what a forward pass keeps, parameters included."""
+
+    def __init__(self) -> None:
+        self.found: list[torch.UntypedStorage] = []
+        super().__init__(self._pack, lambda kept: kept)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.found.append(tensor.untyped_storage())
+        return tensor
+
+    @property
+    def bytes(self) -> int:
+        return sum({found.data_ptr(): found.nbytes() for found in self.found}.values())
+
+
+BACKWARD, AGAIN = 2 * (3 - 1) * 3 * 2, 2 * 3 * 2
+"""Products of two blocks' MLPs in three tiles: two more tiles' gradients of three matrices and
+what enters them; and two of each tile again, as nothing needs its last one."""
+
+
+@pytest.mark.parametrize(
+    ("recompute", "outer"),
+    [
+        (Recompute(), 0),
+        # the block's pass computes two tiles and ends before the third; without tiles two products
+        (Recompute("full"), 2 * (2 * 3 - 2)),
+        (Recompute("offload"), 2 * (2 * 3 - 2)),
+        # nothing in a tile is kept
+        (Recompute("selective"), 2 * 2 * 3),
+        (Recompute("selective", 2), 2 * (2 * 3 - 1)),
+    ],
+    ids=str,
+)
+def test_a_tile_of_an_mlp_is_computed_again_by_itself(recompute, outer):
+    whole, plain = step("llama", recompute)
+    tiled, found = step("llama", replace(recompute, tile=5))
+    for name, gradient in whole.items():
+        torch.testing.assert_close(tiled[name], gradient, rtol=1e-5, atol=1e-6)
+    assert found["mm"] - plain["mm"] == BACKWARD + AGAIN + outer
+
+
+def test_less_is_kept_of_mlps_in_tiles():
+    """Of two blocks' MLPs not 4 values [2, 12, 48] (gate, activation, up, product), nor matrices."""
+    sizes = []
+    for tile in (0, 5):
+        kept = Kept()
+        with kept:
+            step("llama", Recompute(tile=tile))
+        sizes.append(kept.bytes)
+    assert sizes[0] - sizes[1] == 2 * 4 * (4 * 2 * 12 * 48 + 3 * 32 * 48)
 
 
 def test_the_input_of_each_block_is_on_the_host_until_the_backward_pass(monkeypatch):

@@ -40,6 +40,8 @@ CASES = [
     ("deepspeed", "tensor x zero2"),
     ("mesh", "pipeline x tensor"),
     ("mesh", "pipeline x tensor x zero3"),
+    ("mesh", "zero3, tiled, full"),
+    ("deepspeed", "zero3, tiled, full"),
 ]
 KNOWN = LAYOUTS | {
     "lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1})

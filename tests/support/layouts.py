@@ -98,6 +98,12 @@ LAYOUTS = {
     ),
     "zero3, biases, selective": replace(DATA, zero_stage=3, model=BIASED, recompute="selective"),
     "zero3, all on the host": replace(DATA, zero_stage=3, **HOST),
+    "ddp, tiled": replace(DATA, zero_stage=0, tile=3),
+    "zero2, tiled, offload": replace(DATA, zero_stage=2, tile=3, recompute="offload"),
+    "zero3, tiled": replace(DATA, zero_stage=3, tile=4, micro_batch=1),
+    "zero3, tiled, full": replace(DATA, zero_stage=3, tile=4, recompute="full"),
+    "zero3, tiled, selective": replace(DATA, zero_stage=3, tile=3, recompute="selective"),
+    "zero3, tiled, all on the host": replace(DATA, zero_stage=3, tile=4, recompute="full", **HOST),
     "pipeline": STAGES,
     "pipeline, GPipe": replace(STAGES, schedule="GPipe"),
     "pipeline, Interleaved1F1B": replace(STAGES, schedule="Interleaved1F1B"),
@@ -114,6 +120,9 @@ LAYOUTS = {
     "pipeline, gpt2, full": replace(STAGES, recompute="full", model=GPT2_4),
     "pipeline, every 2": replace(STAGES, recompute="every", every=2),
     "pipeline, selective": replace(STAGES, recompute="selective"),
+    "pipeline, tiled, gpt2, full": replace(
+        STAGES, recompute="full", tile=4, model=GPT2_4 | {"resid_pdrop": 0.0}
+    ),
     "pipeline, zero1 of one shard": replace(STAGES, zero_stage=1),
     "pipeline, zero2 of one shard": replace(STAGES, zero_stage=2),
     "tensor": SPLIT,
@@ -198,6 +207,16 @@ LAYOUTS = {
     ),
     "tensor x zero3, experts, sequence": replace(SPLIT_4, zero_stage=3, more=PARTS, model=EXPERTS),
     "experts": SPREAD,
+    "pipeline, tiled, ZBVZeroBubble": replace(STAGES, schedule="ZBVZeroBubble", tile=4),
+    "tensor, tiled": replace(SPLIT, tile=3),
+    "tensor, tiled, full": replace(SPLIT, zero_stage=2, tile=3, recompute="full"),
+    "tensor, tiled, sequence, biases": replace(
+        SPLIT, tile=4, recompute="full", more=PARTS, model=FAMILIES["llama, biases"]
+    ),
+    "tensor x zero3, tiled, sequence, selective": replace(
+        SPLIT_4, zero_stage=3, tile=3, recompute="selective", more=PARTS
+    ),
+    "context, tiled, full": replace(CONTEXT, zero_stage=3, tile=3, recompute="full"),
     "experts, shared": replace(SPREAD, model=SHARED),
     "experts, zero1": replace(SPREAD, zero_stage=1),
     "experts, zero3, all on the host": replace(SPREAD, zero_stage=3, **HOST),

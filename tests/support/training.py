@@ -73,6 +73,7 @@ class Case:
     float8: str = "none"
     recompute: str = "none"
     every: int = 1
+    tile: int = 0
     compile: str = "none"
     compiler: str = "aot_eager"
     """The backend of `torch.compile`: this one does all but make kernels, and is quicker."""
@@ -249,7 +250,7 @@ def layout_of(case: Case) -> Any:
         offload_optimizer=case.offload_optimizer,
         offload_param=case.offload_param,
         precision=case.precision,
-        recompute=Recompute(case.recompute, case.every),
+        recompute=Recompute(case.recompute, case.every, case.tile),
         schedule=PIPELINE_SCHEDULES[case.schedule],
         compile=case.compile,
         float8=case.float8,

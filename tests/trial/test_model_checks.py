@@ -574,6 +574,46 @@ def test_a_layout_that_needs_blocks_says_that_there_are_none(change, key):
     check_layout(spec, task_of(spec), layout(), Findings())
 
 
+TILED = layout(recompute=Recompute("full", tile=4096))
+
+
+@pytest.mark.parametrize(
+    ("model", "match"),
+    [
+        (OPT, "no module of its blocks"),
+        ({**MOE, "model_type": "qwen3_moe"}, "no module of its blocks"),
+        (GPT2, "is another when a part of its tokens is computed again"),
+    ],
+    ids=["no MLP", "experts", "dropout in it"],
+)
+def test_mlps_that_can_not_be_computed_in_tiles_are_refused(model, match):
+    spec = spec_of(model)
+    with pytest.raises(ConfigError, match=f"trainer.tiled_mlp: .*{match}"):
+        check_layout(spec, task_of(spec), TILED, Findings())
+
+
+def test_an_mlp_that_mixes_tokens_is_not_computed_in_tiles():
+    spec = with_mlp_of(lambda: lambda module, inputs, output: output)
+    check_layout(spec, task_of(spec), TILED, Findings())
+
+    def mixing():
+        model = spec.build()
+        for block in model.model.layers:
+            block.mlp.down_proj.register_forward_hook(lambda m, i, o: o + o.cumsum(1) / 9)
+        return model
+
+    mixed = replace(spec, build=mixing)
+    with pytest.raises(ConfigError, match="trainer.tiled_mlp: .*treat each token alone"):
+        check_layout(mixed, task_of(spec), TILED, Findings())
+
+
+def test_blocks_without_such_an_mlp_are_said():
+    model = {**MOE, "model_type": "qwen3_moe", "mlp_only_layers": [0]}
+    spec = spec_of(model)
+    notes = checked(spec, task_of(spec), TILED, Ranks())[1]
+    assert "trainer.tiled_mlp: 1 of 3 blocks have an MLP for it" in notes
+
+
 def test_blocks_that_do_not_run_once_each_are_no_blocks():
     spec = spec_of(LLAMA)
 

@@ -24,6 +24,8 @@ MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
 """The sizes of the tiny run: with 2 of the last two, a mean over the wrong group could be right."""
 LONGEST = 28
 """The tokens of all samples but one: more than three windows of the tiny copy's attention."""
+TILE = 5
+"""The tokens of an MLP's tile: several in most rows, and in parts of the longest."""
 LARGEST_WORLD = 8
 CLIPPED_STEPS = 3
 """The number of steps whose norms one process computes beforehand."""
@@ -124,6 +126,8 @@ def tiny_run(
         notes += lines
     if config.settings.get("zero_optimization", {}).get("stage") == 3:
         small += RELEASED
+    if config.trainer.tiled_mlp:
+        small.append(f"trainer.tiled_mlp={min(TILE, config.trainer.tiled_mlp)}")
     if config.trainer.float8 != "none":
         if installed("torchao"):
             notes.append("float8 emulated, in layers of any size, to within 3 % of one process")

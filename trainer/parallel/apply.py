@@ -58,7 +58,8 @@ def wrap_blocks(
         expert_ranks.apply(model, spec, mesh)
     if mesh is not None and layout.tensor > 1:
         matrices.apply(model, spec, mesh, stage or range(len(spec.blocks)))
-    activation_checkpointing.apply(model, spec, layout.recompute)
+    parts = layout.tensor if layout.sequence_parallel else 1
+    activation_checkpointing.apply(model, spec, layout.recompute, parts)
     if layout.compile == "blocks":
         compilation.apply(model, spec, tensor=layout.tensor > 1)
     return model, Dropout(model, spec)

@@ -10,13 +10,13 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout
+from trainer.layout import Layout, Recompute
 from trainer.models.cut import check_cut, cut, of_tokens
 from trainer.models.names import pattern_of
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
 from trainer.parallel.forward_backward import Dropout
-from trainer.parallel.recompute import activation_checkpointing
+from trainer.parallel.recompute import activation_checkpointing, tiles
 from trainer.parallel.splits import expert_ranks, rows
 from trainer.trial.findings import Findings, applied
 from trainer.trial.isolation import check_isolation, packed_batch
@@ -25,6 +25,7 @@ from trainer.trial.own_module import check_module
 from trainer.trial.setup import TrialTask, batches, differing_gradient, tiny
 
 TOLERANCE = 1e-5
+TILED = "trainer.tiled_mlp"
 
 
 def checked(
@@ -46,7 +47,7 @@ def checked(
 
     findings = ranks.on_first(tried)
     notes = (*spec.notes, *findings.notes, *_notes_on_batch_norm(layout, findings))
-    notes = (*notes, *_notes_on_balance(spec))
+    notes = (*notes, *_notes_on_balance(spec), *_notes_on_tiles(spec, layout))
     return applied(spec, findings), notes
 
 
@@ -85,9 +86,13 @@ def check_layout(
     if layout.context > 1:
         key = "sequence_parallel_size"
         _try(key, spec, lambda: rows.check(spec, task, layout, packed))
-    if layout.recompute.mode != "none":
+    again = tiles.tried(layout.recompute)
+    if again.tile:
+        once = Recompute(tile=again.tile)
+        _try(TILED, spec, lambda: _check_recompute(spec, task, once, TILED, packed))
+    if again.mode != "none":
         key = "trainer.activation_checkpointing"
-        _try(key, spec, lambda: _check_recompute(spec, task, layout, packed))
+        _try(key, spec, lambda: _check_recompute(spec, task, again, key, packed))
 
 
 def _check_pipeline(spec: ModelSpec, findings: Findings) -> None:
@@ -126,6 +131,9 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
                 "hidden state"
             )
             raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
+    if layout.recompute.tile and not tiles.mlps(spec.build(), spec):
+        seen = "no module of its blocks gets one tensor, and has two matrices but no routed experts"
+        raise _refused(spec, TILED, seen, "a model with such MLPs")
 
 
 def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
@@ -157,6 +165,14 @@ def _notes_on_balance(spec: ModelSpec) -> Iterator[str]:
             bias = f"{pattern_of(name)}, by which experts are chosen"
             yield f"{bias}, stays as it is: experts are not balanced by their loads"
             return
+
+
+def _notes_on_tiles(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Yield a note on the blocks that have no MLP to compute in tiles, if some have none."""
+    found = tiles.mlps(spec.build(), spec) if layout.recompute.tile else []
+    with_tiles = {name.rpartition(".")[0] for name in found}
+    if 0 < len(with_tiles) < len(spec.blocks):
+        yield f"{TILED}: {len(with_tiles)} of {len(spec.blocks)} blocks have an MLP for it"
 
 
 def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
@@ -210,14 +226,16 @@ def _check_stages(spec: ModelSpec) -> None:
         raise _refused(spec, "pipeline.stages", seen, expected)
 
 
-def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: bool) -> None:
-    """Check that recomputing blocks gives the gradients of a model that keeps all activations."""
+def _check_recompute(
+    spec: ModelSpec, task: TrialTask, recompute: Recompute, key: str, packed: bool
+) -> None:
+    """Check that it gives the gradients of a model that computes all at once, and keeps it."""
     models = []
     for again in (False, True):
         small, model = tiny(spec)
         model = task.prepare(model).train()
         if again:
-            activation_checkpointing.apply(model, small, layout.recompute)
+            activation_checkpointing.apply(model, small, recompute)
         dropout = Dropout(model, small)
         dropout.start(1, 0)
         language = packed_batch if packed else lambda spec, task: next(batches(spec, task))
@@ -227,10 +245,12 @@ def _check_recompute(spec: ModelSpec, task: TrialTask, layout: Layout, packed: b
         models.append(model)
     if difference := differing_gradient(models[1], models[0], TOLERANCE):
         name, distance = difference
-        seen = (
-            f"the gradient of {name} is another when its block is computed again, by {distance:.1e}"
-        )
-        raise _refused(spec, "trainer.activation_checkpointing", seen, '"none"')
+        changed = "a part of its tokens is" if key == TILED else "its block is"
+        seen = f"the gradient of {name} is another when {changed} computed again, by {distance:.1e}"
+        expected = '"none"'
+        if key == TILED:
+            expected = "none, or MLPs that treat each token alone and draw nothing (dropout)"
+        raise _refused(spec, key, seen, expected)
 
 
 def _refused(spec: ModelSpec, key: str, actual: str, expected: str) -> ConfigError:

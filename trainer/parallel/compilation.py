@@ -16,7 +16,7 @@ from trainer.layout import Layout, Recompute
 from trainer.models.cut import of_tokens
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
-from trainer.parallel.recompute import activation_checkpointing
+from trainer.parallel.recompute import activation_checkpointing, tiles
 from trainer.supervise.process import Machine
 from trainer.trial.setup import TOLERANCE, differing_gradient, own_randomness, tiny
 
@@ -139,7 +139,7 @@ def broken(spec: ModelSpec, recompute: Recompute) -> str | None:
         with own_randomness():
             for compiled in (False, True):
                 small, model = tiny(spec)
-                activation_checkpointing.apply(model.train(), small, recompute)
+                activation_checkpointing.apply(model.train(), small, tiles.tried(recompute))
                 if compiled:
                     apply(model, small, trial=True)
                 trial = small.tiny.input or of_tokens(small)

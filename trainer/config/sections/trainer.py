@@ -212,6 +212,10 @@ class _Execution(Section):
     "selective" keeps matrix products and attention, "selective:2" half of the products;
     "offload" is "full" with the inputs of blocks on the host.
     """
+    tiled_mlp: Count | None = None
+    """The most tokens of a row that a block's MLP computes at a time, and again in the backward
+    pass; None: all, once. For long rows.
+    """
     compile: Literal["auto", "none", "blocks"] = "auto"
     """The parts that `torch.compile` compiles; auto: blocks, on GPUs where the engine can."""
     float8: Literal["none", "tensorwise", "rowwise"] = "none"

@@ -36,6 +36,7 @@ from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.parallel_mesh import parallel_mesh_of
+from trainer.parallel.recompute import tiles
 from trainer.storage import installed
 from trainer.tasks.task import Batch, ModelWithLoss
 
@@ -108,6 +109,21 @@ def build(job: Job) -> DeepSpeedEngine:
     return DeepSpeedEngine(runner, job, recipe.notes)
 
 
+def _gather_once(model: nn.Module, spec: ModelSpec) -> None:
+    """Let ZeRO-3 gather an MLP as a whole: once a pass, however many tiles a rank's rows have."""
+    from deepspeed.utils import set_z3_leaf_module
+
+    def with_gradient(module: nn.Module, inputs: tuple[torch.Tensor]) -> Any:
+        """Let it have one: by it DeepSpeed knows when those of the parameters are complete."""
+        missing = torch.is_grad_enabled() and not inputs[0].requires_grad
+        return inputs[0].detach().requires_grad_() if missing else None
+
+    for module in map(model.get_submodule, tiles.mlps(model, spec)):
+        set_z3_leaf_module(module, True)
+        if any(parameter.requires_grad for parameter in module.parameters()):
+            module.register_forward_pre_hook(with_gradient)
+
+
 def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     """Build the runner of a whole model, or of this rank's tensor parallel shard of it."""
     import deepspeed
@@ -116,6 +132,8 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     mesh, mpu = parallel_mesh_of(layout, job.machine.device, job.spec.language.heads), None
     job = on_mesh(job, mesh)
     model, dropout = wrap_blocks(job.spec, job.task, layout)
+    if layout.zero_stage == 3 and layout.recompute.tile:
+        _gather_once(model, job.spec)
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         unit = nn.Module()

@@ -21,17 +21,20 @@ from torch.utils.checkpoint import (
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
+from trainer.parallel.recompute import tiles
 from trainer.parallel.recompute.offload import OnHost
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")
 """Matrix products by their names in `aten`, besides all that end in `grouped_mm`."""
 
 
-def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute) -> None:
-    """Wrap the forward of each chosen block, in place.
+def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 1) -> None:
+    """Wrap the forward of each chosen block, and of MLPs in tiles (`parts`: theirs), in place.
 
     Random numbers are replayed: a recomputed block drops the same activations as before.
     """
+    if recompute.tile:
+        tiles.apply(model, spec, recompute.tile, parts)
     if recompute.mode == "none":
         return
     for index, name in enumerate(spec.blocks):
@@ -74,7 +77,7 @@ def _selective(every: int, copied: tuple[str, ...]) -> Any:
     products: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        kept = is_kept(operator)
+        kept = is_kept(operator) and not tiles.computes()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % every == 1

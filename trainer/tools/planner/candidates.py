@@ -43,7 +43,8 @@ def candidates(
     tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
     contexts = {layout.context, *(n for n in CONTEXTS if n == 1 or heads % n == 0 < heads)}
     pipelines = {layout.pipeline, *(stages for stages in PIPELINES if stages <= blocks)}
-    recomputes = layout.recompute, Recompute(), Recompute("selective"), Recompute("full")
+    kept, tile = layout.recompute, layout.recompute.tile
+    others = Recompute("none", 1, tile), Recompute("selective", 1, tile), Recompute("full", 1, tile)
     offloads = (layout.offload_optimizer, layout.offload_param), *OFFLOADS
     for tensor, pipeline, context in product(*map(sorted, (tensors, pipelines, contexts))):
         ranks, rest = divmod(cluster.world_size, tensor * pipeline)
@@ -52,7 +53,7 @@ def candidates(
         if rest or ranks % context or heads % whole:
             continue
         micros = _micro_batches(layout, ranks // context)
-        changes = product(range(4), micros, dict.fromkeys(offloads), dict.fromkeys(recomputes))
+        changes = product(range(4), micros, dict.fromkeys(offloads), dict.fromkeys((kept, *others)))
         for stage, micro, (optimizer, param), recompute in changes:
             unfit = (optimizer != "none" and stage == 0) or (param != "none" and stage < 3)
             least = micro == 1 and recompute.mode in ("full", "offload")
