@@ -130,12 +130,12 @@ def test_axolotls_fsdp():
     ("keys", "tokens"),
     [
         ({"tiled_mlp": True}, 4096),
-        ({"tiled_mlp": True, "tiled_mlp_num_shards": 3, "tiled_mlp_use_original_mlp": True}, 10923),
-        ({"tiled_mlp": False, "tiled_mlp_num_shards": 3}, None),
+        ({"tiled_mlp": True, "tiled_mlp_num_shards": 3, "tiled_mlp_use_original_mlp": True}, 4096),
+        ({"tiled_mlp": False}, None),
     ],
 )
 def test_axolotls_tiles_of_mlps(tmp_path: Path, keys: dict, tokens: int | None):
-    keys = {"base_model": "m", "learning_rate": 1e-4, "sequence_len": 32768, **keys}
+    keys = {"base_model": "m", "learning_rate": 1e-4, **keys}
     draft = written(tmp_path, "axolotl", keys)
     assert draft.made["trainer"].get("tiled_mlp") == tokens and not draft.lost
     keys = {"tiled_mlp": True, "tiled_mlp_use_original_mlp": False, "base_model": "m"}

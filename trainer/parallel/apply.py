@@ -4,8 +4,9 @@
    their final class by then;
 2. expert parallelism divides experts, tensor parallelism splits matrices: FSDP then shards what
    each of their ranks has, and a recomputed block runs its collectives again;
-3. activation checkpointing wraps the forward of blocks: outside the split matrices, inside the
-   hooks of dropout and FSDP, so that recomputing gathers and seeds nothing twice;
+3. MLPs compute in tiles of tokens, inside the hooks that join rows for the split matrices; then
+   activation checkpointing wraps the forward of blocks: outside both, inside the hooks of dropout
+   and FSDP, so that recomputing gathers and seeds nothing twice;
 4. `torch.compile` takes the forward of each block: after checkpointing, which it has to trace, and
    inside the hooks of dropout and FSDP, which it must not trace;
 5. dropout's hooks seed each block by its place in the model: outside the recomputed forward, which
@@ -17,7 +18,7 @@
 8. values: each rank makes or reads its shard alone.
 
 DDP comes last, since it sends real values. DeepSpeed replaces 2, 7 and 8: its AutoTP splits real
-values, and its ZeRO-3 partitions each unit as it is made.
+values, and its ZeRO-3 partitions each unit as it is made, and gathers an MLP in tiles as a whole.
 """
 
 from __future__ import annotations

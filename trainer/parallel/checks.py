@@ -245,12 +245,12 @@ def _check_recompute(
         models.append(model)
     if difference := differing_gradient(models[1], models[0], TOLERANCE):
         name, distance = difference
-        changed = "a part of its tokens is" if key == TILED else "its block is"
-        seen = f"the gradient of {name} is another when {changed} computed again, by {distance:.1e}"
-        expected = '"none"'
+        part, alone = "its block is", '"none"'
         if key == TILED:
-            expected = "none, or MLPs that treat each token alone and draw nothing (dropout)"
-        raise _refused(spec, key, seen, expected)
+            part = "a part of its tokens is"
+            alone = "none, or MLPs that treat each token alone and draw nothing (dropout)"
+        seen = f"the gradient of {name} is another when {part} computed again, by {distance:.1e}"
+        raise _refused(spec, key, seen, alone)
 
 
 def _refused(spec: ModelSpec, key: str, actual: str, expected: str) -> ConfigError:

@@ -77,7 +77,7 @@ def _selective(every: int, copied: tuple[str, ...]) -> Any:
     products: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        kept = is_kept(operator) and not tiles.computes()
+        kept = is_kept(operator) and not tiles.COMPUTES.get()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % every == 1

@@ -1,13 +1,13 @@
 """MLPs of blocks that compute a tile of tokens at a time, and again in the backward pass.
 
 So what an MLP computes inside, [tokens, several times the width], is there for one tile at a time
-(ALST, arXiv 2506.13996, section 3.1.1).
+(ALST, arXiv 2506.13996).
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import partial
 from inspect import Parameter, signature
@@ -24,8 +24,9 @@ from trainer.parallel.patches import replace_forward
 Forward = Callable[[torch.Tensor], torch.Tensor]
 TRIED = 7
 """The tokens of a tile on a tiny copy, whose rows have more."""
+COMPUTES: ContextVar[bool] = ContextVar("COMPUTES", default=False)
+"""True while a tile is computed, of which only the input is kept."""
 _SINGLE = 2 * [Parameter.POSITIONAL_OR_KEYWORD]
-_thread = threading.local()
 
 
 def mlps(model: nn.Module, spec: ModelSpec) -> list[str]:
@@ -83,13 +84,8 @@ def _computed(forward: Forward, tile: torch.Tensor) -> torch.Tensor:
     tokens = tile.flatten(1, 2).contiguous()  # models' code makes views of it
     if torch.compiler.is_compiling():
         return forward(tokens)
-    _thread.computes = True
+    token = COMPUTES.set(True)
     try:
         return forward(tokens)
     finally:
-        _thread.computes = False
-
-
-def computes() -> bool:
-    """Return True while this thread computes a tile, of which only the input is kept."""
-    return getattr(_thread, "computes", False)
+        COMPUTES.reset(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 
 from trainer.config.grammar import show
@@ -18,9 +17,6 @@ _PLACES = {
     "pretraining_dataset": "trainer.data: ",
     "test_datasets": "of those held out: ",
 }
-
-WIDE = 4096
-"""The tokens of a tile, for a model whose width is not known here; results are the same."""
 
 
 def defaults(given: Json) -> Json:
@@ -82,17 +78,6 @@ def _samples(draft: Draft, keys: Roles) -> None:
     if excess.value in ("raise", "truncate", "drop"):
         ours = "error" if excess.value == "raise" else excess.value
         draft.put(excess, "trainer.data.too_long", ours)
-
-
-def _tiles(draft: Draft, keys: Roles) -> None:
-    """Convert a number of tiles of a row to their tokens; theirs are as many as a model is wide."""
-    tiled, tiles = keys["tiled_mlp"], keys["tiled_mlp_num_shards"]
-    if not tiled.value:
-        draft.skip(tiles)
-        return
-    tokens = max(1, math.ceil(keys["sequence_len"].value / max(1, tiles.value or 1)))
-    for entry in (tiled, tiles):
-        draft.put(entry, "trainer.tiled_mlp", tokens if tiles.value else WIDE)
 
 
 def _template(draft: Draft, keys: Roles) -> None:
@@ -157,7 +142,4 @@ def _source(part: Draft, keys: Roles) -> None:
         part.lose(kind, OTHERWISE)
 
 
-GROUPS: tuple[Group, ...] = (
-    *(_model, _batch, *shared_keys.GROUPS),
-    *(_samples, _tiles, _template, _data),
-)
+GROUPS: tuple[Group, ...] = (_model, _batch, *shared_keys.GROUPS, _samples, _template, _data)

@@ -108,9 +108,8 @@ def differences(old: Layout, new: Layout) -> frozenset[str]:
     }
     kept = (old.replicate == 1) == (new.replicate == 1) and (old.shard == 1) == (new.shard == 1)
     follows = kept and old.data_ranks != new.data_ranks and 1 in (old.replicate, old.shard)
-    if follows or 0 in (old.zero_stage, new.zero_stage):
-        changed.discard("shard")
-    return frozenset(changed)
+    counts = not follows and 0 not in (old.zero_stage, new.zero_stage)
+    return frozenset(changed if counts else changed - {"shard"})
 
 
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
