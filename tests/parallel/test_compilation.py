@@ -39,10 +39,11 @@ LAID_OUT = {
         *("zero3, all on the host", "pipeline", "pipeline, gpt2, full", "pipeline, selective"),
         *("pipeline, Interleaved1F1B", "pipeline x zero3", "tensor", "tensor, qwen3"),
         *("tensor x zero2, gpt_neox, selective", "tensor x zero3, qwen3, full"),
-        *("pipeline x tensor", "zero3, tiled, selective", "tensor, tiled, sequence, biases"),
+        "pipeline x tensor",
     )
 }
 LAID_OUT["zero3, lora"] = LORA
+LAID_OUT["one rank, tiled"] = Case(world_size=1, tile=8, recompute="selective")
 CASES = {
     name: replace(case, compile="blocks")
     for name, case in by_engine(LAID_OUT).items()

@@ -96,6 +96,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "does[accelerate-zero2, gpt2, every 2]",
         "does[mesh-zero3]",
         "does[deepspeed-zero3, gpt2, selective]",
+        "does[deepspeed-zero3, tiled]",
+        "does[mesh-tensor, tiled, full]",
         "does[accelerate-zero3, all on the host]",
         "does[mesh-pipeline]",
         "does[deepspeed-pipeline, selective]",
@@ -201,6 +203,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_masters.py": ("zero3, none",),
     "test_model_checks.py": (
         "passes[llama]",
+        "in_tiles",
         "moves_is_noted",
         "passes[gpt2]",
         "frozen_and_said",
