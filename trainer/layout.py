@@ -104,6 +104,8 @@ class Layout(MeshSizes):
     """True if between the split matrices each tensor rank has a part of each row's tokens."""
     updated: Precision = "float32"
     """The precision of the weights that are updated, and of the optimizer's state."""
+    router_bias_rate: float = 0.0
+    """How far a step moves the biases by which routers choose experts; 0: they stay."""
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
@@ -243,6 +245,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         sync_batch_norm=config.trainer.sync_batch_norm,
         compile=config.trainer.compile,
         float8=config.trainer.float8,
+        router_bias_rate=config.trainer.router_bias_update_rate,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if low and _precision(config) == "bfloat16" else "float32",
     )

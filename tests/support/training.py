@@ -99,6 +99,7 @@ class Case:
     """Patterns of parameters that stay as they are."""
     label_smoothing: float = 0.0
     neftune_alpha: float = 0.0
+    router_bias_rate: float = 0.0
     groups: tuple[dict[str, Any], ...] = ()
     """`trainer.parameter_groups`."""
     top: dict[str, Any] = field(default_factory=dict)
@@ -256,6 +257,7 @@ def layout_of(case: Case) -> Any:
         float8=case.float8,
         sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if case.more.get("bf16", {}).get("bf16_optimizer_states") else "float32",
+        router_bias_rate=case.router_bias_rate,
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout
@@ -421,6 +423,7 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
 
     if case.neftune_alpha:
         model.get_input_embeddings().register_forward_hook(noisy)
+    balance = balancing(model, case.router_bias_rate, lengths)
 
     def summed(step: int, train: bool) -> tuple[torch.Tensor, int, int]:
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
@@ -470,12 +473,57 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         outcome.norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), case.clip)))
         optimizer.step()
         optimizer.zero_grad()
+        balance()
     model.eval()
     with torch.no_grad():
         total, counted, outcome.right = summed(99, train=False)
     outcome.evaluation = float(total / counted)
-    outcome.weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    own = dict(model.named_parameters()) | router_biases(model)
+    outcome.weights = {name: tensor.detach().clone() for name, tensor in own.items()}
     return outcome
+
+
+def router_biases(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return what transformers' routers add to scores to choose experts, by name."""
+    named = re.compile(r"(e_score_correction|\.expert)_bias$")
+    return {name: tensor for name, tensor in model.state_dict().items() if named.search(name)}
+
+
+def balancing(model: torch.nn.Module, rate: float, lengths: list[int]) -> Callable[[], None]:
+    """Count the tokens of rows of these `lengths` in training; return what moves biases by them.
+
+    Algorithm 1 of arXiv 2408.15664.
+    """
+    loads: dict[str, torch.Tensor] = {}
+
+    def count(name: str) -> Any:
+        def hook(module: torch.nn.Module, inputs: Any) -> None:
+            chosen, parts = inputs[1], []
+            for row, length in zip(chosen.chunk(len(lengths)), lengths, strict=True):
+                parts.append(row[:length].flatten())
+            if module.training:
+                loads[name] = loads[name] + torch.bincount(torch.cat(parts), minlength=size[name])
+
+        return hook
+
+    biases = router_biases(model) if rate else {}
+    size = {name: bias.numel() for name, bias in biases.items()}
+    for name in biases:
+        layer = re.match(r".*?\.\d+\.\w+", name)
+        assert layer is not None
+        model.get_submodule(f"{layer[0]}.experts").register_forward_pre_hook(count(name))
+
+    def move() -> None:
+        for name, bias in biases.items():
+            error = loads[name].double().mean() - loads[name]
+            bias += rate * error.sign().view_as(bias).float()
+        start()
+
+    def start() -> None:
+        loads.update({name: torch.zeros(n, dtype=torch.int64) for name, n in size.items()})
+
+    start()
+    return move
 
 
 def plain_optimizer(

@@ -21,6 +21,7 @@ from trainer.optim.optimizer import set_update
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.forward_backward import Runner
 from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.parallel.splits.expert_loads import ExpertLoads
 from trainer.state import StateTensor
 from trainer.tasks.task import Batch, Task
 
@@ -94,6 +95,7 @@ class NormalisedEngine(ABC):
         self._state = state
         self._clip = float(job.deepspeed["gradient_clipping"])
         self._statistics = RunningStatistics(runner.modules, mesh, job.data_rank)
+        self._loads = ExpertLoads(runner.modules, job.spec, job.task, mesh)
 
     def step(
         self,
@@ -116,6 +118,7 @@ class NormalisedEngine(ABC):
         with self._statistics.of_step(len(micro_batches)):
             loss_sum = self._train(seed, micro_batches, scale, observe)
         norm, skipped = self._finish(observe)
+        self._loads.move(norm, skipped)
         return Metrics(loss_sum, targets, norm, skipped, mesh.group("loss"))
 
     @abstractmethod

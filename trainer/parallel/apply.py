@@ -1,7 +1,8 @@
 """The order in which a model on the meta device is wrapped, with the reason for each position.
 
 1. the task turns the head into one that returns the loss: later steps wrap modules, which have
-   their final class by then;
+   their final class by then; biases of routers that are to move become buffers, which no step
+   below divides or rounds;
 2. expert parallelism divides experts, tensor parallelism splits matrices: FSDP then shards what
    each of their ranks has, and a recomputed block runs its collectives again;
 3. MLPs compute in tiles of tokens, inside the hooks that join rows for the split matrices; then
@@ -39,7 +40,7 @@ from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.recompute import activation_checkpointing
-from trainer.parallel.splits import expert_ranks, matrices
+from trainer.parallel.splits import expert_loads, expert_ranks, matrices
 from trainer.tasks.task import Task
 
 
@@ -55,6 +56,8 @@ def wrap_blocks(
     Tensor parallelism, step 2, needs `mesh`, and the blocks of this `stage`, if they are not all.
     """
     model = task.prepare(spec.build())
+    if layout.router_bias_rate:
+        expert_loads.hold(model, spec)
     if mesh is not None and layout.expert > 1:
         expert_ranks.apply(model, spec, mesh)
     if mesh is not None and layout.tensor > 1:

@@ -17,7 +17,7 @@ from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing, tiles
-from trainer.parallel.splits import expert_ranks, rows
+from trainer.parallel.splits import expert_loads, rows
 from trainer.trial.findings import Findings, applied
 from trainer.trial.isolation import check_isolation, packed_batch
 from trainer.trial.language import check_model
@@ -47,7 +47,7 @@ def checked(
 
     findings = ranks.on_first(tried)
     notes = (*spec.notes, *findings.notes, *_notes_on_batch_norm(layout, findings))
-    notes = (*notes, *_notes_on_balance(spec), *_notes_on_tiles(spec, layout))
+    notes = (*notes, *_notes_on_balance(spec, layout), *_notes_on_tiles(spec, layout))
     return applied(spec, findings), notes
 
 
@@ -81,6 +81,8 @@ def check_layout(
         seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
         expected = "one process, or a layerdrop of 0 in the model's config"
         raise _refused(spec, "processes", seen, expected)
+    if layout.router_bias_rate:
+        _try(expert_loads.KEY, spec, lambda: expert_loads.check(spec))
     if layout.pipeline > 1:
         _check_pipeline(spec, findings)
     if layout.context > 1:
@@ -153,18 +155,12 @@ def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
     return (f"{own}, a micro-batch of one data rank ({other})",)
 
 
-def _notes_on_balance(spec: ModelSpec) -> Iterator[str]:
-    """Yield a note on biases that choose experts, which nothing moves (arXiv 2412.19437, 2.1.2)."""
-    model = spec.build() if spec.language.idle_parameters else nn.Module()
-    stacks = [model.get_submodule(name) for name in expert_ranks.stacks(model, spec)]
-    counts = {len(parameter) for stack in stacks for parameter in stack.parameters()}
-    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    saved, inside = model.state_dict(), tuple(f"{name}." for name in spec.blocks)
-    for name in [name for name in saved if name.startswith(inside) and name not in learned]:
-        if saved[name].numel() in counts:
-            bias = f"{pattern_of(name)}, by which experts are chosen"
-            yield f"{bias}, stays as it is: experts are not balanced by their loads"
-            return
+def _notes_on_balance(spec: ModelSpec, layout: Layout) -> Iterator[str]:
+    """Yield a note on biases that choose experts, if nothing moves them."""
+    biases = expert_loads.biases_of(spec) if not layout.router_bias_rate else {}
+    for name in list(biases.values())[:1]:
+        bias = f"{pattern_of(name)}, by which experts are chosen"
+        yield f"{bias}, stays as it is: set {expert_loads.KEY} to balance experts by their loads"
 
 
 def _notes_on_tiles(spec: ModelSpec, layout: Layout) -> Iterator[str]:

@@ -121,8 +121,8 @@ class CausalLM:
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Pad samples to `input_ids` and `targets`, [batch, longest], int64.
 
-        Packed samples add `documents` [batch, most], lengths with zeros where a row has fewer;
-        noise adds `lengths` [batch, 1] of the rows; a mixture adds `sources` [batch, 1].
+        `lengths` [batch, 1] are those of the rows. Packed samples add `documents` [batch, most],
+        lengths with zeros where a row has fewer; a mixture adds `sources` [batch, 1].
         """
         longest = max(len(sample["input_ids"]) for sample in samples)
         inputs = np.full((len(samples), longest), self._padding_id, dtype=np.int64)
@@ -138,8 +138,7 @@ class CausalLM:
             batch["documents"] = torch.from_numpy(np.stack(rows).astype(np.int64))
         if self.by_source is not None and "source" in samples[0]:
             batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
-        if self._noise is not None:
-            batch["lengths"] = torch.tensor([[len(sample["input_ids"])] for sample in samples])
+        batch["lengths"] = torch.tensor([[len(sample["input_ids"])] for sample in samples])
         return batch
 
     def blank(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -167,6 +166,12 @@ class CausalLM:
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return (self._own(batch, "targets") != IGNORED).sum()
+
+    def real(self, batch: Batch) -> torch.Tensor:
+        """Return 1 for each of this rank's tokens, 0 for padding: int64 [batch, sequence]."""
+        lengths, row = batch["lengths"], batch["input_ids"].shape[1]
+        real = (torch.arange(row, device=lengths.device) < lengths).long()
+        return self._context.part(real) if self._context else real
 
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]

@@ -178,6 +178,11 @@ class _Training(Section):
 
     The noise is at most alpha / sqrt(tokens x width) (arXiv 2310.05914).
     """
+    router_bias_update_rate: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    """How far a step moves the bias by which a router chooses an expert, as 0.001; 0: not at all.
+
+    Up if fewer tokens than the mean chose the expert, down if more (arXiv 2412.19437).
+    """
     sync_batch_norm: bool = False
     """True to normalise by the statistics of all data ranks' micro-batches together."""
     weight_decay_excludes: Annotated[

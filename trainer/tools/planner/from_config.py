@@ -140,7 +140,8 @@ def _language(section: TrainerSection, layout: Layout) -> TaskModel:
 
     def batch(count: int) -> Batch:
         ids = torch.zeros(count, length, dtype=torch.int64)
-        return {"input_ids": ids, "targets": torch.ones_like(ids)}
+        lengths = torch.full((count, 1), length)
+        return {"input_ids": ids, "targets": torch.ones_like(ids), "lengths": lengths}
 
     attention = CausalLM.of(spec, 0).attention()  # tried here, where tensors have values
 

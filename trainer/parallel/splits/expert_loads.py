@@ -1,0 +1,141 @@
+"""Experts balanced without a loss: the biases by which a router chooses them follow their loads.
+
+After a step the bias of an expert that fewer tokens chose than the mean rises by a rate, and that
+of one that more chose falls (arXiv 2408.15664, algorithm 1; 2412.19437, section 2.1.2). All tokens
+of the step count, without padding, so that the biases are the same in every layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from trainer.distributed.exchange import Exchange
+from trainer.errors import ConfigError, Problem
+from trainer.models.cut import of_tokens
+from trainer.models.names import pattern_of
+from trainer.models.spec import ModelSpec
+from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
+from trainer.parallel.splits.expert_ranks import stacks
+from trainer.trial.setup import tiny
+
+KEY = "trainer.router_bias_update_rate"
+
+
+def biases_of(spec: ModelSpec) -> dict[str, str]:
+    """Map stacks of experts to their routers' biases: saved numbers, one for each, not learned."""
+    model = spec.build() if spec.language.idle_parameters else nn.Module()
+    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = learned | spec.training.frozen.keys() | spec.training.unsaved
+    sizes = {name: t.numel() for name, t in model.state_dict().items() if name not in kept}
+    found = {}
+    for stack in stacks(model, spec):
+        count = len(next(model.get_submodule(stack).parameters()))
+        beside, inside = f"{stack.rpartition('.')[0]}.", f"{stack}."
+        found |= {
+            stack: name
+            for name, size in sizes.items()
+            if size == count and name.startswith(beside) and not name.startswith(inside)
+        }
+    return found
+
+
+def check(spec: ModelSpec) -> None:
+    """Raise ConfigError unless raising a bias of a tiny copy sends every token to its expert."""
+    hint = "Remove it: experts are then balanced by the model's own loss, if it has one."
+    expected = "a bias that chooses experts, saved with the weights and not learned"
+    if not biases_of(spec):
+        raise ConfigError(Problem(f"{KEY}: {spec.name}", "it has none", expected, hint))
+    small, model = tiny(spec)
+    missed: list[str] = []
+    for stack, bias in biases_of(small).items():
+        model.state_dict()[bias].flatten()[0] += 1e4
+
+        def see(experts: nn.Module, args: Any, kwargs: Any, bias: str = bias) -> None:
+            if not bool((_chosen(args, kwargs) == 0).any(1).all()):
+                missed.append(bias)
+
+        model.get_submodule(stack).register_forward_pre_hook(see, with_kwargs=True)
+    with torch.no_grad():
+        of_tokens(small).output(model.eval())
+    if missed:
+        seen = f"{pattern_of(missed[0])} does not decide which experts tokens get"
+        raise ConfigError(Problem(f"{KEY}: {spec.name}", seen, expected, hint))
+
+
+def hold(model: nn.Module, spec: ModelSpec) -> None:
+    """Make buffers of biases that are parameters, in place: whole and in float32 on each rank."""
+    for name in biases_of(spec).values():
+        owner, _, key = name.rpartition(".")
+        module = model.get_submodule(owner)
+        if key in module._parameters:
+            value = module.get_parameter(key).detach()
+            delattr(module, key)
+            module.register_buffer(key, value)
+
+
+class ExpertLoads:
+    """The biases of this rank's routers, and how many tokens of a step chose each expert here."""
+
+    def __init__(
+        self, modules: Sequence[nn.Module], spec: ModelSpec, task: Any, mesh: ParallelMesh
+    ) -> None:
+        self._mesh, self._task, self._rate = mesh, task, mesh.layout.router_bias_rate
+        self._loads: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._real = torch.empty(0)
+        """1 for each token of the forward pass that runs, and 0 for padding."""
+        self._group = holders_of(mesh)[0] if self._rate else None
+        for module in modules if self._rate else ():
+            module.register_forward_pre_hook(self._start, with_kwargs=True)
+            named, buffers = dict(module.named_modules()), dict(module.named_buffers())
+            for stack, name in biases_of(spec).items():
+                if (experts := named.get(f"model.{stack}")) is not None:
+                    self._watch(experts, buffers[f"model.{name}"], name)
+
+    def move(self, norm: torch.Tensor, skipped: bool) -> None:
+        """Move the biases by a step's loads, but after one that was skipped. Collective."""
+        if not self._loads:
+            return
+        loads = torch.cat([load for _, load in self._loads])
+        if self._group is not None:
+            dist.all_reduce(loads, group=self._group)
+        moves = norm.isfinite() & (not skipped)
+        sizes = [len(load) for _, load in self._loads]
+        for (bias, load), total in zip(self._loads, loads.split(sizes), strict=True):
+            lacks = (total.sum() - total * len(total)).sign() * moves
+            bias.add_(lacks.to(bias.dtype).view_as(bias), alpha=self._rate)
+            load.zero_()
+
+    def _watch(self, experts: nn.Module, bias: torch.Tensor, name: str) -> None:
+        if bias.dtype != torch.float32:
+            seen, hint = f"{name} in {bias.dtype}", "Leave data_types.buffer_dtype out."
+            expected = "float32: in 16 bits a bias of 1 would stay where it is"
+            raise ConfigError(Problem(KEY, seen, expected, hint))
+        load = torch.zeros(bias.numel(), dtype=torch.int64, device=bias.device)
+        experts.register_forward_pre_hook(partial(self._count, load), with_kwargs=True)
+        self._loads.append((bias, load))
+
+    def _start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._real = self._task.real(kwargs["batch"] if "batch" in kwargs else args[0])
+
+    def _count(self, load: torch.Tensor, experts: nn.Module, args: Any, kwargs: Any) -> None:
+        compiled = torch.compiler.is_compiling()
+        if not experts.training or not (compiled or torch._C._current_graph_task_id() == -1):
+            return  # computed again, in a backward pass
+        chosen, real = _chosen(args, kwargs), self._real
+        if len(chosen) < real.numel():  # each tensor rank has a part of the tokens
+            real = Exchange(self._mesh.axis("tensor")).divide(real, 1)
+        elif self._mesh.rank("tensor"):  # the first has counted the same
+            return
+        load.scatter_add_(0, chosen.flatten(), real.reshape(-1, 1).expand_as(chosen).flatten())
+
+
+def _chosen(args: Any, kwargs: Any) -> torch.Tensor:
+    """Return the experts of each token, [tokens, experts of a token], as a stack is called."""
+    chosen: torch.Tensor = [*args, *kwargs.values()][1]
+    return chosen.flatten(0, -2)
