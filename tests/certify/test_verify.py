@@ -843,6 +843,29 @@ def rows_of_the_next_expert(engine: str) -> Any:
     return around(expert_ranks, "local", rolled)
 
 
+def with_loads(change: Callable[..., Any]) -> Any:
+    """`change(norm, skipped)` gives what the biases of routers are moved after."""
+    from trainer.parallel.splits.expert_loads import ExpertLoads
+
+    return around(ExpertLoads, "move", lambda real, self, *given: real(self, *change(*given)))
+
+
+def loads_of_one_rank(engine: str) -> Any:
+    from trainer.parallel.splits import expert_loads
+
+    return around(expert_loads, "holders_of", lambda real, mesh: (None, real(mesh)[1]))
+
+
+def padding_in_the_loads(engine: str) -> Any:
+    from trainer.tasks.causal_lm import CausalLM
+
+    return around(CausalLM, "real", lambda real, self, batch: real(self, batch).fill_(1))
+
+
+def biases_moved_by_an_overflow(engine: str) -> Any:
+    return with_loads(lambda norm, skipped: (norm.nan_to_num(1.0, 1.0), False))
+
+
 @dataclass(frozen=True)
 class Planted:
     """Where a fault is planted, and what the certificate is to say of it."""
@@ -858,6 +881,12 @@ class Planted:
 
 
 STAGES = {"stages": 2}
+BIAS = "mlp.gate.e_score_correction_bias"
+BALANCED = {
+    "model": {"config": DEEPSEEK | {"vocab_size": 61, "n_group": 1, "num_experts_per_tok": 2}},
+    "data": {"sequence_length": 28},
+    "router_bias_update_rate": 0.01,
+}
 TENSOR = {"tensor": 2, "model": {"config": QWEN3}}
 SPREAD = {
     "expert": 2,
@@ -974,6 +1003,9 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
     replicas_of_experts_left_out: Planted(
         "mesh", 2, "gradient", "experts", size=4, trainer=SPREAD | {"mesh": {"replicate": 2}}
     ),
+    loads_of_one_rank: Planted("mesh", 2, "update", BIAS, trainer=BALANCED),
+    padding_in_the_loads: Planted("mesh", 2, "update", BIAS, trainer=BALANCED),
+    biases_moved_by_an_overflow: Planted("mesh", 2, "overflow", BIAS, step=6, trainer=BALANCED),
     rows_of_the_next_expert: Planted("mesh", 2, "output", "mlp", trainer=SPREAD),
 }
 

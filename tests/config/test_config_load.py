@@ -1480,6 +1480,7 @@ USED = {
         "float8",
         "label_smoothing",
         "neftune_alpha",
+        "router_bias_update_rate",
         "sync_batch_norm",
         "patience",
     ),

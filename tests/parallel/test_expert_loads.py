@@ -3,25 +3,41 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.support.layouts import HOST, PARTS, by_engine, family
+from tests.support.layouts import EXPERTS, HOST, PARTS, by_engine, family
 from tests.support.training import (
     Case,
     assert_same,
+    build,
+    collated,
+    data_rank_of,
+    layout_of,
     resume_by_engine,
+    shares,
+    spec_in,
+    task_of,
     train_by_engine,
     train_plainly,
 )
+from trainer.errors import ConfigError
+from trainer.optim.lr_schedules import Update
+from trainer.parallel.splits import expert_loads
+from trainer.parallel.splits.expert_loads import ExpertLoads, biases_of, check
 
-ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_shared_experts": 1}
-GLM = family("glm4_moe", n_routed_experts=4, first_k_dense_replace=1, head_dim=8, **ROUTED)
-GLM |= {"n_group": 2, "topk_group": 1}
+# enough experts that one token more or less moves another bias
+ROUTED: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
+GLM = family("glm4_moe", n_routed_experts=16, first_k_dense_replace=1, head_dim=8, **ROUTED)
+GLM |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 GLM_4 = GLM | {"num_hidden_layers": 4}
-ERNIE = family("ernie4_5_moe", moe_num_experts=4, moe_k=2, moe_intermediate_size=16)
-MINIMAX = family("minimax_m2", num_local_experts=4, num_experts_per_tok=2, head_dim=8)
+ERNIE = family("ernie4_5_moe", moe_num_experts=16, moe_k=3, moe_intermediate_size=16)
+MINIMAX = family("minimax_m2", num_local_experts=16, num_experts_per_tok=3, head_dim=8)
 
 ONE = Case(world_size=1, model=GLM, router_bias_rate=0.05)
 TWO = replace(ONE, world_size=2)
@@ -75,9 +91,95 @@ RESUMED = ("zero3, ernie, selective", "pipeline x zero3", "experts over four, fu
 def test_biases_move_as_in_one_process(pools, name):
     case = CASES[name]
     reference = train_plainly(case)
-    biases = {name: value for name, value in reference.weights.items() if name.endswith("_bias")}
+    biases = {key: value for key, value in reference.weights.items() if key.endswith("_bias")}
     assert biases and all(bool((value != 0).any()) for value in biases.values())
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)
         for key, value in biases.items():
             assert outcome.weights[key].tolist() == value.tolist(), key
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.partition("-")[2] in RESUMED])
+def test_a_resumed_run_moves_on_from_the_same_biases(pools, tmp_path, name):
+    case = CASES[name]
+    given = {"before": case, "after": case, "folder": tmp_path}
+    for losses, weights in pools[case.world_size].run(resume_by_engine, **given):
+        assert losses[0] == losses[1]
+        assert any(key.endswith("_bias") for key in weights[0])
+        assert all(torch.equal(value, weights[1][key]) for key, value in weights[0].items())
+
+
+def moved_by_low_precision(case: Case) -> dict[str, list[float]]:
+    """Return the steps up or down of each bias from 1, by its name, after three steps."""
+    engine = build(case, dist.get_rank())
+    task = task_of(spec_in(case))
+    buffers = {k: b for m in engine.modules for k, b in m.named_buffers() if k.endswith("_bias")}
+    for bias in buffers.values():
+        bias.fill_(1.0)
+    for step in range(3):
+        shared = shares(case, step, data_rank_of(case, dist.get_rank()))
+        engine.step(step, [collated(task, share) for share in shared], Update(1e-2))
+    moved = {key: ((bias - 1) / case.router_bias_rate).tolist() for key, bias in buffers.items()}
+    engine.close()
+    return moved
+
+
+@pytest.mark.parametrize("model", [GLM, ERNIE], ids=["buffer", "parameter"])
+@pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
+def test_in_bfloat16_a_bias_of_one_moves_by_a_thousandth(pools, engine, model):
+    low = {"engine": engine, "precision": "bfloat16", "zero_stage": 3, "model": model}
+    case = replace(TWO, router_bias_rate=1e-3, **low)
+    first, second = pools[2].run(moved_by_low_precision, case=case)
+    assert first and first == second
+    for steps in first.values():
+        assert all(abs(n - round(n)) < 1e-3 for n in torch.tensor(steps).flatten().tolist())
+        assert torch.tensor(steps).round().abs().max() > 0
+
+
+def test_a_step_that_is_not_finite_moves_nothing():
+    case = replace(ONE, engine="mesh", zero_stage=0)
+    mesh: Any = SimpleNamespace(layout=layout_of(case), rank=lambda axis: 0)
+    bias = torch.zeros(4)
+    with mock.patch.object(expert_loads, "holders_of", lambda mesh: (None, [])):
+        loads = ExpertLoads([], spec_in(case), None, mesh)
+    for norm, skipped, moved in (
+        (torch.tensor(torch.nan), False, 0.0),
+        (torch.tensor(torch.inf), False, 0.0),
+        (torch.tensor(1.0), True, 0.0),
+        (torch.tensor(1.0), False, case.router_bias_rate),
+    ):
+        load = torch.tensor([3, 0, 1, 0])
+        loads._loads = [(bias, load)]
+        loads.move(norm, skipped)
+        assert bias.tolist() == (moved * torch.tensor([-1.0, 1.0, 0.0, 1.0])).tolist()
+        assert not load.any()
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "expected"),
+    [
+        (EXPERTS, {}, "it has none; expected a bias that chooses experts"),
+        (GLM, {"adapter": {"r": 4}}, "it has none"),
+        (ERNIE, {"freeze": ("*e_score_correction_bias",)}, "it has none"),
+    ],
+    ids=["without one", "of an adapter's base", "frozen"],
+)
+def test_a_model_without_a_bias_to_move_is_refused(model, change, expected):
+    spec = spec_in(replace(ONE, model=model, **change))
+    with pytest.raises(ConfigError, match="router_bias_update_rate: .*" + expected):
+        check(spec)
+
+
+@pytest.mark.parametrize("model", [GLM, ERNIE, MINIMAX], ids=lambda model: model["model_type"])
+def test_a_bias_is_found_for_each_layer_with_experts_and_decides(model):
+    spec = spec_in(replace(ONE, model=model))
+    found = biases_of(spec)
+    assert len(found) == (3 if model is MINIMAX else 2)
+    assert all(name.endswith("e_score_correction_bias") for name in found.values())
+    check(spec)
+
+
+def test_a_bias_that_does_not_decide_is_refused():
+    topk, refused = torch.topk, pytest.raises(ConfigError, match="does not decide which experts")
+    with mock.patch("torch.topk", lambda scores, k, **_: topk(-scores, k)), refused:
+        check(spec_in(replace(ONE, model=MINIMAX)))

@@ -126,7 +126,7 @@ def test_ranks_that_do_not_divide_are_one_sentence(overrides, said):
     ("key", "said"),
     [
         ("top_k=4", "own config says how tokens are routed"),
-        ("load_balance_coeff=0.1", "own config says how tokens are routed"),
+        ("load_balance_coeff=0.1", "Set trainer.router_bias_update_rate"),
         ("expert_tensor_parallel_size=2", "Each expert is whole on a rank here"),
     ],
 )

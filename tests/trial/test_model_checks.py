@@ -356,7 +356,8 @@ def test_layerdrop_runs_on_one_process_alone():
 def test_a_bias_that_balances_experts_and_that_nothing_moves_is_noted(model, bias):
     spec = spec_of(model)
     notes = [note for note in checked(spec, task_of(spec), layout(), Ranks())[1] if "loads" in note]
-    said = "by which experts are chosen, stays as it is: experts are not balanced by their loads"
+    key = "set trainer.router_bias_update_rate to balance experts by their loads"
+    said = f"by which experts are chosen, stays as it is: {key}"
     assert notes == ([f"{bias}, {said}"] if bias else [])
 
 

@@ -11,6 +11,8 @@ from torch import nn
 
 from trainer.distributed.shared_rows import Division
 from trainer.models.cut import is_whole
+from trainer.models.spec import ModelSpec
+from trainer.parallel.splits.expert_loads import biases_of
 
 Outputs = dict[tuple[int, int, str], torch.Tensor]
 """Sums, and sums of squares, [2, features], by part of the rows of all data ranks (`parts_of`),
@@ -75,6 +77,39 @@ class Listener:
                     rows = rows.double()
                     sums = torch.stack([rows.sum(0), rows.square().sum(0)])
                     self._found[*place, name] = sums.cpu()
+
+        return hook
+
+
+class Loads:
+    """Counts the tokens of a step that choose each expert, and moves routers' biases by them.
+
+    Algorithm 1 of arXiv 2408.15664.
+    """
+
+    def __init__(self, model: nn.Module, spec: ModelSpec, rate: float) -> None:
+        state, self._rate = model.state_dict(), rate
+        biases = biases_of(spec) if rate else {}
+        self.biases = {name: state[name] for name in biases.values()}
+        self.ids = torch.empty(0)
+        """The tokens of the forward pass that runs; 0 is padding."""
+        for stack, name in biases.items():
+            model.get_submodule(stack).register_forward_pre_hook(self._hook(name))
+
+    def begin(self) -> None:
+        self._found: dict[str, torch.Tensor] = {}
+
+    def move(self) -> None:
+        for name, load in self._found.items():
+            bias = self.biases[name]
+            bias += self._rate * (load.double().mean() - load).sign().to(bias).view_as(bias)
+
+    def _hook(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, inputs: Any) -> None:
+            if module.training:
+                chosen = inputs[1][(self.ids != 0).flatten()].flatten()
+                load = torch.bincount(chosen, minlength=self.biases[name].numel())
+                self._found[name] = self._found.get(name, torch.zeros_like(load)) + load
 
         return hook
 

@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim._muon import muon
 
-from trainer.certify.outputs import Listener, Outputs, apart, parts_of
+from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import PROBE_RATE, Tiny, permutation, seed_of
@@ -132,6 +132,7 @@ class Reference(ABC):
         for index, name in enumerate(spec.blocks):
             self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
         self._listener, self._outputs = Listener([self.model]), Outputs()
+        self._loads = Loads(self.model, spec, small.layout.router_bias_rate)
         self._optimizer = optimizer_of(own, small, spec.blocks)
         self._scheduler = scheduler_of(self._optimizer, small.config)
 
@@ -176,14 +177,16 @@ class Reference(ABC):
         if step == self._small.overflow_step:
             if self._scheduler is not None:
                 self._scheduler.step()
-            kept = {key: value for key, value in before.items() if key[0] in self._named}
+            named = self._named.keys() | self._loads.biases.keys()
+            kept = {key: value for key, value in before.items() if key[0] in named}
             return Expected(math.inf, math.inf, {}, kept, counted, EXACT)
         loss, own = self._gradients(self.model, step, parts, counted)
         outputs, rounding = self._outputs, self._exact
         if self._small.low_precision:
             rounding = self._rounding(step, parts, counted, loss, own)
         self._update(step, gradients, norm)
-        after = {(name, WEIGHT): value for name, value in self.weights().items()}
+        other = self._loads.biases if self._small.low_precision else ()  # they follow rounding
+        after = {(n, WEIGHT): value for n, value in self.weights().items() if n not in other}
         for name, parameter in self._named.items():
             for part, value in self._optimizer.state[parameter].items():
                 if torch.is_tensor(value):
@@ -223,9 +226,10 @@ class Reference(ABC):
         """Return the mean loss of micro-batches with `counted` targets, and its gradients."""
         model.zero_grad()
         total, self._outputs = 0.0, {}
+        self._loads.begin()
         for part in parts:
             self._start_dropout(step, part.data_rank, part.number)
-            self._inputs = part.inputs
+            self._inputs = self._loads.ids = part.inputs
             tokens: dict[int, Any] = {part.data_rank: None}
             if self._spec.language.vocabulary:
                 division = division_of(self._layout, self._spec.language.heads)
@@ -358,6 +362,7 @@ class Reference(ABC):
         for group, rate in zip(groups, scheduled, strict=True):
             group["lr"] = rate
         self._optimizer.zero_grad()
+        self._loads.move()
         if self._scheduler is not None:
             self._scheduler.step()
 

@@ -108,8 +108,9 @@ class _Values:
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 value = self.spec.weights.read(_joined(name, key))
-                empty = value is None  # a file may have it in fewer bits than the model adds up in
-                real = torch.zeros_like(buffer, device="cpu") if empty else value.to(buffer.dtype)
+                real = torch.zeros_like(buffer, device="cpu")
+                if value is not None:  # a file may have it in fewer bits
+                    real = value.to(buffer.dtype)
                 mark_values(real, given=value is not None)
                 module._buffers[key] = real
 

@@ -340,8 +340,8 @@ def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
     config = description.get("config", {})
     section = config.get("trainer") or {}
     top = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
-    own = ("freeze", "parameter_groups", "label_smoothing", "neftune_alpha")
-    own = (*own, "router_bias_update_rate")
+    noise = "label_smoothing", "neftune_alpha"
+    own = "freeze", "parameter_groups", *noise, "router_bias_update_rate"
     return {
         **{name: config.get(name) for name in top},
         "seed": description.get("seed"),

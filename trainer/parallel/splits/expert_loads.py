@@ -37,11 +37,9 @@ def biases_of(spec: ModelSpec) -> dict[str, str]:
     for stack in stacks(model, spec):
         count = len(next(model.get_submodule(stack).parameters()))
         beside, inside = f"{stack.rpartition('.')[0]}.", f"{stack}."
-        found |= {
-            stack: name
-            for name, size in sizes.items()
-            if size == count and name.startswith(beside) and not name.startswith(inside)
-        }
+        for name, size in sizes.items():
+            if size == count and name.startswith(beside) and not name.startswith(inside):
+                found[stack] = name
     return found
 
 
