@@ -22,10 +22,10 @@ __all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "sele
 def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
     """Choose `engine`; for "auto", the first engine that runs the layout and the optimizer.
 
-    DeepSpeed comes last for pipelines and tensor parallelism. Raises ConfigError with each engine's
+    DeepSpeed comes last for pipelines, tensor and expert parallelism. Raises ConfigError with each
     reason if none can.
     """
-    cuts = layout.pipeline * layout.tensor > 1
+    cuts = layout.pipeline * layout.tensor * layout.expert > 1
     order = sorted(ENGINES, key=lambda name: name == "deepspeed" and cuts)
     candidates = {name: ENGINES[name] for name in (order if engine == "auto" else [engine])}
     decays = config.optimizer.params.get("weight_decay", 0) > 0

@@ -35,6 +35,8 @@ class Placement:
     """The device of parameters, if it is not that of buffers."""
     base_dtype: torch.dtype | None = None
     """The dtype of parameters that checkpoints leave out, if it is another."""
+    plain: bool = False
+    """True if a process keeps its shard of a DTensor as a plain tensor."""
 
 
 def materialise(
@@ -66,7 +68,8 @@ def materialise(
         for meta, value in values.whole.items():
             low = placement.base_dtype if meta in base else None
             storage = placement.storage or placement.device
-            own[value] = values.made[meta] = _own(value, meta, storage, low or placement.dtype)
+            kept = _own(value, meta, storage, low or placement.dtype, plain=placement.plain)
+            own[value] = values.made[meta] = kept
         values.whole.clear()
         for _, module in unit:
             parameters = module._parameters.items()
@@ -172,13 +175,19 @@ def _joined(module: str, key: str) -> str:
 
 
 def _own(
-    value: nn.Parameter, meta: nn.Parameter, storage: torch.device, dtype: torch.dtype
+    value: nn.Parameter,
+    meta: nn.Parameter,
+    storage: torch.device,
+    dtype: torch.dtype,
+    *,
+    plain: bool,
 ) -> nn.Parameter:
     """Return what this process keeps of a parameter: the whole, or its shard of a DTensor."""
     if isinstance(meta, DTensor):
         # `from_local` would move offloaded parameters to the mesh's device
         kept: torch.Tensor = torch.empty_like(meta.detach(), dtype=dtype, device=storage)
         cast(DTensor, kept).to_local().copy_(own_shard(value.detach(), meta))
+        kept = cast(DTensor, kept).to_local() if plain else kept
         parameter = nn.Parameter(kept, requires_grad=value.requires_grad)
     else:
         parameter = value

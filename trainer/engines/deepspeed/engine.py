@@ -12,7 +12,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from trainer.engines.deepspeed import patches, pipeline, tensor
+from trainer.engines.deepspeed import expert_ranks, patches, pipeline, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
 from trainer.engines.deepspeed.machine import (
     DTYPES,
@@ -23,7 +23,6 @@ from trainer.engines.deepspeed.machine import (
     has_plain_optimizer,
     runtime_config,
 )
-from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import EngineKind, Job, Observer, on_mesh, recipe_of
 from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
@@ -37,6 +36,7 @@ from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.parallel_mesh import parallel_mesh_of
 from trainer.parallel.recompute import tiles
+from trainer.parallel.splits.expert_ranks import check as check_experts
 from trainer.storage import installed
 from trainer.tasks.task import Batch, ModelWithLoss
 
@@ -52,8 +52,8 @@ def refusal(layout: Layout) -> str | None:
         return (
             "DeepSpeed's hooks inside blocks can't be compiled; the other engines have none there."
         )
-    if layout.expert > 1:
-        return "DeepSpeed would replace experts by its own layers; the mesh engine keeps them."
+    if layout.expert > 1 and (reason := expert_ranks.refusal(layout)):
+        return reason
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
@@ -84,6 +84,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         zeros = "DeepSpeed takes a missing one for zeros, and decays the weight"
         expected = f"a gradient of each: {zeros}"
         raise ConfigError(Problem(place, seen, expected, hint))
+    if layout.expert > 1:
+        check_experts(spec, layout)
     if layout.tensor > 1:
         tensor.check(spec, layout)
     if layout.pipeline > 1:
@@ -131,11 +133,12 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     layout, dtype = job.layout, DTYPES[job.layout.precision]
     mesh, mpu = parallel_mesh_of(layout, job.machine.device, job.spec.language.heads), None
     job = on_mesh(job, mesh)
-    model, dropout = wrap_blocks(job.spec, job.task, layout)
+    model, dropout = wrap_blocks(job.spec, job.task, layout, mesh if layout.expert > 1 else None)
     if layout.zero_stage == 3 and layout.recompute.tile:
         _gather_once(model, job.spec)
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        expert_ranks.mark(model, job.spec, mesh)
         unit = nn.Module()
         for index, parameter in enumerate(parameters):
             unit.register_parameter(str(index), parameter)
@@ -150,13 +153,14 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     on_host = layout.offload_param != "none" or layout.tensor > 1
     storage = torch.device("cpu") if on_host else job.machine.device
     with torch.device("cpu"):
-        placement = Placement(storage, dtype)
+        placement = Placement(storage, dtype, plain=True)
         materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
     module = ModelWithLoss(model, job.task)
+    split = expert_ranks.split_of(model, job.spec, mesh) if layout.expert > 1 else None
     engine = initialize(module, module.named_parameters(), job, config, mpu)
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries
-    split = Split(module, job.spec, mesh) if layout.tensor > 1 else None
+        split = tensor.split_of(module, job.spec, mesh)
     return AccumulatedStep(engine, job, dropout, mesh, split)
 
 
@@ -165,6 +169,7 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
     check_precision(layout)
     recipe = in_deepspeed(settings, layout, device.type, grouped=False)
     check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
+    expert_ranks.ready(layout, settings)
 
 
 KIND = EngineKind(refusal, in_deepspeed, build, check, ready)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from trainer.engines.deepspeed import tensor
+from trainer.engines.deepspeed import patches, tensor
 from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.models.spec import ModelSpec
@@ -30,7 +31,11 @@ def initialize(
 
     decay = config["optimizer"]["params"]["weight_decay"]
     groups = groups_of(named, job.undecayed, decay, job.spec.training.tuned)
-    engine, *_ = deepspeed.initialize(model=module, model_parameters=groups, config=config, mpu=mpu)
+    for index, group in enumerate(groups):
+        group["name"] = str(index)  # which it needs to part experts from others
+    with patches.has_expert_layer(module) if job.layout.expert > 1 else nullcontext():
+        wrapped = {"model": module, "model_parameters": groups, "config": config, "mpu": mpu}
+        engine, *_ = deepspeed.initialize(**wrapped)
     return engine
 
 
@@ -39,7 +44,7 @@ class StepRunner(Runner, Protocol):
     """The `deepspeed.DeepSpeedEngine`."""
     mesh: ParallelMesh
     split: Split | None
-    """The parameters that tensor parallelism splits."""
+    """The parameters of which each rank of an axis has a part."""
     notes: tuple[str, ...]
 
     @property
@@ -69,7 +74,7 @@ class AccumulatedStep:
         self.modules: list[nn.Module] = [engine.module]
         self.mesh = mesh
         self.split = split
-        self.notes: tuple[str, ...] = (tensor.NOTE,) if split else ()
+        self.notes: tuple[str, ...] = (tensor.NOTE,) if mesh.layout.tensor > 1 else ()
         self._job = job
         self._dropout = dropout
 

@@ -52,6 +52,7 @@ def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
     config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
     # to DeepSpeed the ranks that share rows are ranks as all are: they average gradients
     config.pop("sequence_parallel_size", None)
+    config.pop("expert_parallel", None)  # it would replace layers
     config["train_batch_size"] *= job.layout.context
     kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
     params = dict(recipe.params)

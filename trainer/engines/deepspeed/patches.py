@@ -5,12 +5,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 
 def forget_earlier_engines() -> None:
@@ -23,7 +26,57 @@ def forget_earlier_engines() -> None:
 
     groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+    for known in _expert_groups():
+        known.clear()
     torch.nn.functional.linear = torch._C._nn.linear
+
+
+def _expert_groups() -> list[dict[str, Any]]:
+    """Return DeepSpeed's groups, by name, of ranks with other experts, with the same, and ranks."""
+    from deepspeed.utils import groups
+
+    names = ("_EXPERT_PARALLEL_GROUP", "_EXPERT_DATA_PARALLEL_GROUP")
+    return [getattr(groups, name + end) for end in ("", "_RANKS") for name in names]
+
+
+def mark_experts(parameters: Iterable[nn.Parameter], along: DeviceMesh) -> None:
+    """Mark a rank's part of experts as AutoEP marks its own, which are spread over `along`.
+
+    Symptom: ZeRO averages other ranks' experts into it. Can go when an argument names experts.
+    """
+    name = f"ep_size_{along['expert'].size()}"
+    pair = [along[axis].get_group() for axis in ("expert", "expert_shard")]
+    values = (*pair, *map(dist.get_process_group_ranks, pair))
+    for known, value in zip(_expert_groups(), values, strict=True):
+        known[name] = value
+    marks = {"allreduce": False, "group_name": name, "ds_zero_placement_family": "autoep_expert"}
+    marks |= {"ds_zero_partition_group_name": name, "ds_zero_partition_process_group": pair[1]}
+    for parameter in parameters:
+        vars(parameter).update(marks)
+
+
+@contextmanager
+def has_expert_layer(module: nn.Module) -> Iterator[None]:
+    """Let DeepSpeed find a layer of AutoEP in a module that it wraps.
+
+    Symptom: it looks for spread experts by the class of its own layers, and not by the marks. Can
+    go when it looks at the marks.
+    """
+    from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
+
+    class Found(AutoEPMoELayer):  # type: ignore[misc]
+        num_experts = 1
+
+        def __init__(self) -> None:
+            nn.Module.__init__(self)
+
+        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None: ...
+
+    module.add_module("autoep", Found())
+    try:
+        yield
+    finally:
+        del module.autoep
 
 
 def skip_steps_that_are_not_finite(optimizer: Any) -> None:

@@ -20,9 +20,10 @@ from deepspeed.utils import (
 )
 from torch import nn
 
+from trainer.distributed.dtensor import coordinate_in
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
-from trainer.engines.deepspeed.tensor import Split, ranges
+from trainer.engines.deepspeed.tensor import Split, own_shape, ranges
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere, fresh_state
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
@@ -156,8 +157,7 @@ class MasterState:
         return entries
 
     def _shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        own = tuple(getattr(parameter, "ds_shape", parameter.shape))
-        return self._split.shape(parameter, own) if self._split else own
+        return self._split.shape(parameter) if self._split else own_shape(parameter)
 
     def _whole(self, held: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         return self._split.whole(held, own) if self._split else own
@@ -165,13 +165,15 @@ class MasterState:
     def _parts(self, held: Any, key: str, owner: int) -> list[Part]:
         """Return what this rank writes of a parameter, of its state, or of a buffer."""
         value, start = self._own(held, key)
-        split = self._split if value.ndim else None
-        at, own = (self._mesh.layout.coordinates(rank) for rank in (owner, self._ranks.rank))
-        # ranks that differ along the others hold other values
-        copies = set(at) - set(REDUCTIONS["batch"] if start is not None else ())
-        copies -= {"tensor"} if split and held in split else set()
-        if any(at[axis] != own[axis] for axis in copies):
-            return []
+        split = self._split if value.ndim and self._split and held in self._split else None
+        along = split.mesh if split else self._mesh.device_mesh
+        at, own = (coordinate_in(along, rank) or () for rank in (owner, self._ranks.rank))
+        # ranks that differ along these hold other values
+        others = {split.axis} if split else set[str]()
+        others |= {*REDUCTIONS["batch"], "expert_shard"} if start is not None else set()
+        for axis, *places in zip(along.mesh_dim_names or (), at, own, strict=True):
+            if axis not in others and places[0] != places[1]:
+                return []
         place = split.place(held) if split else (0, None)
         return [Part(value, *place)] if start is None else ranges(value, start, held, *place)
 
@@ -184,7 +186,7 @@ class MasterState:
             if self._flat is None or not value.ndim:
                 return value, None
         if self._partitioned:
-            start = held.ds_tensor.ds_numel * dist.get_rank(self._optimizer.dp_process_group)
+            start = held.ds_tensor.ds_numel * dist.get_rank(held.ds_process_group)
             return self._partition(held, key).detach()[: max(0, held.ds_numel - start)], start
         if (fragment := held._hp_mapping) is None:
             return torch.empty(0), 0
@@ -221,7 +223,7 @@ class MasterState:
     def _write_weight(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         if self._partitioned:
             with GatheredParameters([parameter], modifier_rank=0):
-                if self._ranks.first:
+                if not dist.get_rank(parameter.ds_process_group):  # type: ignore[attr-defined]
                     _copy(parameter, value)
         else:
             _copy(parameter, value)
@@ -234,7 +236,7 @@ class MasterState:
         if self._partitioned:  # DeepSpeed's own setter requires a size that the ranks divide evenly
             own: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
             optimizer = self._optimizer
-            start = own * dist.get_rank(optimizer.dp_process_group)
+            start = own * dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
             padded = functional.pad(value, (0, max(0, start + own - len(value))))
             optimizer.set_local_hp_param(padded.narrow(0, start, own), parameter, key)
         elif key is None:

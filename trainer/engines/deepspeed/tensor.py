@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -81,30 +82,26 @@ def section(spec: ModelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Split:
-    """The parameters that are split over the tensor ranks, each with its dimension."""
+    """The parameters that are split along an axis of a mesh, each with its dimension."""
 
-    def __init__(self, module: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
-        self._group = mesh.axis("tensor")
-        self._ranks = mesh.layout.tensor
-        self._rank = mesh.rank("tensor")
-        self._dims: dict[torch.Tensor, int] = {}
-        for name, style in spec.language.tensor_plan.items():
-            kind = _KINDS[style]["partition_type"]
-            if kind != "skip":
-                for key, parameter in module.get_submodule(f"model.{name}").named_parameters():
-                    if kind == "column" or key == "weight":
-                        self._dims[parameter] = 0 if kind == "column" else 1
+    def __init__(self, dims: Mapping[torch.Tensor, int], along: DeviceMesh, axis: str) -> None:
+        self.mesh = along
+        self.axis = axis
+        self._group = along[axis].get_group()
+        self._ranks = self._group.size()
+        self._rank = along.get_local_rank(axis)
+        self._dims = dims
 
     def __contains__(self, parameter: torch.Tensor) -> bool:
         return parameter in self._dims
 
-    def shape(self, parameter: torch.Tensor, own: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape of the whole parameter, given the shape `own` of this rank's part."""
-        dim = self._dims.get(parameter)
+    def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        dim, own = self._dims.get(parameter), own_shape(parameter)
         return tuple(size * self._ranks if index == dim else size for index, size in enumerate(own))
 
     def whole(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        """Gather a parameter, its gradient or its state from the tensor ranks. Collective."""
+        """Gather a parameter, its gradient or its state from the ranks of the axis. Collective."""
         if parameter not in self._dims:
             return own
         own = own.detach().contiguous()
@@ -120,9 +117,25 @@ class Split:
 
     def place(self, parameter: torch.Tensor) -> tuple[int, tuple[int, ...]]:
         """Return where this rank's part begins in the whole, and the whole's strides, in values."""
-        shape = self.shape(parameter, tuple(parameter.shape))
-        part = self.own(parameter, torch.empty(shape, device="meta"))
+        part = self.own(parameter, torch.empty(self.shape(parameter), device="meta"))
         return int(part.storage_offset()), part.stride()
+
+
+def split_of(module: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split:
+    """Return the parameters of a `ModelWithLoss` that AutoTP has split."""
+    dims: dict[torch.Tensor, int] = {}
+    for name, style in spec.language.tensor_plan.items():
+        kind = _KINDS[style]["partition_type"]
+        if kind != "skip":
+            for key, parameter in module.get_submodule(f"model.{name}").named_parameters():
+                if kind == "column" or key == "weight":
+                    dims[parameter] = 0 if kind == "column" else 1
+    return Split(dims, mesh.device_mesh, "tensor")
+
+
+def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that ZeRO-3 has partitioned."""
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def ranges(
@@ -136,9 +149,9 @@ def ranges(
 
     Between its rows the whole may have those of other ranks.
     """
-    if strides is None or strides == torch.empty(held.shape, device="meta").stride():
+    if strides is None or strides == torch.empty(own_shape(held), device="meta").stride():
         return [Part(values, offset + start, (1,))] if len(values) else []
-    found, width = [], held.shape[-1]
+    found, width = [], own_shape(held)[-1]
     while len(values):
         row, column = divmod(start, width)
         most = width - column if column or len(values) < width else len(values) // width * width
