@@ -52,8 +52,6 @@ def refusal(layout: Layout) -> str | None:
         return (
             "DeepSpeed's hooks inside blocks can't be compiled; the other engines have none there."
         )
-    if layout.expert > 1 and (reason := expert_ranks.refusal(layout)):
-        return reason
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
@@ -156,7 +154,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
         placement = Placement(storage, dtype, plain=True)
         materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
     module = ModelWithLoss(model, job.task)
-    split = expert_ranks.split_of(model, job.spec, mesh) if layout.expert > 1 else None
+    split = expert_ranks.split_of(model, job.spec, mesh)
     engine = initialize(module, module.named_parameters(), job, config, mpu)
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries

@@ -21,16 +21,6 @@ from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.splits.expert_ranks import stacks
 
 
-def refusal(layout: Layout) -> str | None:
-    """Return the reason why experts can't be spread in a layout, or None."""
-    if layout.pipeline * layout.tensor > 1:
-        return (
-            "Its AutoEP is used without its PipelineModule and AutoTP; the mesh engine has the "
-            "products."
-        )
-    return None
-
-
 def ready(layout: Layout, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for keys of ZeRO that DeepSpeed asserts with experts."""
     zero = settings.get("zero_optimization", {})
@@ -50,7 +40,7 @@ def mark(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> list[nn.Param
     return found
 
 
-def split_of(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split:
-    """Return the parameters of a model whose experts are spread."""
-    assert mesh.experts is not None
-    return Split(dict.fromkeys(mark(model, spec, mesh), 0), mesh.experts, "expert")
+def split_of(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split | None:
+    """Return the spread experts of a model as parameters that are split; None if none are."""
+    dims = dict.fromkeys(mark(model, spec, mesh), 0)
+    return Split(dims, mesh.experts, "expert") if mesh.experts is not None else None

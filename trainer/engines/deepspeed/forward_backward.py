@@ -33,7 +33,8 @@ def initialize(
     groups = groups_of(named, job.undecayed, decay, job.spec.training.tuned)
     for index, group in enumerate(groups):
         group["name"] = str(index)  # which it needs to part experts from others
-    with patches.has_expert_layer(module) if job.layout.expert > 1 else nullcontext():
+    spread = any(hasattr(p, "group_name") for group in groups for p in group["params"])
+    with patches.has_expert_layer(module) if spread else nullcontext():
         wrapped = {"model": module, "model_parameters": groups, "config": config, "mpu": mpu}
         engine, *_ = deepspeed.initialize(**wrapped)
     return engine

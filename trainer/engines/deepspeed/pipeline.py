@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.engines.deepspeed import patches
+from trainer.engines.deepspeed import expert_ranks, patches
 from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.deepspeed.machine import DTYPES
-from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job, on_mesh
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -57,8 +56,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     def finish(stage: Stage, spec: ModelSpec) -> None:
         blank.append((copy.deepcopy(stage.model), spec))
-        placement = Placement(device, DTYPES[layout.precision])
+        placement = Placement(device, DTYPES[layout.precision], plain=True)
         materialise(stage.model, spec, seed=job.seed_of_values, placement=placement)
+        expert_ranks.mark(stage.model, spec, mesh)
 
     [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
     job.machine.ranks.on_own(lambda: _check_learns(stage, rank, job.spec))
@@ -86,6 +86,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     # stages are cut, and recomputed, here
     without = {key: value for key, value in config.items() if key != "pipeline"}
     engine = initialize(module, stage.named_parameters(), job, without)
+    _check_groups(engine.optimizer, mesh, job.spec)
     patches.tie_stages(module, engine.optimizer, copies, pair, is_copy=rank > 0)
     return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)
 
@@ -95,6 +96,16 @@ def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
         place = f"engine deepspeed: {spec.name}"
         seen = f"pipeline stage {rank} is frozen as a whole"
         expected = "a trained parameter in each stage: DeepSpeed makes no optimizer without one"
+        raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
+
+
+def _check_groups(optimizer: Any, mesh: ParallelMesh, spec: ModelSpec) -> None:
+    counts = [0] * mesh.layout.pipeline
+    dist.all_gather_object(counts, len(optimizer.param_groups), group=mesh.axis("pipeline"))
+    if len(set(counts)) > 1 and hasattr(optimizer, "scaled_global_norm"):
+        place = f"engine deepspeed: {spec.name}"
+        seen = f"pipeline stages of {', '.join(map(str, counts))} parameter groups (experts, decay)"
+        expected = "as many on each: stages add up their norms group by group, and would hang"
         raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
 
 
@@ -138,7 +149,7 @@ class PipelinedStep:
         self.blank = blank
         self.modules: list[nn.Module] = [layer.stage]
         self.mesh = mesh
-        self.split: Split | None = None
+        self.split = expert_ranks.split_of(layer.stage.model, blank[1], mesh)
         self.notes: tuple[str, ...] = (note,)
         self._layer = layer
         self._task = job.task

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -32,6 +33,8 @@ def refusal(layout: Layout) -> str | None:
     """Return the reason why AutoTP can't run a layout, or None."""
     if layout.pipeline > 1:
         return "Its AutoTP is not used with its PipelineModule; the mesh engine runs the product."
+    if layout.expert > 1:
+        return "Its AutoTP and spread experts are not used together; the mesh engine runs both."
     if layout.zero_stage == 3:
         return "Its AutoTP is used with ZeRO 0 to 2; the mesh engine runs the product with ZeRO-3."
     if layout.recompute.mode == "selective":
@@ -110,7 +113,9 @@ class Split:
         return torch.cat(parts, self._dims[parameter])
 
     def own(self, parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a whole tensor."""
+        """Return this rank's part of a whole tensor, which a DTensor already is."""
+        if isinstance(whole, DTensor):
+            return whole.to_local()
         if parameter not in self._dims:
             return whole
         return whole.chunk(self._ranks, self._dims[parameter])[self._rank]
