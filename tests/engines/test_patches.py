@@ -5,14 +5,27 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from tests.support.layouts import SPREAD
+from tests.support.training import (
+    Case,
+    Outcome,
+    assert_same,
+    layout_of,
+    train_by_engine,
+    train_plainly,
+)
 from trainer.engines.deepspeed import patches
+from trainer.engines.deepspeed.engine import KIND
 
 
 def stepped(
@@ -100,6 +113,22 @@ def test_deepspeed_takes_a_step_that_is_not_finite(
 def test_deepspeed_links_state_after_the_first_group_alone(pools: Any) -> None:
     for used, linked in ((nothing, False), (patches.link_group_by_group, True)):
         assert pools[1].run(stepped, stage=1, gradient=1.0, patch=used)[0][1] == linked
+
+
+def trained_without(patch: str, case: Case) -> Outcome:
+    with mock.patch.object(patches, patch, lambda *_: nullcontext()):
+        return train_by_engine(case)
+
+
+@pytest.mark.skipif(
+    KIND.refusal(layout_of(SPREAD)) is not None, reason="older versions spread no experts"
+)
+@pytest.mark.parametrize("patch", ["mark_experts", "has_expert_layer"])
+def test_deepspeed_takes_the_experts_of_ranks_for_copies(pools: Any, patch: str) -> None:
+    case = replace(SPREAD, engine="deepspeed")
+    with pytest.raises(AssertionError):
+        [outcome, _] = pools[2].run(trained_without, patch=patch, case=case)
+        assert_same(outcome, train_plainly(case), 1e-2)
 
 
 def test_deepspeeds_pipeline_has_no_hook_before_its_update() -> None:

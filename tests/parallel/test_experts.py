@@ -21,6 +21,7 @@ from tests.support.training import (
     train_by_engine,
 )
 from trainer.config import load, mesh_sizes
+from trainer.engines.deepspeed.engine import KIND
 from trainer.errors import ConfigError
 from trainer.parallel.splits import expert_ranks
 
@@ -209,15 +210,40 @@ def test_it_trains_as_on_one_rank(pools, model, adapter):
         assert_same(outcome, reference, 2e-5)
 
 
+NEWEST = pytest.mark.skipif(
+    KIND.refusal(layout_of(replace(SPREAD, engine="deepspeed"))) is not None,
+    reason="older versions of DeepSpeed spread no experts",
+)
+STAGES = replace(SPREAD, engine="deepspeed", world_size=4, pipeline=2, zero_stage=1, model=DEEPSEEK)
+
+
+@NEWEST
+def test_a_pipeline_stage_without_experts_is_refused_where_norms_would_wait_for_it(pools):
+    model = DEEPSEEK | {"num_hidden_layers": 4, "first_k_dense_replace": 2}
+    with pytest.raises(AssertionError, match="pipeline stages of 2, 3 parameter groups"):
+        pools[4].run(train_by_engine, case=replace(STAGES, model=model))
+
+
+@pytest.mark.parametrize("key", ["contiguous_gradients", "reduce_scatter"])
+def test_what_deepspeed_asserts_with_experts_is_refused_in_words(key):
+    case = replace(SPREAD, engine="deepspeed")
+    settings = case.deepspeed() | {"zero_optimization": {"stage": 2, key: False}}
+    with pytest.raises(ConfigError, match=f"zero_optimization.{key}: false; expected true"):
+        KIND.ready(layout_of(case), torch.device("cpu"), settings)
+
+
 CASES = {
     "whole": replace(SPREAD, world_size=1, expert=1, zero_stage=0),
     "2 of 2": replace(SPREAD, world_size=2),
     "2 of 4": replace(SPREAD, world_size=4, zero_stage=3),
     "4 of 4": replace(SPREAD, world_size=4, expert=4, zero_stage=3),
+    "deepspeed zero3": replace(SPREAD, engine="deepspeed", world_size=4, zero_stage=3),
     "hsdp": replace(SPREAD, world_size=4, replicate=2),
+    "deepspeed zero2": replace(SPREAD, engine="deepspeed", world_size=4),
 }
 
 
+@NEWEST
 @pytest.mark.parametrize("step", [1, 2])
 def test_experts_go_on_on_another_number_of_ranks(pools, tmp_path, step):
     table = all_to_all(pools, tmp_path, ring(list(CASES), step), CASES)

@@ -220,10 +220,13 @@ LAYOUTS = {
     "experts, shared": replace(SPREAD, model=SHARED),
     "experts, zero1": replace(SPREAD, zero_stage=1),
     "experts, zero3, all on the host": replace(SPREAD, zero_stage=3, **HOST),
+    "experts, half of them, zero1": replace(SPREAD_4, zero_stage=1),
+    "experts, half of them, zero2": SPREAD_4,
     "experts, half of them": replace(SPREAD_4, zero_stage=3),
     "experts over four, full": replace(SPREAD_4, expert=4, zero_stage=3, recompute="full"),
     "experts, hsdp, selective": replace(SPREAD_4, replicate=2, zero_stage=3, recompute="selective"),
     "pipeline x experts": replace(SPREAD_4, pipeline=2, model=EXPERTS_4),
+    "pipeline x experts, zero1": replace(SPREAD_4, pipeline=2, zero_stage=1, model=EXPERTS_4),
     "pipeline x experts, ZBVZeroBubble": replace(
         SPREAD_4, pipeline=2, schedule="ZBVZeroBubble", model=EXPERTS_4
     ),
@@ -358,7 +361,7 @@ RESUMED = (
     ),
     *("pipeline x ddp", "pipeline x zero1", "pipeline x zero2, DualPipeV", "pipeline x zero3"),
     *("tensor x ddp", "tensor x zero1", "tensor x zero2", "tensor x zero3"),
-    "experts, half of them",
+    *("experts, half of them", "experts, half of them, zero2", "pipeline x experts, zero1"),
 )
 """Layouts in which a run is stopped and goes on."""
 

@@ -18,8 +18,9 @@
    the whole model;
 8. values: each rank makes or reads its shard alone.
 
-DDP comes last, since it sends real values. DeepSpeed replaces 2, 7 and 8: its AutoTP splits real
-values, and its ZeRO-3 partitions each unit as it is made, and gathers an MLP in tiles as a whole.
+DDP comes last, since it sends real values. DeepSpeed replaces 7 and 8, and 2 for matrices: its
+AutoTP splits real values, and its ZeRO-3 partitions each unit as it is made, and gathers an MLP in
+tiles as a whole.
 """
 
 from __future__ import annotations

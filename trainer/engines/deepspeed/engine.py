@@ -43,6 +43,9 @@ from trainer.tasks.task import Batch, ModelWithLoss
 OLDEST = Version("0.19")
 """Below it AutoTP's section is refused, and PipelineModule and ZeRO-1 and 2 fail or are wrong."""
 
+WITH_EXPERTS = Version("0.19.8")
+"""AutoEP's marks are older, and not tried there; before 0.19.3 there are none."""
+
 
 def refusal(layout: Layout) -> str | None:
     """Return the reason why DeepSpeed can't run a layout, or None."""
@@ -56,9 +59,12 @@ def refusal(layout: Layout) -> str | None:
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
-    if (split or (flat and layout.averaging_ranks > 1)) and Version(version("deepspeed")) < OLDEST:
+    found = Version(version("deepspeed"))
+    if (split or (flat and layout.averaging_ranks > 1)) and found < OLDEST:
         needs = "Pipelines, tensor parallelism and ZeRO-1 and 2 over several ranks need"
-        return f"{needs} DeepSpeed {OLDEST}; this is {version('deepspeed')}."
+        return f"{needs} DeepSpeed {OLDEST}; this is {found}."
+    if layout.expert > 1 and found < WITH_EXPERTS:
+        return f"Experts over several ranks need DeepSpeed {WITH_EXPERTS}; this is {found}."
     if layout.tensor > 1 and (reason := tensor.refusal(layout)):
         return reason
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from trainer.engines.deepspeed import patches
@@ -42,5 +43,5 @@ def mark(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> list[nn.Param
 
 def split_of(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split | None:
     """Return the spread experts of a model as parameters that are split; None if none are."""
-    dims = dict.fromkeys(mark(model, spec, mesh), 0)
+    dims: dict[torch.Tensor, int] = dict.fromkeys(mark(model, spec, mesh), 0)
     return Split(dims, mesh.experts, "expert") if mesh.experts is not None else None
