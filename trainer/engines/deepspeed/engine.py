@@ -12,7 +12,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from trainer.engines.deepspeed import expert_ranks, patches, pipeline, tensor
+from trainer.engines.deepspeed import patches, pipeline, spread_experts, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
 from trainer.engines.deepspeed.machine import (
     DTYPES,
@@ -142,7 +142,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
         _gather_once(model, job.spec)
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        expert_ranks.mark(model, job.spec, mesh)
+        spread_experts.mark(model, job.spec, mesh)
         unit = nn.Module()
         for index, parameter in enumerate(parameters):
             unit.register_parameter(str(index), parameter)
@@ -160,7 +160,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
         placement = Placement(storage, dtype, plain=True)
         materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
     module = ModelWithLoss(model, job.task)
-    split = expert_ranks.split_of(model, job.spec, mesh)
+    split = spread_experts.split_of(model, job.spec, mesh)
     engine = initialize(module, module.named_parameters(), job, config, mpu)
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries
@@ -173,7 +173,7 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
     check_precision(layout)
     recipe = in_deepspeed(settings, layout, device.type, grouped=False)
     check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
-    expert_ranks.ready(layout, settings)
+    spread_experts.ready(layout, settings)
 
 
 KIND = EngineKind(refusal, in_deepspeed, build, check, ready)

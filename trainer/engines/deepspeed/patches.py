@@ -64,7 +64,7 @@ def has_expert_layer(module: nn.Module) -> Iterator[None]:
     """
     from deepspeed.module_inject.auto_ep_layer import AutoEPMoELayer
 
-    class Found(AutoEPMoELayer):  # type: ignore[misc]
+    class Spread(AutoEPMoELayer):  # type: ignore[misc]
         num_experts = 1
 
         def __init__(self) -> None:
@@ -72,7 +72,7 @@ def has_expert_layer(module: nn.Module) -> Iterator[None]:
 
         def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None: ...
 
-    module.add_module("autoep", Found())
+    module.add_module("autoep", Spread())
     try:
         yield
     finally:

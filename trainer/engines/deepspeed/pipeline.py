@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.engines.deepspeed import expert_ranks, patches
+from trainer.engines.deepspeed import patches, spread_experts
 from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.deepspeed.machine import DTYPES
 from trainer.engines.engine import Job, on_mesh
@@ -58,7 +58,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
         blank.append((copy.deepcopy(stage.model), spec))
         placement = Placement(device, DTYPES[layout.precision], plain=True)
         materialise(stage.model, spec, seed=job.seed_of_values, placement=placement)
-        expert_ranks.mark(stage.model, spec, mesh)
+        spread_experts.mark(stage.model, spec, mesh)
 
     [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
     job.machine.ranks.on_own(lambda: _check_learns(stage, rank, job.spec))
@@ -149,7 +149,7 @@ class PipelinedStep:
         self.blank = blank
         self.modules: list[nn.Module] = [layer.stage]
         self.mesh = mesh
-        self.split = expert_ranks.split_of(layer.stage.model, blank[1], mesh)
+        self.split = spread_experts.split_of(layer.stage.model, blank[1], mesh)
         self.notes: tuple[str, ...] = (note,)
         self._layer = layer
         self._task = job.task
