@@ -45,6 +45,10 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "lines",
     ),
     "test_bf16_states.py": ("process_does[zero3]", "alone"),
+    "test_expert_loads.py": (
+        *("mesh-one rank]", "mesh-tensor x zero2, sequence]", "deepspeed-pipeline x zero1]"),
+        *("finite", "refused", "decides", "[mesh-parameter]", "biases[mesh-zero3, ernie"),
+    ),
     "test_muon.py": ("owner", "matrices_of", "does[zero3]", "does[experts]"),
     "test_by_source.py": ("process[mesh-zero3", "needs"),
     "test_checkpoint_background.py": (

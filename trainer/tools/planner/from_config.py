@@ -139,8 +139,7 @@ def _language(section: TrainerSection, layout: Layout) -> TaskModel:
     length = section.data.sequence_length
 
     def batch(count: int) -> Batch:
-        ids = torch.zeros(count, length, dtype=torch.int64)
-        lengths = torch.full((count, 1), length)
+        ids, lengths = torch.zeros(count, length, dtype=torch.int64), torch.full((count, 1), length)
         return {"input_ids": ids, "targets": torch.ones_like(ids), "lengths": lengths}
 
     attention = CausalLM.of(spec, 0).attention()  # tried here, where tensors have values
