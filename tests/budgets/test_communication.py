@@ -137,6 +137,8 @@ def offered() -> dict[str, dict[str, Any]]:
                 job["more"] = ONE_BY_ONE
             if engine == "deepspeed" and "tensor" in case and job["model"] is MOE:
                 continue  # AutoTP splits no experts: its check refuses the model
+            if engine == "deepspeed" and "expert" in case:
+                continue  # the formulas have no experts under DeepSpeed's ZeRO
             axes = {key: value for key, value in case.items() if key not in ("model", "reduced")}
             try:
                 layout_of(engine, accumulation=4, **axes)

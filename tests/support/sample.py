@@ -97,6 +97,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "does[accelerate-ddp, gpt2, full]",
         "does[mesh-zero1]",
         "does[deepspeed-zero2]",
+        "does[deepspeed-experts, half of them]",
         "does[accelerate-zero2, gpt2, every 2]",
         "does[mesh-zero3]",
         "does[deepspeed-zero3, gpt2, selective]",
@@ -136,7 +137,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "is_an_error",
         "cheaper",
     ),
-    "test_experts.py": ("divided[qwen3", "refused", "otherwise", "sentence", "idle"),
+    "test_experts.py": ("divided[qwen3", "refused", "otherwise", "sentence", "idle", "asserts"),
     "test_fashion_mnist.py": ("page",),
     "test_finetune.py": (
         "[messages-accelerate",
