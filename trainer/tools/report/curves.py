@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -11,38 +12,22 @@ from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from trainer.run.timeline import ALONE, PROFILE, TRACE
 from trainer.supervise.phase import Phase
+from trainer.tools.report import style
 from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number
-from trainer.tools.report.style import (
-    BLUE,
-    COLOURS,
-    FEW,
-    GREY,
-    MUTED,
-    OCHRE,
-    RED,
-    SKY,
-    TEAL,
-    VIOLET,
-    Chapter,
-    bar,
-    figure,
-    legend_above,
-    over_steps,
-    shown,
-)
+from trainer.tools.report.style import Chapter
 from trainer.trackers.console import scientific
 
 NEVER = "The run has logged no step yet."
 PHASES = {
-    Phase.WAITING: OCHRE, Phase.TRAINING: BLUE, Phase.LOGGING: MUTED,
-    Phase.EVALUATING: TEAL, Phase.SAVING: VIOLET, Phase.PROFILING: SKY,
+    Phase.WAITING: style.OCHRE, Phase.TRAINING: style.BLUE, Phase.LOGGING: style.MUTED,
+    Phase.EVALUATING: style.TEAL, Phase.SAVING: style.VIOLET, Phase.PROFILING: style.SKY,
 }  # fmt: skip
 """The phases of a step, in their order, and their colours."""
 EVENT_PHASES = {event: phase for phase, event in ALONE.items()}
 """Phases that have a line of the timeline to themselves, by its event."""
 ACCURACIES = {
-    "evaluation_accuracy": ("held-out accuracy", TEAL),
-    "evaluation_accuracy_top5": ("held-out top-5 accuracy", VIOLET),
+    "evaluation_accuracy": ("held-out accuracy", style.TEAL),
+    "evaluation_accuracy_top5": ("held-out top-5 accuracy", style.VIOLET),
 }
 MEASURED = {"cuda": "allocated by PyTorch", "cpu": "resident set of the process"}
 DASHED: Any = {"linewidth": 1.2, "linestyle": (0, (4, 3))}
@@ -55,15 +40,15 @@ def losses(record: RunRecord) -> Chapter:
     if not record.steps and not record.evaluations:
         return Chapter(key, title, NEVER)
     accuracies = [one for one in ACCURACIES if finite(record.evaluations, one)]
-    made, (axes, *below) = figure(5.2 if accuracies else 3.2, 2 if accuracies else 1)
+    made, (axes, *below) = style.figure(5.2 if accuracies else 3.2, 2 if accuracies else 1)
     # a row without a loss after each stretch leaves a gap
     again = [row for rows in record.replaced for row in (*rows, {"step": rows[-1]["step"]})]
-    _line(axes, again, "loss", GREY, "repeated after a resume")
-    _line(axes, record.steps, "loss", BLUE, "training")
-    _line(axes, record.evaluations, "evaluation_loss", OCHRE, "held-out", marked=True)
+    _line(axes, again, "loss", style.GREY, "repeated after a resume")
+    _line(axes, record.steps, "loss", style.BLUE, "training")
+    _line(axes, record.evaluations, "evaluation_loss", style.OCHRE, "held-out", marked=True)
     if odd := [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]:
-        at_bottom = axes.get_xaxis_transform()
-        axes.plot(odd, [0.02] * len(odd), "x", color=RED, transform=at_bottom, label="not finite")
+        at_bottom: Any = {"transform": axes.get_xaxis_transform(), "label": "not finite"}
+        axes.plot(odd, [0.02] * len(odd), "x", color=style.RED, **at_bottom)
     axes.set_ylabel("nats per target")
     for accuracy in accuracies:
         name, colour = ACCURACIES[accuracy]
@@ -92,13 +77,13 @@ def rates(record: RunRecord) -> Chapter:
     key, title = "learning-rate", "Learning rate and gradient norm"
     if not record.steps:
         return Chapter(key, title, NEVER)
-    made, (above, below) = figure(4.2, 2, sharex=True)
-    _line(above, record.steps, "learning_rate", TEAL, "learning rate")
-    _line(below, record.steps, "gradient_norm", VIOLET, "gradient norm, before clipping")
+    made, (above, below) = style.figure(4.2, 2, sharex=True)
+    _line(above, record.steps, "learning_rate", style.TEAL, "learning rate")
+    _line(below, record.steps, "gradient_norm", style.VIOLET, "gradient norm, before clipping")
     norms = finite(record.steps, "gradient_norm")
     limit = number(record.config, "gradient_clipping")
     if norms and min(norms) / 5 < limit < max(norms) * 5:
-        below.axhline(limit, color=MUTED, label=f"clipped to {limit:g}", **DASHED)
+        below.axhline(limit, color=style.MUTED, label=f"clipped to {limit:g}", **DASHED)
     if norms and min(norms) > 0 and max(norms) / min(norms) > UNEVEN:
         below.set_yscale("log")
     above.yaxis.set_major_formatter(scientific)
@@ -117,9 +102,9 @@ def throughput(record: RunRecord) -> Chapter:
     key, title = "throughput", f"{unit.capitalize()} per second"
     if not record.steps:
         return Chapter(key, title, NEVER)
-    made, (axes,) = figure(2.6)
+    made, (axes,) = style.figure(2.6)
     label = f"target {unit} per second, all ranks together"
-    _line(axes, record.steps, "tokens_per_second", BLUE, label)
+    _line(axes, record.steps, "tokens_per_second", style.BLUE, label)
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
     _finish(record, axes)
     axes.set_ylim(0, 1.12 * max(finite(record.steps, "tokens_per_second"), default=1.0) or 1.0)
@@ -136,7 +121,7 @@ def times(record: RunRecord) -> Chapter:
         waits = finite(record.steps, "data_wait")
         known = f" Waiting for data took {sum(waits) / len(waits):.1%} of it." if waits else ""
         return Chapter(key, title, f"The run recorded no phases (timeline.jsonl).{known}")
-    made, (above, below) = figure(4.2, 2, height_ratios=(0.6, 2.4))
+    made, (above, below) = style.figure(4.2, 2, height_ratios=(0.6, 2.4))
     _split_bar(above, _whole(record))
     recorded = {name for _, phases in intervals for name in phases} - {Phase.PROFILING}
     names = [name for name in PHASES if name in recorded]
@@ -145,7 +130,7 @@ def times(record: RunRecord) -> Chapter:
     series = [[1000 * phases.get(name, 0.0) for _, phases in shown_twice] for name in names]
     colours = [PHASES[name] for name in names]
     below.stackplot(steps, series, colors=colours, step="pre", linewidth=0)
-    over_steps(below, _last(record))
+    style.over_steps(below, _last(record))
     below.set_ylabel("ms a step")
     text = (
         "The host's time by phase, between log lines (timeline.jsonl). Nothing waits for the "
@@ -168,17 +153,18 @@ def memory(record: RunRecord) -> Chapter:
     text = "The run has logged no memory yet."
     if measured:
         text = "The largest memory on the first rank since the run was last started, as logged."
-    made, (axes, *below) = figure(4.4, 2, height_ratios=(2.4, 0.7)) if predicted else figure(2.8)
+    two: Any = {"rows": 2, "height_ratios": (2.4, 0.7)}
+    made, (axes, *below) = style.figure(4.4, **two) if predicted else style.figure(2.8)
     peak = predicted[0] / 2**30 if predicted else 0.0
     if predicted:
-        axes.axhline(peak, color=OCHRE, label="predicted peak", **DASHED)
+        axes.axhline(peak, color=style.OCHRE, label="predicted peak", **DASHED)
         _by_kind(below[0], predicted[1], peak)
         text += f" Predicted (plan.json): {peak:.2f} GiB at the peak, by kind below."
     else:
         text += " The folder has no plan.json with a prediction to set beside it."
     kind = MEASURED.get(record.device, "measured")
     label = f"largest since the start, first rank, {kind}"
-    _line(axes, record.steps, "memory_gib", TEAL, label)
+    _line(axes, record.steps, "memory_gib", style.TEAL, label)
     axes.set_ylabel("GiB")
     _finish(record, axes)
     axes.set_ylim(0, 1.15 * max([*measured, peak]) or 1.0)
@@ -190,28 +176,29 @@ def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
     left, total = 0.0, sum(parts.values()) or 1.0
     for name in (name for name in PHASES if name in parts):
         share = parts[name] / total
-        bar(axes, left, share, PHASES[name], name)
+        style.bar(axes, left, share, PHASES[name], name)
         if share >= 0.07:
-            style: Any = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
-            axes.text(left + share / 2, 0, f"{share:.0%}", **style)
+            look: Any = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
+            axes.text(left + share / 2, 0, f"{share:.0%}", **look)
         left += share
     axes.grid(False)
     axes.spines[:].set_visible(False)
     axes.set(xlim=(0, 1), ylim=(0.5, -0.5), xticks=[], yticks=[0], yticklabels=["whole run"])
     axes.tick_params(length=0)
-    legend_above(axes)
+    style.legend_above(axes)
 
 
 def _by_kind(axes: Axes, kinds: Mapping[str, float], peak: float) -> None:
     left = 0.0
-    for index, (name, count) in enumerate(sorted(kinds.items(), key=lambda item: -item[1])):
+    largest_first = sorted(kinds.items(), key=lambda item: -item[1])
+    for (name, count), colour in zip(largest_first, cycle(style.COLOURS), strict=False):
         size = count / 2**30
-        bar(axes, left, size, COLOURS[index % len(COLOURS)], f"{shown(name, 24)} {size:.2f}")
+        style.bar(axes, left, size, colour, f"{style.shown(name, 24)} {size:.2f}")
         left += size
-    axes.axvline(peak, color=OCHRE, **DASHED)
+    axes.axvline(peak, color=style.OCHRE, **DASHED)
     axes.set(xlim=(0, 1.05 * max(left, peak, 1e-9)), yticks=[], xlabel="GiB, predicted by kind")
     axes.spines["left"].set_visible(False)
-    legend_above(axes, columns=3)
+    style.legend_above(axes, columns=3)
 
 
 def _intervals(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
@@ -254,7 +241,7 @@ def _line(
     """Draw a curve over the steps, broken where a value is not finite."""
     values = [number(row, key) for row in rows]
     if any(map(math.isfinite, values)):
-        marker = "o" if marked or len(values) <= FEW else ""
+        marker = "o" if marked or len(values) <= style.FEW else ""
         steps = [row["step"] for row in rows]
         axes.plot(steps, values, color=colour, label=label, marker=marker)
 
@@ -262,8 +249,8 @@ def _line(
 def _finish(record: RunRecord, *axes: Axes) -> None:
     """Set the common axis of steps, named under the lowest picture, and the legends."""
     for one in axes:
-        over_steps(one, _last(record), label=one is axes[-1])
-        legend_above(one)
+        style.over_steps(one, _last(record), label=one is axes[-1])
+        style.legend_above(one)
 
 
 def _last(record: RunRecord) -> float:

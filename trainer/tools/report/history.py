@@ -11,24 +11,13 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from trainer.supervise import status_files
+from trainer.tools.report import style
 from trainer.tools.report.run_record import Row, RunRecord
-from trainer.tools.report.style import (
-    BLUE,
-    MUTED,
-    OCHRE,
-    RED,
-    SKY,
-    TEAL,
-    Chapter,
-    bar,
-    figure,
-    legend_above,
-    shown,
-)
+from trainer.tools.report.style import Chapter
 
 FINISHED, RUNNING, STOPPED = "finished", "at work", "stopped, all saved"
 KILLED = "ended without a word"
-ENDS = {STOPPED: ("s", SKY), FINISHED: ("D", TEAL), RUNNING: (">", BLUE)}
+ENDS = {STOPPED: ("s", style.SKY), FINISHED: ("D", style.TEAL), RUNNING: (">", style.BLUE)}
 """The marks of ends and their colours; any other end has a red cross."""
 UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))
 
@@ -91,32 +80,32 @@ def _picture(record: RunRecord, made: Sequence[Session]) -> Figure:
     zero, end = made[0].begun, max(one.ended for one in made)
     unit, name = next((pair for pair in UNITS if end - zero >= 2 * pair[0]), UNITS[-1])
     least = 0.004 * max(end - zero, 1e-3) / unit
-    drawn, (axes,) = figure(2.7)
+    drawn, (axes,) = style.figure(2.7)
 
-    def mark(row: int, seconds: Sequence[float], shape: str, label: str, **style: Any) -> None:
+    def mark(row: int, seconds: Sequence[float], shape: str, label: str, **look: Any) -> None:
         times = [(one - zero) / unit for one in seconds]
-        axes.plot(times, [row] * len(times), shape, label=label if times else "_", **style)
+        axes.plot(times, [row] * len(times), shape, label=label if times else "_", **look)
 
     for index, one in enumerate(made):
         width = max((one.ended - one.begun) / unit, least)
-        bar(axes, (one.begun - zero) / unit, width, BLUE, "_" if index else "at work")
+        style.bar(axes, (one.begun - zero) / unit, width, style.BLUE, "_" if index else "at work")
     there = {step for step, _ in record.checkpoints}
     saved = [row for row in record.timeline if row["event"] == "saved"]
     kept = [row["time"] for row in saved if row["step"] in there]
     pruned = [row["time"] for row in saved if row["step"] not in there]
     evaluated = [row["time"] for row in record.timeline if row["event"] == "evaluated"]
-    mark(1, kept, "o", "checkpoint", color=TEAL)
-    mark(1, pruned, "o", "checkpoint, pruned since", color=TEAL, markerfacecolor="white")
-    mark(2, evaluated, "|", "evaluation", color=OCHRE, markersize=9)
+    mark(1, kept, "o", "checkpoint", color=style.TEAL)
+    mark(1, pruned, "o", "checkpoint, pruned since", color=style.TEAL, markerfacecolor="white")
+    mark(2, evaluated, "|", "evaluation", color=style.OCHRE, markersize=9)
     for how in dict.fromkeys(one.how for one in made):
-        shape, colour = ENDS.get(how, ("X", RED))
+        shape, colour = ENDS.get(how, ("X", style.RED))
         ended = [one.ended for one in made if one.how == how]
-        mark(3, ended, shape, shown(how), color=colour, markersize=6)
+        mark(3, ended, shape, style.shown(how), color=colour, markersize=6)
     rows = ["at work", "checkpoints", "evaluations", "ends"]
     axes.set(yticks=range(4), yticklabels=rows, ylim=(3.6, -0.6))
     right = (end - zero) / unit + 5 * least
     axes.set(xlim=(-2 * least, right), xlabel=f"{name} since the first start")
     axes.grid(False, axis="y")
-    axes.tick_params(axis="y", length=0, colors=MUTED)
-    legend_above(axes, columns=4)
+    axes.tick_params(axis="y", length=0, colors=style.MUTED)
+    style.legend_above(axes, columns=4)
     return drawn
