@@ -12,16 +12,9 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.spec import ModelSpec
+from trainer.trial import setup
 from trainer.trial.draws import observe_draws
-from trainer.trial.setup import (
-    IGNORED,
-    LENGTH,
-    TOLERANCE,
-    TrialTask,
-    differing_gradient,
-    own_randomness,
-    tiny,
-)
+from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, TrialTask
 
 ROWS = ((9, LENGTH), (1, 5, 13, 2))
 """The lengths of the documents in each row; the rows differ in length, so that one is padded."""
@@ -41,9 +34,9 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
         loss = "the router's loss (output_router_logits)"
         seen = f"{loss} is a product of means over all that share a micro-batch"
         raise _refused(spec, seen, "output_router_logits false")
-    with own_randomness():
+    with setup.own_randomness():
         try:
-            small, model = tiny(spec)
+            small, model = setup.tiny(spec)
             draws = observe_draws(copy.deepcopy(model), small)
             packed = task.prepare(copy.deepcopy(model))
             wrong = _compare_logits(packed.eval(), model.eval(), small, task)
@@ -113,7 +106,7 @@ def _compare_gradients(
         labels = torch.tensor(targets)
         loss = F.cross_entropy(_logits(alone, ids), labels, reduction="sum", ignore_index=IGNORED)
         loss.backward()
-    if not (found := differing_gradient(packed, alone)):
+    if not (found := setup.differing_gradient(packed, alone)):
         return ""
     gradient = f"the gradient of {found[0]} from packed documents"
     return f"{gradient} is off by {found[1]:.1%} of its largest entry"

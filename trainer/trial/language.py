@@ -14,24 +14,11 @@ from trainer.errors import ConfigError, MeshloomError, Problem, named_line
 from trainer.models.language_model import blocks_of
 from trainer.models.names import gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
+from trainer.trial import setup
 from trainer.trial.draws import observe_draws
 from trainer.trial.findings import Findings, say_unused
 from trainer.trial.forward_state import check_forward_state
-from trainer.trial.setup import (
-    IGNORED,
-    LENGTH,
-    SINGLE,
-    TOLERANCE,
-    WIDER,
-    TrialTask,
-    batches,
-    differing_gradient,
-    drawn,
-    own_randomness,
-    row_of,
-    spread,
-    tiny,
-)
+from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, WIDER, TrialTask
 
 
 def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
@@ -40,10 +27,10 @@ def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
     Takes about a second, and leaves the random generators as they were. Raises ConfigError, with
     the numbers, for a model that can't be trained on next tokens as it is.
     """
-    with own_randomness():
+    with setup.own_randomness():
         try:
-            small, model = tiny(spec)
-            spreads = _logits(model.eval(), row_of(small)[None]).std(1)
+            small, model = setup.tiny(spec)
+            spreads = _logits(model.eval(), setup.row_of(small)[None]).std(1)
             same = not float(spreads.max()) > 0
             reason = "its logits are not finite, or all the same" if same else ""
         except Exception as error:  # what a model's own code raises about unexpected sizes
@@ -66,7 +53,7 @@ def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
         with _trying(spec, "which parameters have no gradient"):
             patterns, sometimes = unused(model, small, task)
         with _trying(spec, "what its blocks are"):
-            found = blocks_of(model.eval(), row_of(small)[None])
+            found = blocks_of(model.eval(), setup.row_of(small)[None])
             in_order = bool(small.blocks) and found == small.blocks
     notes += tuple(say_unused(spec, patterns))
     return Findings(patterns, sometimes, draws, in_order, moves, notes=notes)
@@ -97,7 +84,7 @@ def _trying(spec: ModelSpec, what: str) -> Iterator[None]:
 
 def check_causal(model: nn.Module, spec: ModelSpec) -> None:
     """Raise ConfigError if a later token, or padding in its place, changes an earlier logit."""
-    row = row_of(spec)
+    row = setup.row_of(spec)
     changed = row.repeat(2 * LENGTH, 1)
     for position in range(LENGTH):
         changed[position, position] = 1 + row[position] % (spec.language.vocabulary - 1)
@@ -120,7 +107,7 @@ def _say_padding(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
     Models that select by rank do this: how a tie is broken depends on the width. Repeated tokens
     make ties.
     """
-    row = row_of(spec)[: WIDER // 2].repeat(2)[None]
+    row = setup.row_of(spec)[: WIDER // 2].repeat(2)[None]
     logits = _logits(model, row)
     moved = {
         length: float((_logits(model, row[:, :length]) - logits[:, :length]).abs().max())
@@ -141,13 +128,13 @@ def check_again(spec: ModelSpec) -> str:
     Raises ConfigError if a pass leaves anything else behind. Rows have several lengths, which shows
     a module that keeps the longest it has seen.
     """
-    row = row_of(spec)
+    row = setup.row_of(spec)
     rows = (torch.stack([row[4:], row[:-4]]), row[None])
 
     def run(model: nn.Module, which: int) -> torch.Tensor:
         return model(input_ids=rows[which], use_cache=False).logits  # type: ignore[no-any-return]
 
-    return next(iter(check_forward_state(spec.name, lambda: drawn(spec), run)), "")
+    return next(iter(check_forward_state(spec.name, lambda: setup.drawn(spec), run)), "")
 
 
 # The loss
@@ -162,7 +149,7 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
     ours = task.prepare(copy.deepcopy(model)).train()
     own = copy.deepcopy(model).train()
     shifts = _shifts_labels(own, spec)
-    for batch in batches(spec, task):
+    for batch in setup.batches(spec, task):
         ids, targets = batch["input_ids"], batch["targets"]
         counted = int((targets != IGNORED).sum())
         shifted = torch.cat([torch.full_like(targets[:, :1], IGNORED), targets[:, :-1]], 1)
@@ -185,7 +172,7 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
         if not abs(float(mine - theirs)) <= TOLERANCE * abs(float(theirs)):
             expected = f"its own, {float(loss.detach()):.6g}"
             raise _other(spec, f"loss {float(mine) / counted:.6g}", expected)
-        if found := differing_gradient(ours, own):
+        if found := setup.differing_gradient(ours, own):
             seen = f"the gradient of {found[0]} is off by {found[1]:.1%} of its largest entry"
             raise _other(spec, seen, "that of its own loss")
         ours.zero_grad()
@@ -195,7 +182,7 @@ def check_loss(model: nn.Module, spec: ModelSpec, task: TrialTask) -> tuple[str,
 
 def _shifts_labels(model: nn.Module, spec: ModelSpec) -> bool:
     """Return True if the model's own loss shifts labels, and ignores the first; BART's does not."""
-    ids = row_of(spec)[None]
+    ids = setup.row_of(spec)[None]
     labels = torch.where(torch.arange(LENGTH) > 0, IGNORED, ids)
     with torch.no_grad():
         loss = model(input_ids=ids, labels=labels, use_cache=False).loss
@@ -221,11 +208,11 @@ def unused(
     """
     ours = task.prepare(copy.deepcopy(model)).train()
     names = [name for name, p in ours.named_parameters() if p.requires_grad]
-    ids = [[1 + token % (spec.language.vocabulary - 1)] for token in range(SINGLE)]
+    ids = [[1 + token % (spec.language.vocabulary - 1)] for token in range(setup.SINGLE)]
     rows = [task.collate([{"input_ids": row, "targets": row}]) for row in ids]
     with_gradient: set[str] = set()
     sometimes: dict[str, None] = {}
-    for batch in (*rows, *batches(spec, task)):
+    for batch in (*rows, *setup.batches(spec, task)):
         if bool((batch["targets"] != IGNORED).any()):
             found = _with_gradient(ours, batch, task)
             sometimes |= dict.fromkeys(pattern_of(name) for name in names if name not in found)
@@ -234,7 +221,7 @@ def unused(
     while (never := [name for name in sometimes if name not in with_gradient]) and (
         seed := next(seeds, None)
     ) is not None:
-        spread(ours, seed)
+        setup.spread(ours, seed)
         drawing = torch.Generator().manual_seed(seed)
         tokens = torch.randint(1, spec.language.vocabulary, (16, LENGTH), generator=drawing)
         found = _with_gradient(ours, {"input_ids": tokens, "targets": tokens}, task)
