@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
-from functools import partial
-from threading import Thread
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 from trainer.distributed.ranks import Ranks
@@ -29,8 +27,8 @@ class Background:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._copies: dict[tuple[str, str, int], torch.Tensor] = {}
-        self._thread: Thread | None = None
-        self._failure: Exception | None = None
+        self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving: Future[None] | None = None
 
     def save(self, entries: Sequence[StateTensor], write: Write) -> None:
         """Copy `entries` as they are, and have a thread `write` them. Collective.
@@ -43,29 +41,22 @@ class Background:
             import torch
 
             torch.cuda.current_stream().synchronize()
-        work = partial(self._run, frozen, write)
-        self._thread = Thread(target=work, name="checkpoint", daemon=True)
-        self._thread.start()
+        self._saving = self._thread.submit(write, frozen, self._ranks)
 
     def wait(self) -> None:
         """Wait for the current save, and raise its error on every rank."""
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.result()
 
     def __enter__(self) -> Background:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: object, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         if kind is None:
             self.wait()
-        elif self._thread is not None:
-            self._thread.join()
+        elif self._saving is not None:
+            wait([self._saving])
 
     def _frozen(self, entry: StateTensor) -> StateTensor:
         """Return the state tensor with a copy of what this rank holds of it."""
@@ -78,9 +69,3 @@ class Background:
                 self._copies[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
             found.append(replace(part, value=self._copies[key].copy_(like, non_blocking=True)))
         return replace(entry, parts=lambda: found)
-
-    def _run(self, entries: list[StateTensor], write: Write) -> None:
-        try:
-            write(entries, self._ranks)
-        except Exception as error:  # raised again by `wait`
-            self._failure = error

@@ -11,16 +11,9 @@ from functools import partial
 from itertools import count
 from pathlib import Path
 
-from trainer.checkpoint import faults
+from trainer.checkpoint import faults, manifest
 from trainer.checkpoint.folders import PARTIAL, supply
-from trainer.checkpoint.manifest import (
-    ALL,
-    MANIFEST,
-    STEP_FOLDER,
-    check_sizes,
-    read_description,
-    verify_each,
-)
+from trainer.checkpoint.manifest import ALL, MANIFEST, STEP_FOLDER
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem, listed, shared
 from trainer.storage import disk_errors, rename_folder, replace_file
@@ -54,7 +47,7 @@ def newest(
     for path in _published_anywhere(folder, ranks):
         there = ranks.gather(path.is_dir())
         _seen_beside(path, there, ranks)
-        wrong = verify_each(path, ranks, below)
+        wrong = manifest.verify_each(path, ranks, below)
         bad = [keeper for keeper, problems in wrong.items() if problems and there[keeper]]
         aside = ranks.on_each(partial(_out_of_the_way if ranks.rank in bad else Path, path))
         damaged += [(path, aside[keeper], wrong[keeper]) for keeper in bad]
@@ -130,7 +123,7 @@ def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
     if keep_best and (best := _best(directory)):
         stay.add(best)
     by_preference = [*sorted(stay, key=step_of, reverse=True), *reversed(directory)]
-    if whole := next((path for path in by_preference if not check_sizes(path)), None):
+    if whole := next((path for path in by_preference if not manifest.check_sizes(path)), None):
         stay.add(whole)
     gone = [path for path in directory if path not in stay]
     for path in gone:
@@ -145,7 +138,7 @@ def _best(directory: Sequence[Path]) -> Path | None:
     losses: dict[Path, float] = {}
     for path in directory:
         with suppress(DiskError):  # a damaged one is not the best
-            if (loss := read_description(path).get("evaluation_loss")) is not None:
+            if (loss := manifest.read_description(path).get("evaluation_loss")) is not None:
                 losses[path] = loss
     return min(losses, key=lambda path: losses[path], default=None)
 

@@ -9,14 +9,8 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trainer.checkpoint.manifest import (
-    ALL,
-    HINT_OPTIMIZER,
-    WEIGHTS_ALONE,
-    check_sizes,
-    read_description,
-    read_manifest,
-)
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import ALL, HINT_OPTIMIZER, WEIGHTS_ALONE
 from trainer.checkpoint.safetensors_stream import read_types
 from trainer.checkpoint.slots import MODEL, OPTIMIZER, optimizer_name
 from trainer.distributed.ranks import Ranks
@@ -41,9 +35,9 @@ def load(
     below = WEIGHTS_ALONE if weights_only else ALL
 
     def check_files() -> tuple[Stored, RunState]:
-        if problems := check_sizes(path, below):
+        if problems := manifest.check_sizes(path, below):
             raise DiskError(*problems)
-        description, found = read_description(path), _stored(path, below)
+        description, found = manifest.read_description(path), _stored(path, below)
         if below == ALL and (lost := _lost(entries, found, description.get("stateless"))):
             actual = f"optimizer state is missing for {len(lost)} parameters ({listed(lost)})"
             raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))
@@ -108,7 +102,7 @@ def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) ->
 
 
 def _stored(path: Path, below: tuple[str, ...]) -> Stored:
-    names = (name for name in read_manifest(path) if name.startswith(below))
+    names = (name for name in manifest.read_manifest(path) if name.startswith(below))
     files = [name for name in names if name.endswith(".safetensors")]
     return {
         (file.partition("/")[0], name): (file, kind.shape)

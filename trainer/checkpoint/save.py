@@ -10,29 +10,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint import faults
+from trainer.checkpoint import faults, slots
+from trainer.checkpoint import safetensors_stream as stream
 from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.safetensors_stream import (
-    FileRecord,
-    Hashed,
-    SharedFile,
-    Span,
-    on_host,
-    span,
-    spans_of,
-)
-from trainer.checkpoint.slots import (
-    MODEL,
-    PLAIN,
-    FilePlan,
-    ModelForm,
-    SavePlan,
-    indexes,
-    plan,
-    stateless,
-)
+from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, SharedFile, Span, span
+from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
 from trainer.state import WEIGHT, RunState, StateTensor
@@ -59,7 +43,7 @@ def save(
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
-    planned = plan(entries, form, resumable=True)
+    planned = slots.plan(entries, form, resumable=True)
 
     @disk_errors(folder)
     def prepare() -> None:
@@ -81,7 +65,7 @@ def save(
 
     faults.at("before")
     with _removed_on_error(partial, ranks):
-        record = {"stateless": stateless(entries), "position": asdict(state)}
+        record = {"stateless": slots.stateless(entries), "position": asdict(state)}
         text = ranks.on_first(lambda: to_json({**description, **record}))
         ranks.on_keepers(prepare)
         records = _write_parts(partial, planned, ranks)
@@ -103,7 +87,7 @@ def export(
     """
     partial = folder.with_name(folder.name + PARTIAL)
     weights = [entry for entry in entries if entry.key == WEIGHT]
-    planned = plan(weights, form, resumable=False)
+    planned = slots.plan(weights, form, resumable=False)
 
     @disk_errors(partial)
     def prepare() -> None:
@@ -192,9 +176,9 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
             came, kind = tuple(part.value.shape), slot.type
             if part.strides is None and came != kind.shape:
                 raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
-            content = on_host(slot.name, part.value, kind.dtype)
+            content = stream.on_host(slot.name, part.value, kind.dtype)
             last.result()
-            last = threads.submit(write, spans_of(part, kind, slot.start), content)
+            last = threads.submit(write, stream.spans_of(part, kind, slot.start), content)
     last.result()
 
 
@@ -222,7 +206,7 @@ def _write_others(
 
 def _seal(partial: Path, planned: SavePlan, records: Mapping[str, FileRecord]) -> None:
     """Write the indexes, and the manifest last."""
-    for name, index in indexes(planned).items():
+    for name, index in slots.indexes(planned).items():
         (partial / name).write_bytes(to_json(index))
     faults.at("manifest")
     write_manifest(partial, records)

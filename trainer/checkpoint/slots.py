@@ -94,7 +94,8 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
             locations.append((entry, MODEL, stored))
         if entry.key != WEIGHT or (resumable and stored != exact):
             locations.append((entry, OPTIMIZER, exact))
-    stems = {MODEL: model_stem(form, resumable), OPTIMIZER: f"{OPTIMIZER}/{OPTIMIZER}"}
+    model_stem = f"{MODEL}/{form.stem}" if resumable else form.stem
+    stems = {MODEL: model_stem, OPTIMIZER: f"{OPTIMIZER}/{OPTIMIZER}"}
     found: SavePlan = {}
     for kind, stem in stems.items():
         members = [(entry, stored) for entry, place, stored in locations if place == kind]
@@ -116,11 +117,6 @@ def _file(members: Sequence[tuple[StateTensor, TensorType]], kind: str) -> FileP
         slots.append(Slot(entry, name, stored, end))
         end += stored.size
     return FilePlan(members[0][0].owner, header, slots)
-
-
-def model_stem(form: ModelForm, resumable: bool) -> str:
-    """Return how the paths of the model's files begin."""
-    return f"{MODEL}/{form.stem}" if resumable else form.stem
 
 
 def indexes(planned: SavePlan) -> dict[str, dict[str, object]]:
