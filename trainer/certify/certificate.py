@@ -4,37 +4,23 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.certify.comparison import (
-    TOLERANCES,
-    Finding,
-    Order,
-    compare_counts,
-    compare_held_out,
-    compare_initial,
-    compare_resumed,
-    compare_rounded,
-    compare_schedule,
-    compare_step,
-    compare_update,
-)
+from trainer.certify.comparison import Finding, compare
 from trainer.certify.language_case import LanguageCase
 from trainer.certify.pairs_case import image_case, module_case
 from trainer.certify.patches import constant
-from trainer.certify.recording import Recording, Sources, engine_of, record, shared_folder
-from trainer.certify.reference import Expected, Reference
-from trainer.certify.text_reference import LanguageReference
-from trainer.certify.tiny_run import CLIPPED_STEPS, UNKNOWN_STEPS, Tiny, clipping
+from trainer.certify.recording import Sources, engine_of, record, shared_folder
+from trainer.certify.reference import Reference
+from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
 from trainer.engines import Machine
 from trainer.models.spec import ModelSpec
 from trainer.parallel import float8
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.subject import Given, ImageSubject, LanguageSubject, Subject, subject_class
-from trainer.supervise.phase import Phase
 from trainer.trial.setup import Alone
 
 
@@ -91,57 +77,9 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder)
-        return compare(small, spec, run, resumed, machine, lambda: reference(small))
-
-
-def compare(
-    small: Tiny,
-    spec: ModelSpec,
-    run: Recording,
-    resumed: Recording,
-    machine: Machine,
-    make_reference: Callable[[], Reference],
-) -> Certificate:
-    """Compare the recordings of all ranks with one process, which runs on the first. Collective."""
-    found: list[Finding] = []
-    ranks = machine.ranks
-    machine.watch.at(Phase.FINISHING)
-
-    def one_process() -> tuple[list[Expected], Order]:
-        reference = make_reference()
-        order = Order(reference.order, spec.blocks)
-        own = small.own.config
-        found.append(compare_initial(run, reference.weights(), order, reference.held))
-        found.append(compare_schedule(own, own.trainer.steps or UNKNOWN_STEPS))
-        expected = list[Expected]()
-        if found[0].error == float("inf"):  # other tensors: nothing else can be compared
-            return expected, order
-        for step, gradients in enumerate(run.gradients):
-            machine.watch.moves()
-            expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
-            found.extend(compare_update(run, step, expected[-1], order))
-            if step + 1 in run.held_out:
-                theirs = reference.held_out(run.states[step + 1])
-                found.extend(compare_held_out(run, step, theirs, expected[-1]))
-        found.extend(compare_resumed(resumed, run, small.middle, order))
-        if run.rounded is not None and isinstance(reference, LanguageReference):
-            projected = reference.projected(run.states[-1], len(run.losses))
-            found.extend(compare_rounded(run, *projected))
-        return [replace(one, state={}) for one in expected], order
-
-    expected, order = ranks.on_first(Alone()(one_process))
-    for step, one in enumerate(expected):
-        found.extend(compare_step(run, step, one, order, ranks.rank))
-        so_far = sum(other.targets for other in expected[: step + 1])
-        found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
-    findings = [finding for theirs in ranks.gather(found) for finding in theirs]
-    sequence = {check: index for index, check in enumerate(TOLERANCES)}
-    failures = (finding for finding in findings if not finding.passed)
-    first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
-    of_check = [[f for f in findings if f.check == check] for check in TOLERANCES]
-    worst = tuple(max(some, key=lambda f: f.severity) for some in of_check if some)
-    engine = engine_of(small, machine.device.type)
-    return Certificate(small.layout.describe(), engine, small.changes, worst, first)
+        found = compare(small, spec, run, resumed, machine, lambda: reference(small))
+        layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
+        return Certificate(layout, engine, small.changes, *found)
 
 
 def table(certificate: Certificate) -> str:

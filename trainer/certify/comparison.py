@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Recording, State, Tensors
-from trainer.certify.reference import Expected, Judged, scheduler_of
+from trainer.certify.reference import Expected, Judged, Reference, scheduler_of
 from trainer.certify.rounding import coefficients
+from trainer.certify.text_reference import LanguageReference
+from trainer.certify.tiny_run import UNKNOWN_STEPS, Tiny
 from trainer.config import Config
+from trainer.engines import Machine
+from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import schedule_of
 from trainer.state import MASTER, WEIGHT
+from trainer.supervise.phase import Phase
+from trainer.trial.setup import Alone
 
 # check -> largest relative error that float32 arithmetic in another order may leave
 TOLERANCES = {
@@ -84,6 +90,58 @@ class Order:
 
     def layer(self, name: str) -> str:
         return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
+
+
+def compare(
+    small: Tiny,
+    spec: ModelSpec,
+    run: Recording,
+    resumed: Recording,
+    machine: Machine,
+    make_reference: Callable[[], Reference],
+) -> tuple[tuple[Finding, ...], Finding | None]:
+    """Compare the recordings of all ranks with one process, which runs on the first. Collective.
+
+    Returns the worst finding of each check, and the first that failed.
+    """
+    found: list[Finding] = []
+    ranks = machine.ranks
+    machine.watch.at(Phase.FINISHING)
+
+    def one_process() -> tuple[list[Expected], Order]:
+        reference = make_reference()
+        order = Order(reference.order, spec.blocks)
+        own = small.own.config
+        found.append(compare_initial(run, reference.weights(), order, reference.held))
+        found.append(compare_schedule(own, own.trainer.steps or UNKNOWN_STEPS))
+        expected = list[Expected]()
+        if found[0].error == float("inf"):  # other tensors: nothing else can be compared
+            return expected, order
+        for step, gradients in enumerate(run.gradients):
+            machine.watch.moves()
+            expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
+            found.extend(compare_update(run, step, expected[-1], order))
+            if step + 1 in run.held_out:
+                theirs = reference.held_out(run.states[step + 1])
+                found.extend(compare_held_out(run, step, theirs, expected[-1]))
+        found.extend(compare_resumed(resumed, run, small.middle, order))
+        if run.rounded is not None and isinstance(reference, LanguageReference):
+            projected = reference.projected(run.states[-1], len(run.losses))
+            found.extend(compare_rounded(run, *projected))
+        return [replace(one, state={}) for one in expected], order
+
+    expected, order = ranks.on_first(Alone()(one_process))
+    for step, one in enumerate(expected):
+        found.extend(compare_step(run, step, one, order, ranks.rank))
+        so_far = sum(other.targets for other in expected[: step + 1])
+        found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
+    findings = [finding for theirs in ranks.gather(found) for finding in theirs]
+    sequence = {check: index for index, check in enumerate(TOLERANCES)}
+    failures = (finding for finding in findings if not finding.passed)
+    first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
+    of_check = [[f for f in findings if f.check == check] for check in TOLERANCES]
+    worst = tuple(max(some, key=lambda f: f.severity) for some in of_check if some)
+    return worst, first
 
 
 def compare_initial(
@@ -249,8 +307,8 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
 
 def compare_schedule(own: Config, steps: int) -> Finding:
     """Compare the optimizer settings of each step of the run with DeepSpeed's scheduler."""
-    base, scheduler = float(own.optimizer.params["lr"]), own.scheduler
-    ours = schedule_of(vars(own.optimizer), None if scheduler is None else vars(scheduler))
+    base = float(own.optimizer.params["lr"])
+    ours = schedule_of(own.settings["optimizer"], own.settings.get("scheduler"))
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)
     theirs = scheduler_of(optimizer, own)
     most = TOLERANCES["schedule"]

@@ -130,13 +130,9 @@ class PairsReference(Reference):
     def held_out(self, state: State) -> Judged:
         """Evaluate each sample by itself; by micro-batches if the loss is one of pairs."""
         self._load(state)
-        alone, together = (self._evaluated(size) for size in (1, self._layout.micro_batch))
+        samples, sizes = self._evaluated_samples(), (1, self._layout.micro_batch)
+        alone, together = (self._judged(samples, size) for size in sizes)
         return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
-
-    def _evaluated(self, size: int) -> Judged:
-        samples = self._evaluated_samples()
-        starts = range(0, len(samples), size)
-        return self._judged(self._collated(samples[start : start + size]) for start in starts)
 
     def _collated(self, samples: Sequence[Any]) -> tuple[Any, Any]:
         return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]

@@ -260,8 +260,8 @@ def _train(
 
 def _schedule(small: Tiny) -> LRSchedule:
     """Return the config's schedule, followed by the probes, at PROBE_RATE."""
-    optimizer, scheduler = small.config.optimizer, small.config.scheduler
-    schedule = schedule_of(vars(optimizer), None if scheduler is None else vars(scheduler))
+    settings = small.config.settings
+    schedule = schedule_of(settings["optimizer"], settings.get("scheduler"))
 
     def probing(step: int) -> Update:
         update = schedule(step)

@@ -206,11 +206,13 @@ class Reference(ABC):
     def _count(self, parts: Iterable[MicroBatch]) -> int:
         return sum(self._counted(part.inputs, part.targets) for part in parts)
 
-    def _judged(self, batches: Iterable[tuple[Any, Any]]) -> Judged:
+    def _judged(self, samples: Sequence[Any], size: int) -> Judged:
+        """Evaluate samples, `size` at a time."""
         total, counted, right, unsure = 0.0, 0, [0] * len(self._tops), 0
         self.model.eval()
         with torch.no_grad():
-            for inputs, targets in batches:
+            for start in range(0, len(samples), size):
+                inputs, targets = self._collated(samples[start : start + size])
                 total += float(self._loss_sum(self.model, inputs, targets))
                 counted += self._counted(inputs, targets)
                 for index, most in enumerate(self._tops):

@@ -55,9 +55,7 @@ class LanguageReference(Reference):
         size = self._layout.micro_batch if together else 1
         samples = self._evaluated_samples()
         blank = samples[0][0], [IGNORED] * len(samples[0][0])
-        samples += [blank] * (-len(samples) % size)
-        starts = range(0, len(samples), size)
-        return self._judged(self._collated(samples[start : start + size]) for start in starts)
+        return self._judged(samples + [blank] * (-len(samples) % size), size)
 
     def continued(self, documents: list[Encoded]) -> list[Encoded]:
         """Replace every other document's tokens by the likeliest, so that accuracy is not 0."""
@@ -193,7 +191,7 @@ class PackedReference(LanguageReference):
     def held_out(self, state: State) -> Judged:
         self._load(state)
         packs = self._evaluated_samples()
-        return self._judged(self._collated([document]) for pack in packs for document in pack)
+        return self._judged([document for pack in packs for document in pack], 1)
 
     def _prepared(self, documents: list[Encoded], longest: int) -> list[Any]:
         packs = best_fit(documents, longest)

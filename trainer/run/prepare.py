@@ -29,7 +29,7 @@ from trainer.plugins import NAMED
 from trainer.run.compose import Composed, compose
 from trainer.run.loop import LoopPlan
 from trainer.run.subject import Given, Subject, subject_of
-from trainer.supervise.process import has_bf16, share_of_cores
+from trainer.supervise.process import share_of_cores
 from trainer.trackers import require
 
 SLOW_DISK = 50e6
@@ -79,8 +79,8 @@ class Prepared:
 
     @property
     def schedule(self) -> LRSchedule:
-        optimizer, scheduler = self.config.optimizer, self.config.scheduler
-        return schedule_of(vars(optimizer), vars(scheduler) if scheduler else None)
+        settings = self.config.settings
+        return schedule_of(settings["optimizer"], settings.get("scheduler"))
 
     @property
     def form(self) -> ModelForm:
@@ -104,8 +104,8 @@ def prepare(
     Without `builds`, nothing will be built: this machine need not have what the engine requires.
     """
     ranks, section = machine.ranks, config.trainer
-    bf16 = has_bf16(machine.device)
     kind: Any = machine.device.type
+    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported()
     local = machine.local_world_size
     composed = compose(config, RuntimeFacts(ranks.world_size, None, None, bf16, kind, local))
     config, layout = composed.config, composed.layout
