@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
@@ -151,44 +152,27 @@ def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequenc
 
 
 _NO_OFFLOAD = {"offload_optimizer": "none", "offload_param": "none"}
-_ON_CPU = {"offload_optimizer": "cpu", "offload_param": "cpu"}
-_ZERO = {stage: {"shard": 4, "zero_stage": stage} for stage in (1, 2, 3)}
-_STAGES = {stage: {"pipeline": 2, "shard": 2, "zero_stage": stage} for stage in (1, 2, 3)}
-_SPLIT = {stage: {"tensor": 2, "shard": 2, "zero_stage": stage} for stage in (2, 3)}
-# layout -> the fields of Layout that differ from a plain one
-_OFFERED: dict[str, dict[str, Any]] = {
-    "DDP (ZeRO-0)": {"replicate": 4},
-    "ZeRO-1": _ZERO[1],
-    "ZeRO-2": _ZERO[2],
-    "ZeRO-3": _ZERO[3],
-    "ZeRO-2, optimizer on the CPU": {**_ZERO[2], "offload_optimizer": "cpu"},
-    "ZeRO-3, all on the CPU": {**_ZERO[3], **_ON_CPU},
-    "HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3},
-    "pipeline": {"pipeline": 2, "replicate": 2},
-    "pipeline x ZeRO-1": _STAGES[1],
-    "pipeline x ZeRO-2": _STAGES[2],
-    "pipeline x ZeRO-3": _STAGES[3],
-    "pipeline x HSDP": {**_STAGES[3], "replicate": 2},
-    "zero-bubble pipeline x ZeRO-3": {
-        **_STAGES[3],
-        "schedule": PIPELINE_SCHEDULES["ZBVZeroBubble"],
-    },
-    "tensor parallel": {"tensor": 2, "replicate": 2},
-    "tensor parallel x ZeRO-2": _SPLIT[2],
-    "tensor parallel x ZeRO-3": _SPLIT[3],
-    "expert parallel x ZeRO-2": {**_ZERO[2], "expert": 2},
-    "expert parallel x ZeRO-3": {**_ZERO[3], "expert": 2},
-    "expert parallel x HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3, "expert": 2},
-    "pipeline x expert parallel x ZeRO-2": {**_STAGES[2], "expert": 2},
-    "tensor x expert parallel x ZeRO-2": {**_SPLIT[2], "expert": 2},
-    "context x expert parallel x ZeRO-3": {**_ZERO[3], "context": 2, "expert": 2},
-    "context parallel x ZeRO-2": {**_ZERO[2], "context": 2},
-    "context parallel x ZeRO-3": {**_ZERO[3], "context": 2},
-    "context parallel x HSDP": {"replicate": 2, "shard": 2, "zero_stage": 3, "context": 2},
-    "pipeline x context parallel": {"pipeline": 2, "replicate": 2, "context": 2},
-    "tensor x context parallel x ZeRO-2": {**_SPLIT[2], "context": 2},
-    "pipeline x tensor parallel x ZeRO-2": {**_SPLIT[2], "pipeline": 2},
+_OFFERED = (
+    "DDP (ZeRO-0); ZeRO-1; ZeRO-2; ZeRO-3; ZeRO-2, optimizer on the CPU; ZeRO-3, all on the CPU; "
+    "HSDP; pipeline; pipeline x ZeRO-1; pipeline x ZeRO-2; pipeline x ZeRO-3; pipeline x HSDP; "
+    "zero-bubble pipeline x ZeRO-3; tensor parallel; tensor parallel x ZeRO-2; "
+    "tensor parallel x ZeRO-3; expert parallel x ZeRO-2; expert parallel x ZeRO-3; "
+    "expert parallel x HSDP; pipeline x expert parallel x ZeRO-2; "
+    "tensor x expert parallel x ZeRO-2; context x expert parallel x ZeRO-3; "
+    "context parallel x ZeRO-2; context parallel x ZeRO-3; context parallel x HSDP; "
+    "pipeline x context parallel; tensor x context parallel x ZeRO-2; "
+    "pipeline x tensor parallel x ZeRO-2"
+)
+_PARTS: dict[str, dict[str, Any]] = {
+    "DDP (ZeRO-0)": {},
+    "HSDP": {"shard": 2, "zero_stage": 3},
+    **{f"ZeRO-{stage}": {"replicate": 1, "shard": 4, "zero_stage": stage} for stage in (1, 2, 3)},
+    **{axis: {axis: 2} for axis in ("pipeline", "tensor", "expert", "context")},
+    "zero-bubble pipeline": {"pipeline": 2, "schedule": PIPELINE_SCHEDULES["ZBVZeroBubble"]},
+    "optimizer on the CPU": {"offload_optimizer": "cpu"},
+    "all on the CPU": {"offload_optimizer": "cpu", "offload_param": "cpu"},
 }
+"""The fields of Layout that a part of an offered layout's name stands for."""
 
 
 def layout_table() -> str:
@@ -198,9 +182,11 @@ def layout_table() -> str:
         "| --- |" + " --- |" * len(ENGINES),
     ]
     reasons: dict[str, int] = {}
-    for name, given in _OFFERED.items():
-        layout = _plain_layout(given)
-        cells = []
+    for name in _OFFERED.split("; "):
+        given: dict[str, Any] = {"replicate": 2}
+        for part in re.split(" x |, ", name.replace(" parallel", "")):
+            given |= _PARTS[part]
+        layout, cells = _plain_layout(given), []
         for kind in ENGINES.values():
             reason = kind.refusal(layout)
             number = reasons.setdefault(reason, len(reasons) + 1) if reason else 0

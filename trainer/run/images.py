@@ -40,12 +40,9 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     if name and name not in SHAPES and section.data.format != "hub" and is_here:
         training = section.data.model_copy(update={"evaluation_path": None})
         return open_images(training, options, section.seed, cache, ALONE).images
-    known = SHAPES.get(name)
-    size: Any = options.size
-    count: Any = options.classes or arguments_of(section).get("num_classes")
-    mode = "RGB"
-    if known:
-        count, mode, size = known[0], known[1], options.size or known[2]
+    configured = options.classes or arguments_of(section).get("num_classes")
+    known: Any = SHAPES.get(name, (configured, "RGB", None))
+    count, mode, size = known[0], known[1], options.size or known[2]
     if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
         actual = f"not said, and images of {path} can't be looked at here"
         hint = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"

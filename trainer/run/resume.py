@@ -20,18 +20,7 @@ from trainer.data.order import KEYED, LISTED
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
-from trainer.run.folder import (
-    ENVIRONMENT,
-    base_of,
-    check_shared,
-    has_run,
-    hold,
-    is_unfinished,
-    kept,
-    numbered,
-    numbers,
-    take_over,
-)
+from trainer.run import folder as folders
 from trainer.run.prepare import Prepared
 from trainer.storage import parse_json, read_file, tail
 from trainer.supervise import status_files as status
@@ -117,16 +106,16 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     no checkpoint and for a run in progress, and DiskError if the folder can't be written, or
     checkpoints were saved and none is good.
     """
-    base = base_of(config)
+    base = folders.base_of(config)
     if config.trainer.run.node_local:
-        ranks = kept(base.parent, ranks)
+        ranks = folders.kept(base.parent, ranks)
     address = config.trainer.checkpoint.upload
     back = _brought_back(address, base, request, ranks) if address else []
     folder, state, lines = _taken(base, config.raw, request, ranks)
     if state == FINISHED:
         return Start(folder, finished=True, ranks=ranks)
     if len(set(ranks.keepers)) < 2:
-        check_shared(folder, ranks)
+        folders.check_shared(folder, ranks)
     below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
     source = None
     if request.path is not None:
@@ -145,7 +134,7 @@ def _brought_back(address: str, base: Path, request: Request, ranks: Ranks) -> l
     """Check an address; copy the run from there if no machine has it. Return lines. Collective."""
     ranks.on_first(lambda: check(address))
     begins = request.fresh or request.path is not None
-    if begins or any(ranks.each_keeper(lambda: numbers(base)).values()):
+    if begins or any(ranks.each_keeper(lambda: folders.numbers(base)).values()):
         return []
     return ranks.await_first(lambda: restore(address, base))
 
@@ -156,15 +145,15 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     A machine without the run follows those that have it. Collective; raises ConfigError if they
     have different runs.
     """
-    of_machines = ranks.each_keeper(lambda: numbers(base)).values()
+    of_machines = ranks.each_keeper(lambda: folders.numbers(base)).values()
     known = {number for found in of_machines for number in found}
     last = next(number for number in count() if number + 1 not in known)
     if len(of_machines) > 1:  # earlier runs may have been on machines that are gone
         last = max(known, default=0)
-    folder = numbered(base, last)
+    folder = folders.numbered(base, last)
 
     def look() -> tuple[str, Any] | None:
-        if not last or not has_run(folder):
+        if not last or not folders.has_run(folder):
             return None
         return _state(folder, raw, request), without_place(_request(folder))
 
@@ -180,25 +169,25 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             expected = "one run in the folders of all"
             raise shared(ConfigError(Problem("trainer.run.node_local", actual, expected, hint)))
         if state == GOES_ON:
-            ranks.on_keepers(lambda: take_over(folder))
+            ranks.on_keepers(lambda: folders.take_over(folder))
         return folder, state, []
     note = f"{folder} was not finished and was started otherwise; --resume auto resumes it"
     lines = [note] if state == UNFINISHED else []
     number = last + 1
-    while not _held_everywhere(numbered(base, number), ranks):
+    while not _held_everywhere(folders.numbered(base, number), ranks):
         number += 1  # another command was started at the same moment
-    return numbered(base, number), BEGINS, lines
+    return folders.numbered(base, number), BEGINS, lines
 
 
 def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
-    return all(ranks.each_keeper(lambda: hold(folder) is not None).values())
+    return all(ranks.each_keeper(lambda: folders.hold(folder) is not None).values())
 
 
 def _state(folder: Path, raw: Any, request: Request) -> str:
     """Return the state of the run in a folder, by which this one goes on with it or begins."""
     if request.fresh or request.path is not None:
         return BEGINS
-    finished = not is_unfinished(folder)
+    finished = not folders.is_unfinished(folder)
     if request.resume == "auto":
         return GOES_ON
     if _training(_request(folder)) == _training(raw):
@@ -298,7 +287,7 @@ def _training(request: Any) -> Any:
 def _request(folder: Path) -> Any:
     """Return the config as given to the run in `folder`."""
     try:
-        return parse_json(read_file(folder / ENVIRONMENT))["request"]
+        return parse_json(read_file(folder / folders.ENVIRONMENT))["request"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

@@ -176,10 +176,6 @@ def cache_folder() -> Path:
         return private_folder()
 
 
-def has_bf16(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_bf16_supported()
-
-
 def cores() -> int:
     """Return the number of cores that this process may use; macOS can't say, and has all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
