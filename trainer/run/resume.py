@@ -21,6 +21,7 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
 from trainer.run import folder as folders
+from trainer.run.folder import ENVIRONMENT
 from trainer.run.prepare import Prepared
 from trainer.storage import parse_json, read_file, tail
 from trainer.supervise import status_files as status
@@ -287,7 +288,7 @@ def _training(request: Any) -> Any:
 def _request(folder: Path) -> Any:
     """Return the config as given to the run in `folder`."""
     try:
-        return parse_json(read_file(folder / folders.ENVIRONMENT))["request"]
+        return parse_json(read_file(folder / ENVIRONMENT))["request"]
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
