@@ -6,37 +6,23 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.certify.comparison import Finding, compare
 from trainer.certify.language_case import LanguageCase
-from trainer.certify.pairs_case import image_case, module_case
+from trainer.certify.pairs_case import PairsCase, image_case, module_case
 from trainer.certify.patches import constant
-from trainer.certify.recording import Sources, engine_of, record, shared_folder
-from trainer.certify.reference import Reference
+from trainer.certify.recording import engine_of, record, shared_folder
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
 from trainer.engines import Machine
-from trainer.models.spec import ModelSpec
 from trainer.parallel import float8
 from trainer.parallel.checks import checked
 from trainer.run.describe import versions
 from trainer.run.subject import Given, ImageSubject, LanguageSubject, Subject, subject_class
 from trainer.trial.setup import Alone
 
-
-class Case(Protocol):
-    """A subject to certify, as it is trained in the tiny run."""
-
-    small: Tiny
-    subject: Subject
-
-    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[[Tiny], Reference]]:
-        """Return the samples of the run, and what makes the one process that trains on them.
-
-        `spec` is the subject's, once it was checked. Collective.
-        """
-
-
+Case = LanguageCase | PairsCase
+"""A subject to certify, as it is trained in the tiny run."""
 CASES: dict[type[Subject], Callable[[Tiny, Given, Machine, Path], Case]] = {
     LanguageSubject: LanguageCase,
     ImageSubject: image_case,

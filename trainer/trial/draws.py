@@ -37,32 +37,26 @@ def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
     """
     model.train()
     outside = _outside_torch()
-    first = _observe(model, spec, None)
-    places = first.watch.places
-    if first.watch.private or _outside_torch() != outside:
+    watch, *_ = _observe(model, spec, None)
+    if watch.private or _outside_torch() != outside:
         source = "draws random numbers from Python, NumPy or a generator of its own"
         seen, expected = f"{source}: no other layout could replay them", "torch's default generator"
         raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected))
-    if "between" not in places:
-        return Draws(any=bool(places))
-    low, high = (_observe(model, spec, held) for held in (0.0, 1.0 - 2.0**-24))
-    skips = low.ran != high.ran
-    return Draws(True, skips or not torch.equal(low.output, high.output), skips)
+    if "between" not in watch.places:
+        return Draws(any=bool(watch.places))
+    _, low, ran_low = _observe(model, spec, 0.0)
+    _, high, ran_high = _observe(model, spec, 1.0 - 2.0**-24)
+    skips = ran_low != ran_high
+    return Draws(True, skips or not torch.equal(low, high), skips)
 
 
-@dataclass(frozen=True)
-class _Observed:
-    """A forward pass: its output, where it drew random numbers, and the modules that ran."""
+def _observe(
+    model: nn.Module, spec: ModelSpec, held: float | None
+) -> tuple[DrawWatch, torch.Tensor, list[str]]:
+    """Run one forward pass; return where it drew random numbers, its output, the modules that ran.
 
-    output: torch.Tensor
-    watch: DrawWatch
-    ran: list[str]
-
-
-def _observe(model: nn.Module, spec: ModelSpec, held: float | None) -> _Observed:
-    """Run one forward pass, in which numbers drawn between blocks are `held` unless that is None.
-
-    Where no blocks are known, the whole model counts as between them.
+    Numbers drawn between blocks are `held` unless that is None. Where no blocks are known, the
+    whole model counts as between them.
     """
     place, left, ran = "before" if spec.blocks else "between", 0, list[str]()
 
@@ -88,7 +82,7 @@ def _observe(model: nn.Module, spec: ModelSpec, held: float | None) -> _Observed
         seed_generators(1)
         with torch.no_grad(), watch:
             output = trial.output(model)
-    return _Observed(output, watch, ran)
+    return watch, output, ran
 
 
 class DrawWatch(TorchDispatchMode):
