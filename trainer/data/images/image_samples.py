@@ -14,15 +14,8 @@ import numpy as np
 import torch
 
 from trainer.config import AugmentSection, DataSection, ImagesSection
-from trainer.data.images import transforms
-from trainer.data.images.image_sets import (
-    KNOWN,
-    Labelled,
-    check_labels,
-    handed_in,
-    has_own_evaluation,
-    open_set,
-)
+from trainer.data.images import image_sets, transforms
+from trainer.data.images.image_sets import KNOWN, Labelled
 from trainer.data.order import split
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, named_line
@@ -150,9 +143,9 @@ def open_images(
 
     # on each rank: data sets hold open files, and can't be sent
     whole, evaluation = ranks.on_own(lambda: _opened(data, images, cache, own))
-    check_labels(whole)
+    image_sets.check_labels(whole)
     if evaluation is not None:
-        check_labels(evaluation)
+        image_sets.check_labels(evaluation)
         if evaluation.classes != whole.classes:
             seen = f"{len(evaluation.classes)} classes: {', '.join(evaluation.classes[:5])}"
             expected = f"those of the training data: {', '.join(whole.classes[:5])}"
@@ -180,16 +173,18 @@ def _opened(
 ) -> Both:
     if own is not None:
         train, evaluation = own
-        held = None if evaluation is None else handed_in(evaluation, images.classes)
-        return handed_in(train, images.classes), held
+        held = None if evaluation is None else image_sets.handed_in(evaluation, images.classes)
+        return image_sets.handed_in(train, images.classes), held
     if data.path is None:
         raise DataError(Problem("trainer.data.path", "nothing", KNOWN))
-    train = open_set(data.path, data, images, cache, train=True)
+    train = image_sets.open_set(data.path, data, images, cache, train=True)
     path = data.evaluation_path
     assert not isinstance(path, dict)
-    if path is None and has_own_evaluation(data.path):
+    if path is None and data.path in list(image_sets.TORCHVISION):
         path = data.path
-    return train, None if path is None else open_set(path, data, images, cache, train=False)
+    if path is None:
+        return train, None
+    return train, image_sets.open_set(path, data, images, cache, train=False)
 
 
 def _parts(

@@ -93,10 +93,6 @@ KNOWN = "digits, " + ", ".join(TORCHVISION) + ", a folder of classes, parquet fi
 """The accepted values of `trainer.data.path`, as error messages list them."""
 
 
-def has_own_evaluation(path: str | list[str]) -> bool:
-    return path in list(TORCHVISION)
-
-
 def _torchvision(name: str, root: Path, train: bool) -> Labelled:
     from torchvision import datasets
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,25 +69,19 @@ def sized(size: Sequence[int] | None) -> list[Any]:
     """Return transforms to (height, width): scale the short side, cut off the rest evenly."""
     from torchvision.transforms import v2
 
-    return [] if size is None else [_Shorter(size), v2.CenterCrop(list(size))]
+    return [] if size is None else [partial(_covering, size), v2.CenterCrop(list(size))]
 
 
-class _Shorter:
-    """A transform that scales an image so that it just covers height and width."""
+def _covering(size: Sequence[int], image: torch.Tensor) -> torch.Tensor:
+    """Scale an image so that it just covers height and width."""
+    from torchvision.transforms.v2.functional import resize
 
-    def __init__(self, size: Sequence[int]) -> None:
-        self._size = size
-
-    def __call__(self, image: torch.Tensor) -> torch.Tensor:
-        from torchvision.transforms.v2.functional import resize
-
-        height, width = image.shape[-2:]
-        scale = max(self._size[0] / height, self._size[1] / width)
-        if scale == 1:
-            return image
-        wanted_height = max(self._size[0], round(height * scale))
-        wanted_width = max(self._size[1], round(width * scale))
-        return resize(image, [wanted_height, wanted_width], antialias=True)  # type: ignore[no-any-return]
+    sides = list(zip(size, image.shape[-2:], strict=True))
+    scale = max(wanted / side for wanted, side in sides)
+    if scale == 1:
+        return image
+    scaled = [max(wanted, round(side * scale)) for wanted, side in sides]
+    return resize(image, scaled, antialias=True)  # type: ignore[no-any-return]
 
 
 def for_evaluation(images: Images, size: Sequence[int] | None) -> Transform:
