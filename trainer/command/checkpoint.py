@@ -84,7 +84,7 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
         expected = "the model's config and tokenizer"
         raise ConfigError(Problem(str(path), "no config.json", expected, hint))
     copy = partial(_copy_model_files, source)
-    made = save(target, read.state, read.state_tensors, read.description, copy, ALONE)
+    made = save(target, *read, copy, ALONE)
     print(f"{made}: resume from it with meshloom train --config ... --resume {made}")
     return 0
 

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.command import reporting
+from trainer.command import add_config, parser_of, reporting
 from trainer.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
@@ -54,9 +54,8 @@ def _sign_of_life() -> AbstractContextManager[Any]:
 
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog=name, description=DESCRIPTION)
-    text = "a DeepSpeed config, or the name of one that is shipped"
-    parser.add_argument("--config", required=True, metavar="JSON", help=text)
+    parser = parser_of(name, DESCRIPTION)
+    add_config(parser)
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     text = "devices of each node (default: 8)"
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help=text)
@@ -69,8 +68,6 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     text = "write the config with the best proposal's changes"
     parser.add_argument("--write", type=Path, metavar="JSON", help=text)
     parser.add_argument("--json", action="store_true", help="for programs: bytes and seconds")
-    text = "overrides a key of the config"
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help=text)
     return parser.parse_intermixed_args(arguments)
 
 

@@ -13,17 +13,10 @@ from typing import TYPE_CHECKING
 from trainer.command import add_config, parser_of
 from trainer.data.formats import check_paths
 from trainer.errors import ConfigError, MeshloomError, Problem
+from trainer.supervise import world as worlds
 from trainer.supervise.launcher import start
 from trainer.supervise.notes import notes_of
-from trainer.supervise.world import (
-    World,
-    drop_accelerate,
-    environment_of,
-    free_port,
-    gpu_count,
-    missing_hostfile,
-    world_of,
-)
+from trainer.supervise.world import World
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -99,8 +92,8 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def command(options: argparse.Namespace, signals: StopSignals) -> int:
-    world = world_of(os.environ)
-    count = options.processes or gpu_count() or 1
+    world = worlds.world_of(os.environ)
+    count = options.processes or worlds.gpu_count() or 1
     sizes = (world.world_size, world.local_world_size) if world else (count, count)
     config = checked_config(options, *sizes)
     if world is None or world.rank == 0:
@@ -109,10 +102,10 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
         if count > 1:
             signals.hand_over()
             return start(count, sys.orig_argv[1:])
-        os.environ.update(environment_of(0, 1, free_port()))
+        os.environ.update(worlds.environment_of(0, 1, worlds.free_port()))
         world = World()
 
-    if note := drop_accelerate(os.environ):
+    if note := worlds.drop_accelerate(os.environ):
         config = replace(config, notes=(*config.notes, note))
     from trainer.supervise.output import Output
 
@@ -141,7 +134,7 @@ def checked_config(options: argparse.Namespace, world_size: int, local_size: int
     from trainer.config import RuntimeFacts, load
     from trainer.run.compose import compose
 
-    if (hostfile := missing_hostfile(os.getppid())) is not None:
+    if (hostfile := worlds.missing_hostfile(os.getppid())) is not None:
         hint = "DeepSpeed would train on this machine alone"
         place = f"--hostfile: {hostfile}"
         raise ConfigError(Problem(place, "no such file", "a list of machines", hint))

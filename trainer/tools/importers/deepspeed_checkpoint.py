@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -69,8 +69,7 @@ _STAND_INS: list[Any] = [
 _SCALARS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-@dataclass(frozen=True)
-class Imported:
+class Imported(NamedTuple):
     """The arguments of `checkpoint.save` that are read from DeepSpeed's checkpoint."""
 
     state: RunState
