@@ -36,7 +36,8 @@ def choose_optimizer(section: Json) -> Chosen:
     params = section.get("params", {})
     if str(section.get("type")) in NAMED["optimizer"]:
         return _of_plugin(section, {"lr": 5e-5, "weight_decay": 0.0, **params})
-    chosen = _choose("optimizer", section, OPTIMIZERS, leave_out=("max_grad_norm",))
+    own = {name: it for name, it in params.items() if name != "max_grad_norm"}
+    chosen = _choose("optimizer", section | {"params": own}, OPTIMIZERS)
     checked = chosen.section["params"]
     chosen.problems.extend(_misuse(checked, str(chosen.section.get("type"))))
     if "max_grad_norm" in params:
@@ -103,14 +104,8 @@ def choose_scheduler(section: Json) -> Chosen:
     return chosen
 
 
-def _choose(
-    place: str,
-    section: Json,
-    types: Mapping[str, Mapping[str, Key]],
-    leave_out: tuple[str, ...] = (),
-) -> Chosen:
-    kind = section.get("type")
-    params = {name: it for name, it in section.get("params", {}).items() if name not in leave_out}
+def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -> Chosen:
+    kind, params = section.get("type"), section.get("params", {})
     # DeepSpeed ignores the case of optimizer names, but not of scheduler names
     name = {known.lower(): known for known in types}.get(str(kind).lower())
     if name is None:

@@ -88,7 +88,7 @@ def _bytes(path: Path) -> bytes:
         seen = "no such file"
         if path.is_symlink():
             seen = f"a link to {os.readlink(path)}, which is not there"
-        hints = [_nearby(path), f"Shipped: {', '.join(shipped_names())}"]
+        hints = [_nearby(path), f"Shipped: {', '.join(sorted(_paths()))}"]
         raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, hints)))) from None
     except (OSError, ValueError) as error:
         seen = getattr(error, "strerror", "") or str(error)
@@ -379,10 +379,6 @@ _FOLDERS = (_PACKAGE / "ds_configs", _PACKAGE.parent / "ds_configs")
 def shipped(name: str) -> Path | None:
     """Return the shipped config called `name`, with or without ".json"; None if there is none."""
     return _paths().get(name.removesuffix(".json"))
-
-
-def shipped_names() -> list[str]:
-    return sorted(_paths())
 
 
 def _paths() -> dict[str, Path]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.config.sections.model_and_data import SourceSection
 from trainer.data.order import Shuffle
 from trainer.data.source import Source
 
@@ -48,12 +49,12 @@ class Mixture:
         return which, int(self._shuffles[which].ids(np.array([position]))[0])
 
 
-def by_epochs(sizes: Sequence[int], epochs: Sequence[float]) -> list[int]:
-    """Return the samples of each source in an epoch, given the passes over it; at least one."""
-    return [max(1, round(size * many)) for size, many in zip(sizes, epochs, strict=True)]
+def samples_an_epoch(sources: Sequence[SourceSection], sizes: Sequence[int]) -> list[int]:
+    """Return the samples of each source in an epoch, by the passes over it; at least one.
 
-
-def by_weights(sizes: Sequence[int], weights: Sequence[float]) -> list[int]:
-    """Split as many samples as all sources have by weights; at least one of each."""
-    total, whole = sum(sizes), sum(weights)
-    return [max(1, round(total * weight / whole)) for weight in weights]
+    By weights, if there are any: they split as many samples as all sources have.
+    """
+    weights = [source.weight for source in sources if source.weight is not None]
+    parts = [sum(sizes) * weight / sum(weights) for weight in weights]
+    passes = [size * (one.epochs or 1) for size, one in zip(sizes, sources, strict=True)]
+    return [max(1, round(count)) for count in parts or passes]

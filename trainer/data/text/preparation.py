@@ -6,7 +6,7 @@ import hashlib
 import json
 import shutil
 import socket
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.config import DataSection
 from trainer.data.cache import Check, cached_folder
 from trainer.data.digest import digests, stamps
 from trainer.data.formats import Location, locate
-from trainer.data.mixture import Mixture, by_epochs, by_weights
+from trainer.data.mixture import Mixture, samples_an_epoch
 from trainer.data.order import KEYED
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import stamp
@@ -145,19 +145,13 @@ def open_data(
         own = source.model_dump(exclude={"label", "weight", "epochs"})
         sources[label], held = opening.open(options.model_copy(update=own))
         held_out |= {} if held is None else {label: held}
-    counts = _samples_an_epoch(options, [len(source) for source in sources.values()])
+    counts = samples_an_epoch(options.sources, [len(source) for source in sources.values()])
     each = zip(sources.items(), counts, strict=True)
     shares = tuple(Share(label, source, count) for (label, source), count in each)
     mixture = Mixture([share.source for share in shares], counts, seed, order)
     parts = json.dumps([[share.source.summary.fingerprint, share.samples] for share in shares])
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()
     return Data(mixture, evaluations or held_out, shares, fingerprint, opening.check())
-
-
-def _samples_an_epoch(options: DataSection, sizes: Sequence[int]) -> list[int]:
-    if weights := [source.weight for source in options.sources if source.weight is not None]:
-        return by_weights(sizes, weights)
-    return by_epochs(sizes, [source.epochs or 1 for source in options.sources])
 
 
 class _Opening:
