@@ -18,23 +18,6 @@ from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_descri
 from trainer.checkpoint.save import export, save
 from trainer.checkpoint.slots import ModelForm
 
-__all__ = [
-    "ALL",
-    "DAMAGED",
-    "PICKLES",
-    "WEIGHTS_ALONE",
-    "Background",
-    "ModelForm",
-    "check_same",
-    "export",
-    "leftovers",
-    "load",
-    "newest",
-    "prune",
-    "published",
-    "read_description",
-    "save",
-    "step_name",
-    "step_of",
-    "verify",
-]
+__all__ = ["Background", "ModelForm", "export", "load", "save"]
+__all__ += ["check_same", "leftovers", "newest", "prune", "published", "step_name", "step_of"]
+__all__ += ["ALL", "DAMAGED", "PICKLES", "WEIGHTS_ALONE", "read_description", "verify"]

@@ -15,21 +15,6 @@ from trainer.config.sections.model_and_data import (
 )
 from trainer.config.sections.trainer import TrainerSection
 
-__all__ = [
-    "AugmentSection",
-    "Choice",
-    "Config",
-    "DataSection",
-    "ImagesSection",
-    "leaves",
-    "load",
-    "mesh_sizes",
-    "MeshSizes",
-    "ModelSection",
-    "origin_table",
-    "resolve",
-    "RuntimeFacts",
-    "shipped",
-    "support",
-    "TrainerSection",
-]
+__all__ = ["Choice", "Config", "MeshSizes", "RuntimeFacts", "leaves", "load", "mesh_sizes"]
+__all__ += ["origin_table", "resolve", "shipped", "support", "TrainerSection"]
+__all__ += ["AugmentSection", "DataSection", "ImagesSection", "ModelSection"]
