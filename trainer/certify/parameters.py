@@ -102,11 +102,8 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:
     """List linear layers of the blocks: all, or those whose name ends in one of the targets."""
     inside = tuple(f"{block}." for block in blocks)
-    names = [
-        n
-        for n, m in model.named_modules()
-        if type(m) in (nn.Linear, Conv1D) and n.startswith(inside or "")
-    ]
+    linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
+    names = [n for n in linear if n.startswith(inside or "")]
     wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
     if wanted == "all-linear":
         return names

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from types import ModuleType
+from unittest import mock
 
 
-@contextmanager
-def constant(module: ModuleType, name: str, value: int) -> Iterator[None]:
+def constant(module: ModuleType, name: str, value: int) -> AbstractContextManager[int]:
     """Give a size of `module` a value at which a tiny run shows what a large one does."""
-    default = getattr(module, name)
-    setattr(module, name, value)
-    try:
-        yield
-    finally:
-        setattr(module, name, default)
+    return mock.patch.object(module, name, value)

@@ -30,22 +30,18 @@ def listening_socket(host: str, port: int) -> socket.socket:
     Else, as behind a load balancer, listen on all. Raises ConfigError if the port is taken.
     """
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        family, kind, address = socket.AF_INET, socket.SOCK_STREAM, ("", port)
-    bound = socket.socket(family, kind)
-    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        family, address = socket.AF_INET, ("", port)
+    options: Any = {"family": family, "backlog": 4096, "dualstack_ipv6": family == socket.AF_INET6}
     for target in (address, ("", port)):
         try:
-            bound.bind(target)
-            bound.listen(4096)
-            return bound
+            return socket.create_server(target, **options)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 actual = f"another program listens on {host}:{port}"
                 hint = "Give the launcher another port (--master-port, MASTER_PORT)"
                 raise ConfigError(Problem("rendezvous", actual, "a free port", hint)) from error
-    bound.close()
     actual = f"{host}:{port} can't be listened on"
     raise ConfigError(Problem("rendezvous", actual, "an address of this machine"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,11 +27,8 @@ class Entry(NamedTuple):
         return is_set(self.value)
 
 
-class Roles(dict[str, Entry]):
-    """The keys that are converted together, by the name that the Trainer has for each."""
-
-    def __missing__(self, role: str) -> Entry:
-        return Entry()
+Roles = defaultdict[str, Entry]
+"""The keys that are converted together, by the name that the Trainer has for each."""
 
 
 @dataclass

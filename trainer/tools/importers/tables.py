@@ -117,7 +117,7 @@ def _put(
     draft: Draft, candidates: Mapping[str, list[tuple[Entry, Any]]], groups: Sequence[Group]
 ) -> None:
     """Set the keys of ours that one foreign key makes, and then those that several make."""
-    roles = Roles()
+    roles = Roles(Entry)
     for place, named in candidates.items():
         entry, ours = _chosen(draft, named)
         if place.startswith("@"):
