@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from trainer.checkpoint.background import Background
-from trainer.checkpoint.directory import (
-    DAMAGED,
-    check_same,
-    leftovers,
-    newest,
-    prune,
-    published,
-    step_name,
-    step_of,
-)
+from trainer.checkpoint.directory import DAMAGED, leftovers, newest, prune, published, step_of
 from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
 from trainer.checkpoint.slots import ModelForm
 
 __all__ = ["Background", "ModelForm", "export", "load", "save"]
-__all__ += ["check_same", "leftovers", "newest", "prune", "published", "step_name", "step_of"]
-__all__ += ["ALL", "DAMAGED", "PICKLES", "WEIGHTS_ALONE", "read_description", "verify"]
+__all__ += ["leftovers", "newest", "prune", "published", "read_description", "step_of", "verify"]
+__all__ += ["ALL", "DAMAGED", "PICKLES", "WEIGHTS_ALONE"]

@@ -30,8 +30,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     from transformers import AutoTokenizer
 
     from trainer import checkpoint
-    from trainer.config import ModelSection
-    from trainer.config.sections.model_and_data import AdapterSection
+    from trainer.config.sections.model_and_data import AdapterSection, ModelSection
     from trainer.distributed.ranks import ALONE
     from trainer.models.finetuning.lora import adapted
     from trainer.models.finetuning.lora_folder import CONFIG, read_config

@@ -16,7 +16,6 @@ from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.supervise import world as worlds
 from trainer.supervise.launcher import start
 from trainer.supervise.notes import notes_of
-from trainer.supervise.world import World
 
 if TYPE_CHECKING:
     from trainer.config import Config
@@ -103,7 +102,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
             signals.hand_over()
             return start(count, sys.orig_argv[1:])
         os.environ.update(worlds.environment_of(0, 1, worlds.free_port()))
-        world = World()
+        world = worlds.World()
 
     if note := worlds.drop_accelerate(os.environ):
         config = replace(config, notes=(*config.notes, note))

@@ -7,14 +7,9 @@ from trainer.config.axes import MeshSizes, mesh_sizes
 from trainer.config.compiled import Choice, Config, load
 from trainer.config.read import leaves, shipped
 from trainer.config.resolve import RuntimeFacts, origin_table, resolve
-from trainer.config.sections.model_and_data import (
-    AugmentSection,
-    DataSection,
-    ImagesSection,
-    ModelSection,
-)
+from trainer.config.sections.model_and_data import AugmentSection, DataSection, ImagesSection
 from trainer.config.sections.trainer import TrainerSection
 
 __all__ = ["Choice", "Config", "MeshSizes", "RuntimeFacts", "leaves", "load", "mesh_sizes"]
 __all__ += ["origin_table", "resolve", "shipped", "support", "TrainerSection"]
-__all__ += ["AugmentSection", "DataSection", "ImagesSection", "ModelSection"]
+__all__ += ["AugmentSection", "DataSection", "ImagesSection"]

@@ -13,6 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from trainer import checkpoint
+from trainer.checkpoint.directory import check_same
 from trainer.checkpoint.upload import Upload, check, restore
 from trainer.config import Config, leaves
 from trainer.config.sections.trainer import HubSection
@@ -204,7 +205,7 @@ def _given(path: Path, ranks: Ranks, below: tuple[str, ...]) -> Path:
     ranks.on_keepers(lambda: _check_path(path))
     problems = checkpoint.verify(path, ranks, below)
     ranks.on_first(lambda: _refuse(problems))
-    checkpoint.check_same(path, sorted(set(ranks.keepers)), ranks)
+    check_same(path, sorted(set(ranks.keepers)), ranks)
     return path
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from trainer.config.grammar import AUTO, show
 from trainer.config.read import Json, at
 
-NO_COUNTERPART = "has no counterpart here"
 OTHERWISE = "is trained otherwise here"
 
 
@@ -72,7 +71,7 @@ class Draft:
         """Report where a foreign key is in ours."""
         self._report(self.carried, entry, place)
 
-    def lose(self, entry: Entry, reason: str = NO_COUNTERPART) -> None:
+    def lose(self, entry: Entry, reason: str = "has no counterpart here") -> None:
         """Report that a foreign key changes what is trained, and is not carried over."""
         self._report(self.lost, entry, reason)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -13,21 +14,15 @@ from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, at, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, first_line
-from trainer.tools.importers.draft import (
-    NO_COUNTERPART,
-    OTHERWISE,
-    Draft,
-    Entry,
-    Roles,
-    names,
-    number,
-)
+from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside, checked
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 _VALUES = read_table("arguments")["values"]
 _BFLOAT16 = ("bfloat16", "torch.bfloat16")
 _FLOAT32 = (AUTO, "float32", "torch.float32")
+Leave = Callable[..., None]
+"""Reports a key that is not carried over, with a reason of its own if there is one."""
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
@@ -166,8 +161,7 @@ def _steps_of(draft: Draft, entry: Entry) -> int | None:
 
 
 def evaluation(draft: Draft, keys: Roles) -> None:
-    for entry, reason in _interval(draft, keys, "eval", "trainer.evaluation.every"):
-        draft.lose(entry, reason)
+    _interval(draft, keys, "eval", "trainer.evaluation.every", draft.lose)
     patience = keys["early_stopping_patience"]
     if patience.value and draft.get("trainer.evaluation.every"):
         draft.put(patience, "trainer.evaluation.patience", int(patience.value))
@@ -177,8 +171,7 @@ def evaluation(draft: Draft, keys: Roles) -> None:
 
 def saving(draft: Draft, keys: Roles) -> None:
     limit, best = keys["save_total_limit"], keys["load_best_model_at_end"]
-    for entry, _ in _interval(draft, keys, "save", "trainer.checkpoint.every"):
-        draft.skip(entry)
+    _interval(draft, keys, "save", "trainer.checkpoint.every", lambda entry, *_: draft.skip(entry))
     if limit.value:
         draft.put(limit, "trainer.checkpoint.keep_last", max(1, int(limit.value)))
     if not best.value:
@@ -189,8 +182,8 @@ def saving(draft: Draft, keys: Roles) -> None:
     draft.lose(best, "final/ is the last step's: keep_best keeps the best checkpoint beside it")
 
 
-def _interval(draft: Draft, keys: Roles, name: str, path: str) -> list[tuple[Entry, str]]:
-    """Set an interval in steps, or as a share of all; return keys that can't be expressed so."""
+def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> None:
+    """Set an interval in steps, or as a share of all; `leave` keys that can't be expressed so."""
     strategy, steps = keys[f"{name}_strategy"], keys[f"{name}_steps"]
     often = keys[f"{name}s_per_epoch"]
     kind = str(strategy.value) if strategy.key else "steps"
@@ -198,31 +191,29 @@ def _interval(draft: Draft, keys: Roles, name: str, path: str) -> list[tuple[Ent
         draft.skip(strategy, steps, often)
     elif often.value:
         draft.skip(steps)
-        return _each_epoch(draft, often, often.value, path)
+        _each_epoch(draft, often, often.value, path, leave)
     elif kind == "steps" and steps.value:
         whole = int(steps.value) if steps.value >= 1 else _steps_of(draft, steps)
         draft.skip(strategy)
         draft.put(steps, path, whole or float(steps.value))
     elif kind == "epoch":
         draft.skip(steps)
-        return _each_epoch(draft, strategy, 1, path)
+        _each_epoch(draft, strategy, 1, path, leave)
     elif kind != "steps":
-        return [(strategy, NO_COUNTERPART)]
+        leave(strategy)
     elif name == "save":
         draft.skip(steps)
-    return []
 
 
-def _each_epoch(draft: Draft, entry: Entry, often: float, path: str) -> list[tuple[Entry, str]]:
+def _each_epoch(draft: Draft, entry: Entry, often: float, path: str, leave: Leave) -> None:
     """Set an interval of so many per epoch as a share of all steps, if the epochs are known."""
     epochs = draft.get("trainer.epochs")
     if not epochs or isinstance(epochs, str):
-        return [(entry, f"--dry-run says how many steps an epoch has: set {path}")]
-    if often * epochs > 1:
+        leave(entry, f"--dry-run says how many steps an epoch has: set {path}")
+    elif often * epochs > 1:
         draft.put(entry, path, 1 / (often * epochs))
     else:
         draft.skip(entry)
-    return []
 
 
 def precision(draft: Draft, keys: Roles) -> None:
