@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.grammar import Key, parse
+from trainer.config.grammar import Key, parse, useless
 
 
 def _table(name: str) -> dict[str, Key]:
@@ -37,9 +37,5 @@ OPTIMIZERS = _by_type(_OPTIMIZERS)
 SCHEDULERS = _by_type(_table("schedulers.txt"))
 UNBUILT = tuple(name for name in OPTIMIZERS if _OPTIMIZERS[name].idle)
 """Optimizers of the table that each engine refuses, with its reason."""
-NOT_OFFERED = {
-    name.lower(): key.idle or key.refused
-    for name, key in _OPTIMIZERS.items()
-    if key.kind == "section" and (key.idle or key.refused)
-}
+NOT_OFFERED = {name.lower(): why for name, why in useless(_OPTIMIZERS).items() if "." not in name}
 """The reason for each optimizer that can't be chosen, by its name in lower case."""

@@ -50,10 +50,7 @@ class Mixture:
 
 
 def samples_an_epoch(sources: Sequence[SourceSection], sizes: Sequence[int]) -> list[int]:
-    """Return the samples of each source in an epoch, by the passes over it; at least one.
-
-    By weights, if there are any: they split as many samples as all sources have.
-    """
+    """Return each source's samples in an epoch, at least one: its share of all, or its passes."""
     weights = [source.weight for source in sources if source.weight is not None]
     parts = [sum(sizes) * weight / sum(weights) for weight in weights]
     passes = [size * (one.epochs or 1) for size, one in zip(sizes, sources, strict=True)]

@@ -30,10 +30,6 @@ IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 GREY = ("1", "L", "LA")
 
 
-Both = tuple[Labelled, Labelled | None]
-"""The training images, and the evaluation images if they are a data set of their own."""
-
-
 @dataclass(frozen=True)
 class ImageSource:
     """Samples of a data set: (image [channels, height, width], float32; number of the class)."""
@@ -170,7 +166,8 @@ def open_images(
 
 def _opened(
     data: DataSection, images: ImagesSection, cache: Path, own: tuple[Any, Any] | None
-) -> Both:
+) -> tuple[Labelled, Labelled | None]:
+    """Open the images to train on, and those of an evaluation with a data set of its own."""
     if own is not None:
         train, evaluation = own
         held = None if evaluation is None else image_sets.handed_in(evaluation, images.classes)
