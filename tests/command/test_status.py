@@ -106,7 +106,7 @@ def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
     said = []
     for rank in (0, 1, 2):
         terminal = io.StringIO()
-        ending = Ending(World(rank, rank, 3, 3), terminal, None)
+        ending = Ending(World(rank, rank, 3, 3), terminal, None, lambda: None)
         ending.begin_in(tmp_path)
         ending.watch = Lost()
         ending.tell(

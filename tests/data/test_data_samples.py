@@ -347,7 +347,7 @@ def test_preview_shows_what_counts(tmp_path: Path) -> None:
         "sequence_length": 8,
     }
     data = opened(tmp_path, {"q": "a b", "a": "c d"}, {"q": "", "a": "e f"}, **columns)
-    assert preview(data.train, tokenizer()).splitlines() == [
+    assert preview(data.train, tokenizer(), [0, 1]).splitlines() == [
         "sample 0: 4 tokens, 3 count in the loss (+)",
         "  . a b",
         "  + c d <end>",

@@ -44,7 +44,7 @@ class PairsCase:
     def __init__(
         self, small: Tiny, subject: Subject, build: Callable[..., nn.Module], loss: Any
     ) -> None:
-        self.small, self.subject, self._build, self._loss = small, subject, build, loss
+        self.small, self.subject, self.loss, self._build = small, subject, loss, build
         if subject.spec.parameters > LARGEST:
             actual = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
             most = f"at most {LARGEST / 1e6:,.0f} M"
@@ -66,12 +66,11 @@ class PairsCase:
             raise DataError(Problem("data", f"{len(source)} samples", expected))
         end = min(len(source), wanted + self.small.held_out + 1)
         sources = Sources(Subset(source, range(wanted)), Subset(source, range(wanted, end)))
-        tops = (1, TOP)[: len(self.subject.task.measures)]
 
         def reference(small: Tiny) -> Reference:
             section = small.config.trainer
             own = learner(self._build(seed=section.seed), section)
-            return PairsReference(small, spec, own, sources, self._loss, tops)
+            return PairsReference(small, spec, own, sources, self)
 
         return sources, reference
 
@@ -115,16 +114,8 @@ def image_case(small: Tiny, given: Given, machine: Machine, folder: Path) -> Pai
 class PairsReference(Reference):
     """One process with only the module, `default_collate` and the loss."""
 
-    def __init__(
-        self,
-        small: Tiny,
-        spec: ModelSpec,
-        own: Learner,
-        data: Sources,
-        loss: Any,
-        tops: Sequence[int],
-    ) -> None:
-        self._loss = loss
+    def __init__(self, small: Tiny, spec: ModelSpec, own: Learner, data: Sources, case: PairsCase):
+        self._loss, tops = case.loss, (1, TOP)[: len(case.subject.task.measures)]
         super().__init__(small, spec, own, data, torch.device("cpu"), tops)
 
     def held_out(self, state: State) -> Judged:

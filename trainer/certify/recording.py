@@ -22,7 +22,7 @@ from trainer.data.loader import Batching, BatchLoader
 from trainer.data.source import Source
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, Job, Metrics
-from trainer.engines.engine import Machine, Observer
+from trainer.engines.engine import Machine
 from trainer.models.spec import ModelSpec, stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
@@ -100,13 +100,7 @@ class Recorder:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
-    def step(
-        self,
-        step: int,
-        micro_batches: Sequence[Batch],
-        update: Update,
-        observe: Observer | None = None,
-    ) -> Metrics:
+    def step(self, step: int, micro_batches: Sequence[Batch], update: Update) -> Metrics:
         gradients: Tensors = {}
         self._task.begin(step)
         if not self._engine.job.layout.sync_batch_norm:  # one process runs others

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
-from typing import Any
 
 from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes
 from trainer.config.keys import SCHEDULERS
+from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.tiny_config import HIDDEN
@@ -65,7 +65,7 @@ class Tiny:
     """Steps with the config's schedule; PROBES follow, and between them a step that overflows."""
     own: Composed
     """The config with the precision and steps of the run itself, for its engine and schedule."""
-    request: dict[str, Any]
+    request: Json
     """The config as it was given, with the overrides."""
     row: int = LONGEST
     """The tokens of the longest sample."""
@@ -103,7 +103,7 @@ class Tiny:
 
 
 def tiny_run(
-    path: str | Path | dict[str, Any],
+    path: str | Path | Json,
     overrides: list[str],
     world_size: int | None,
     precision: str = "float32",

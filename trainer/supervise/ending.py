@@ -39,11 +39,7 @@ FOLLOWS = re.compile(
 
 class Ending:
     def __init__(
-        self,
-        world: World,
-        terminal: TextIO,
-        notes: Notes | None,
-        hush: Callable[[], object] = lambda: None,
+        self, world: World, terminal: TextIO, notes: Notes | None, hush: Callable[[], object]
     ) -> None:
         """Prepare the end of this process; `hush` stops other output on the terminal."""
         self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush

@@ -19,11 +19,7 @@ _DOCUMENTS = 4
 
 
 def preview(
-    source: Source,
-    tokenizer: Any,
-    numbers: Iterable[int] = (0, 1),
-    width: int = 100,
-    in_full: bool = False,
+    source: Source, tokenizer: Any, numbers: Iterable[int], width: int = 100, in_full: bool = False
 ) -> str:
     """Decode samples: a line of at most `width` characters for each run; `in_full` shows all.
 
