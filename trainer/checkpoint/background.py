@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -53,10 +53,9 @@ class Background:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self._thread.shutdown()  # waits for the save
         if kind is None:
             self.wait()
-        elif self._saving is not None:
-            wait([self._saving])
 
     def _frozen(self, entry: StateTensor) -> StateTensor:
         """Return the state tensor with a copy of what this rank holds of it."""

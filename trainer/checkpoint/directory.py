@@ -16,10 +16,11 @@ from trainer.checkpoint.folders import PARTIAL, supply
 from trainer.checkpoint.manifest import ALL, MANIFEST, STEP_FOLDER
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem, listed, shared
-from trainer.storage import disk_errors, rename_folder, replace_file
+from trainer.storage import disk_errors, rename_folder
 
 DELETING, DAMAGED = ".deleting", ".damaged"
 LATEST = "latest"
+"""The file with the newest one's name, for users and scripts: resuming does not read it."""
 _LEFTOVER = re.compile(rf"step-\d{{6,}}({re.escape(PARTIAL)}|{re.escape(DELETING)})")
 
 
@@ -156,11 +157,6 @@ def sweep(folder: Path) -> None:
     for path in folder.glob("step-*"):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)
-
-
-def point_at(path: Path) -> None:
-    """Write the name of `path` to `latest`, for users and scripts: resuming does not read it."""
-    replace_file(path.parent / LATEST, f"{path.name}\n".encode())
 
 
 def step_of(path: Path) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 
 from trainer.checkpoint import faults, slots
 from trainer.checkpoint import safetensors_stream as stream
-from trainer.checkpoint.directory import DELETING, point_at, set_aside, step_name, sweep
+from trainer.checkpoint.directory import DELETING, LATEST, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, SharedFile, Span, span
@@ -20,7 +20,7 @@ from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
 from trainer.state import WEIGHT, RunState, StateTensor
-from trainer.storage import disk_errors, ensure_writable, rename_folder, to_json
+from trainer.storage import disk_errors, ensure_writable, rename_folder, replace_file, to_json
 
 WriteModelFiles = Callable[[Path], object]
 """Writes the config, tokenizer and generation config into a folder; called on rank 0."""
@@ -61,7 +61,7 @@ def save(
         faults.at("rename")
         rename_folder(partial, final)
         faults.at("latest")
-        point_at(final)
+        replace_file(folder / LATEST, f"{final.name}\n".encode())
 
     faults.at("before")
     with _removed_on_error(partial, ranks):
