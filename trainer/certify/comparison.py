@@ -57,6 +57,10 @@ MOST_STEPS = 200_000
 """The most steps that are compared, in a few seconds."""
 
 
+Errors = Mapping[str, float]
+"""Relative errors, or those allowed, by the name of what is compared."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """The relative error of one check at one step: the largest, or the first that is too large."""
@@ -344,12 +348,7 @@ def _states(check: str, step: int, ours: State, theirs: State, order: Order) -> 
 
 
 def _first(
-    check: str,
-    step: int,
-    errors: Mapping[str, float],
-    tolerances: Mapping[str, float],
-    ranked: Iterable[str],
-    rank: int = 0,
+    check: str, step: int, errors: Errors, tolerances: Errors, ranked: Iterable[str], rank: int = 0
 ) -> Finding:
     """Return the first error that is too large; if none is, the nearest to its tolerance."""
     usual = TOLERANCES[check]

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manifest import read_manifest, write_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, put
+from trainer.checkpoint.safetensors_stream import Hashed, Records, put
 from trainer.errors import DiskError, Problem
 from trainer.storage import disk_errors, flush, rename_folder
 
@@ -24,10 +24,7 @@ CHUNK = 16 * 2**20
 
 
 def spread(
-    folder: Path | None,
-    records: Mapping[str, FileRecord],
-    writers: Mapping[str, Sequence[int]],
-    ranks: Ranks,
+    folder: Path | None, records: Records, writers: Mapping[str, Sequence[int]], ranks: Ranks
 ) -> None:
     """Copy each part of the files of `records` from the folder of its writer to all others.
 

@@ -11,7 +11,7 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.safetensors_stream import FileRecord, Span, read_header, span
+from trainer.checkpoint.safetensors_stream import FileRecord, Records, Span, read_header, span
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem
 from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
@@ -38,7 +38,7 @@ _HINT = "Resume from an older checkpoint"
 HINT_OPTIMIZER = f"{_HINT}, or without the optimizer's state by --resume-weights-only"
 
 
-def write_manifest(folder: Path, known: Mapping[str, FileRecord]) -> None:
+def write_manifest(folder: Path, known: Records) -> None:
     """Flush everything in `folder` to the disk and write its manifest last.
 
     `known` are the files that are flushed and hashed already, by their path below `folder`.
@@ -162,13 +162,12 @@ def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
     return _check(path, _wrong_size, ALONE, below)
 
 
-def _check(
-    path: Path,
-    wrong: Callable[[Path, FileRecord], tuple[str, str] | None],
-    ranks: Ranks,
-    below: tuple[str, ...],
-) -> list[Problem]:
-    """List the problems of this rank's share; `wrong` returns (actual, expected) of a file."""
+Wrong = Callable[[Path, FileRecord], tuple[str, str] | None]
+"""Returns (actual, expected) of a file that is not as it is recorded."""
+
+
+def _check(path: Path, wrong: Wrong, ranks: Ranks, below: tuple[str, ...]) -> list[Problem]:
+    """List the problems of this rank's share of the files."""
     try:
         every = read_manifest(path)
     except (OSError, ValueError) as error:

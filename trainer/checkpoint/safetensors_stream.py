@@ -127,6 +127,10 @@ class FileRecord:
         return cls(size, tuple(zip(places, (digest for *_, digest in parts), strict=True)))
 
 
+Records = Mapping[str, FileRecord]
+"""Files by their paths below a folder."""
+
+
 class SharedFile:
     """A file of the right size, of which this rank writes and hashes parts. Raises OSError."""
 

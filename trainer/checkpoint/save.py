@@ -15,7 +15,14 @@ from trainer.checkpoint import safetensors_stream as stream
 from trainer.checkpoint.directory import DELETING, LATEST, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, SharedFile, Span, span
+from trainer.checkpoint.safetensors_stream import (
+    FileRecord,
+    Hashed,
+    Records,
+    SharedFile,
+    Span,
+    span,
+)
 from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
@@ -55,7 +62,7 @@ def save(
         _make(partial, planned)
 
     @disk_errors(partial)
-    def publish(records: Mapping[str, FileRecord], text: bytes) -> None:
+    def publish(records: Records, text: bytes) -> None:
         (partial / DESCRIPTION).write_bytes(text)
         _seal(partial, planned, records)
         faults.at("rename")
@@ -95,7 +102,7 @@ def export(
         _make(partial, planned)
 
     @disk_errors(partial)
-    def publish(records: Mapping[str, FileRecord]) -> None:
+    def publish(records: Records) -> None:
         _seal(partial, planned, records)
         if folder.exists():
             set_aside(folder)
@@ -183,11 +190,7 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
 
 
 def _write_others(
-    partial: Path,
-    model: Path,
-    write: WriteModelFiles,
-    records: Mapping[str, FileRecord],
-    ranks: Ranks,
+    partial: Path, model: Path, write: WriteModelFiles, records: Records, ranks: Ranks
 ) -> None:
     """Write the model's files without tensors, on rank 0: libraries of other ranks may differ."""
 
@@ -204,7 +207,7 @@ def _write_others(
     spread(partial, others, dict.fromkeys(others, [0]), ranks)
 
 
-def _seal(partial: Path, planned: SavePlan, records: Mapping[str, FileRecord]) -> None:
+def _seal(partial: Path, planned: SavePlan, records: Records) -> None:
     """Write the indexes, and the manifest last."""
     for name, index in slots.indexes(planned).items():
         (partial / name).write_bytes(to_json(index))

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.command import parser_of, reporting
-from trainer.config.grammar import DTYPES, FLAGS, Key
+from trainer.config.grammar import DTYPES, FLAGS, Key, Table
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
 from trainer.config.sections.trainer import TrainerSection
 
@@ -76,13 +76,13 @@ def _section(properties: Schema) -> Schema:
     return {"type": "object", "properties": properties, **closed}
 
 
-def _properties(table: Mapping[str, Key], section: str = "") -> Schema:
+def _properties(table: Table, section: str = "") -> Schema:
     """Return the schemas of a section's keys, each with those below it."""
     inside = [path for path in table if path.rpartition(".")[0] == section]
     return {path.rpartition(".")[2]: _property(table, path) for path in inside}
 
 
-def _property(table: Mapping[str, Key], path: str) -> Schema:
+def _property(table: Table, path: str) -> Schema:
     key = table[path]
     facts = {
         "Not taken here: ": key.refused,
@@ -134,13 +134,13 @@ def _any_case(words: Sequence[str]) -> Schema:
     return {"type": "string", "pattern": f"^({joined})$"}
 
 
-def _types(types: Mapping[str, Mapping[str, Key]], place: str) -> Schema:
+def _types(types: Mapping[str, Table], place: str) -> Schema:
     null: list[Schema] = [{"type": "null"}] * KEYS[f"{place}.type"].null
     own = [{"type": "string", "pattern": ":"}] * (place == "optimizer")  # a plug-in's
     return {"anyOf": [{"enum": [*types]}, _any_case([*types]), *own, *null]}
 
 
-def _parameters(types: Mapping[str, Mapping[str, Key]]) -> list[Schema]:
+def _parameters(types: Mapping[str, Table]) -> list[Schema]:
     """Return the schemas of the parameters of each type of optimizer or scheduler."""
     cases = []
     for name, table in types.items():

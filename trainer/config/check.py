@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.grammar import Key, coerce, is_off, misfit, show, unknown, useless
+from trainer.config.grammar import Key, Table, coerce, is_off, misfit, show, unknown, useless
 from trainer.config.keys import RECOMPUTES
 from trainer.config.read import Json
 from trainer.errors import MOST_SHOWN, Problem
@@ -31,9 +31,7 @@ class Checked:
         return [f"{place} has no effect here: {why}" for place, why in self.idle.items()]
 
 
-def check(
-    values: Json, table: Mapping[str, Key], elsewhere: Sequence[str] = (), path: str = ""
-) -> Checked:
+def check(values: Json, table: Table, elsewhere: Sequence[str] = (), path: str = "") -> Checked:
     """Check the section at `path` and all below it; `elsewhere` are known keys outside the table.
 
     Keys that start with "_" or "//" are comments, as is "$schema", which is for editors. The values
@@ -47,12 +45,7 @@ def check(
 
 
 def _check_one(
-    found: Checked,
-    name: str,
-    value: Any,
-    table: Mapping[str, Key],
-    elsewhere: Sequence[str],
-    place: str,
+    found: Checked, name: str, value: Any, table: Table, elsewhere: Sequence[str], place: str
 ) -> None:
     key = table.get(place)
     if key is None or "." in name:
@@ -96,7 +89,7 @@ def _refusal(place: str, value: Any, key: Key) -> Problem:
     return Problem(place, f"saw {show(value)}", f"no such {kind}: {why}", f"{mend}.")
 
 
-def _is_off(value: Any, place: str, table: Mapping[str, Key]) -> bool:
+def _is_off(value: Any, place: str, table: Table) -> bool:
     """Return True if a refused key is off, as DeepSpeed takes a section without "enabled" to be."""
     named = isinstance(value, dict) and f"{place}.enabled" in table
     return is_off({"enabled": False, **value} if named else value)

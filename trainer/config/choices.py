@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer.config.check import check
-from trainer.config.grammar import AUTO, LONGEST_NAME, Key, show
+from trainer.config.grammar import AUTO, LONGEST_NAME, Table, show
 from trainer.config.keys import NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import Json
 from trainer.errors import Problem
@@ -104,7 +104,7 @@ def choose_scheduler(section: Json) -> Chosen:
     return chosen
 
 
-def _choose(place: str, section: Json, types: Mapping[str, Mapping[str, Key]]) -> Chosen:
+def _choose(place: str, section: Json, types: Mapping[str, Table]) -> Chosen:
     kind, params = section.get("type"), section.get("params", {})
     # DeepSpeed ignores the case of optimizer names, but not of scheduler names
     name = {known.lower(): known for known in types}.get(str(kind).lower())

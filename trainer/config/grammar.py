@@ -77,6 +77,10 @@ class Key(Values):
         return value not in self.usual if self.usual or number else not is_off(value)
 
 
+Table = Mapping[str, Key]
+"""Keys by their dotted paths."""
+
+
 def parse(table: str) -> dict[str, Key]:
     """Parse a table; return its keys by their dotted path."""
     keys: dict[str, Key] = {}
@@ -174,7 +178,7 @@ def unknown(
     return Problem(path, f"saw {show(value)}", expected, mend)
 
 
-def useless(table: Mapping[str, Key]) -> dict[str, str]:
+def useless(table: Table) -> dict[str, str]:
     """Return the reason for each key without effect or refused, itself or by its section."""
     why = {path: key.refused or key.idle for path, key in table.items() if key.refused or key.idle}
     for path in table:

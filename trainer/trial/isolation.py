@@ -14,14 +14,14 @@ from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.spec import ModelSpec
 from trainer.trial import setup
 from trainer.trial.draws import observe_draws
-from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, TrialTask
+from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, Batch, TrialTask
 
 ROWS = ((9, LENGTH), (1, 5, 13, 2))
 """The lengths of the documents in each row; the rows differ in length, so that one is padded."""
 
 
 class TokenTask(TrialTask, Protocol):
-    def logits(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
 
 def check_isolation(spec: ModelSpec, task: Any) -> None:
@@ -53,7 +53,7 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
         raise _refused(spec, f"on a tiny copy of it: {wrong}", expected)
 
 
-def packed_batch(spec: ModelSpec, task: Any) -> dict[str, torch.Tensor]:
+def packed_batch(spec: ModelSpec, task: Any) -> Batch:
     """Collate two rows of several documents each, for a task on tokens."""
     samples = []
     for row in _documents(spec):

@@ -18,7 +18,7 @@ from trainer.trial import setup
 from trainer.trial.draws import observe_draws
 from trainer.trial.findings import Findings, say_unused
 from trainer.trial.forward_state import check_forward_state
-from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, WIDER, TrialTask
+from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, WIDER, Batch, TrialTask
 
 
 def check_model(spec: ModelSpec, task: TrialTask) -> Findings:
@@ -229,7 +229,7 @@ def unused(
     return tuple(never), tuple(name for name in sometimes if name in with_gradient)
 
 
-def _with_gradient(model: nn.Module, batch: dict[str, torch.Tensor], task: TrialTask) -> set[str]:
+def _with_gradient(model: nn.Module, batch: Batch, task: TrialTask) -> set[str]:
     model.zero_grad()
     seed_generators(1)
     task.loss_sum(model, batch).backward()

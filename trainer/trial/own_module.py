@@ -19,12 +19,12 @@ from trainer.models.spec import ModelSpec
 from trainer.trial.draws import observe_draws
 from trainer.trial.findings import Findings, say_unused
 from trainer.trial.forward_state import Run, check_forward_state
-from trainer.trial.setup import Alone, own_randomness
+from trainer.trial.setup import Alone, Batch, own_randomness
 
 
 class OwnTask(Protocol):
-    def loss_sum(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
-    def count(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> int: ...
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
+    def count(self, model: nn.Module, batch: Batch) -> int: ...
 
 
 def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
@@ -62,9 +62,7 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
     return Findings(never, sometimes, draws, in_order, moves, normalises, notes=tuple(notes))
 
 
-def _check_loss(
-    model: nn.Module, spec: ModelSpec, task: OwnTask, batch: dict[str, torch.Tensor]
-) -> set[str]:
+def _check_loss(model: nn.Module, spec: ModelSpec, task: OwnTask, batch: Batch) -> set[str]:
     """Return the parameters that get a gradient, by name. Raises ConfigError for a wrong loss."""
     try:
         loss, found = _with_gradient(model, task, batch)
@@ -96,7 +94,7 @@ def _without_gradient(
     return never, tuple(sorted(sometimes - set(never)))
 
 
-def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+def _halves(batch: Batch) -> list[Batch]:
     """Return the first and the last two rows of a batch: batch norm can't train on one row."""
     size = max((len(value) for value in batch.values() if value.ndim), default=0)
     rows = {key for key, value in batch.items() if value.ndim and len(value) == size}
@@ -105,9 +103,7 @@ def _halves(batch: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     return [batch | half for half in halves]
 
 
-def _with_gradient(
-    model: nn.Module, task: OwnTask, batch: dict[str, torch.Tensor]
-) -> tuple[float, set[str]]:
+def _with_gradient(model: nn.Module, task: OwnTask, batch: Batch) -> tuple[float, set[str]]:
     """Return the loss of a batch, and the names of the parameters that get a gradient from it."""
     model.zero_grad()
     loss = task.loss_sum(model, batch)

@@ -28,10 +28,13 @@ TOLERANCE = 1e-4
 """The relative error allowed in float32, larger than rounding and smaller than any mistake."""
 
 
+Batch = dict[str, torch.Tensor]
+
+
 class TrialTask(Protocol):
     def prepare(self, model: nn.Module) -> nn.Module: ...
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]: ...
-    def loss_sum(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor: ...
+    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch: ...
+    def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
 
 def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
@@ -67,7 +70,7 @@ def row_of(spec: ModelSpec) -> torch.Tensor:
     return 1 + torch.randint(spec.language.vocabulary - 1, (LENGTH,), generator=generator)
 
 
-def batches(spec: ModelSpec, task: TrialTask) -> Iterator[dict[str, torch.Tensor]]:
+def batches(spec: ModelSpec, task: TrialTask) -> Iterator[Batch]:
     """Yield ragged rows, one without a target; one row alone; a micro-batch without a target."""
     ids = np.asarray(row_of(spec))
     for lengths, silent in (((LENGTH, 3, 11, 7), {2}), ((LENGTH,), set[int]()), ((5, 9), {0, 1})):

@@ -28,6 +28,8 @@ MEASURED = 256
 """The number of images, evenly spaced, from which mean and deviation are computed."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 GREY = ("1", "L", "LA")
+Own = tuple[Any, Any] | None
+"""A script's data: to train on, and to be evaluated on, or None."""
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,9 @@ def _changes(augment: AugmentSection) -> dict[str, Any]:
 
 
 def open_images(
-    data: DataSection,
-    images: ImagesSection,
-    seed: int,
-    cache: Path,
-    ranks: Ranks,
-    own: tuple[Any, Any] | None = None,
+    data: DataSection, images: ImagesSection, seed: int, cache: Path, ranks: Ranks, own: Own = None
 ) -> ImageData:
-    """Open the config's data, or a script's `own` (training, and evaluation or None). Collective.
+    """Open the config's data, or a script's `own`. Collective.
 
     Raises the same DataError on every rank.
     """
@@ -165,7 +162,7 @@ def open_images(
 
 
 def _opened(
-    data: DataSection, images: ImagesSection, cache: Path, own: tuple[Any, Any] | None
+    data: DataSection, images: ImagesSection, cache: Path, own: Own
 ) -> tuple[Labelled, Labelled | None]:
     """Open the images to train on, and those of an evaluation with a data set of its own."""
     if own is not None:
