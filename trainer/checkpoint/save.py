@@ -15,14 +15,7 @@ from trainer.checkpoint import safetensors_stream as stream
 from trainer.checkpoint.directory import DELETING, LATEST, set_aside, step_name, sweep
 from trainer.checkpoint.folders import PARTIAL, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.safetensors_stream import (
-    FileRecord,
-    Hashed,
-    Records,
-    SharedFile,
-    Span,
-    span,
-)
+from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, Records, SharedFile, Span
 from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
@@ -176,7 +169,7 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
             file.write(place, rest[: place.size])
             rest = rest[place.size :]
 
-    beginning = [span(0, len(planned.header))] if rank == planned.owner else []
+    beginning = [stream.span(0, len(planned.header))] if rank == planned.owner else []
     last = threads.submit(write, beginning, planned.header)
     for slot in planned.slots:
         for part in slot.entry.parts():

@@ -30,6 +30,7 @@ from trainer.errors import ConfigError, DataError, Problem, named_line
 from trainer.state import MASTER, WEIGHT, Part, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
+Shape = tuple[int, ...]
 Extents = list[tuple[int, int, int]]
 """The places of a parameter's elements, in order: rank, start and end in its flat tensor."""
 
@@ -110,7 +111,7 @@ def _imported(folder: Path) -> Imported:
 
 Flats = list[list[torch.Tensor]]
 """Flat float32 tensors by parameter group (stage 3: sub-group), then by rank."""
-Placed = Iterator[tuple[str, tuple[int, ...], int, Extents]]
+Placed = Iterator[tuple[str, Shape, int, Extents]]
 """Name, shape, group and place of each parameter."""
 
 
@@ -155,7 +156,7 @@ class _ZeroFiles:
         return _placed_end_to_end(shapes, self.masters, paddings or unpadded)
 
     def entries(
-        self, name: str, shape: tuple[int, ...], group: int, extents: Extents
+        self, name: str, shape: Shape, group: int, extents: Extents
     ) -> Iterator[StateTensor]:
         """Yield the weight of a parameter, its master if it has one, and its moments."""
         known = self.models[0]["module"][name]
@@ -243,7 +244,7 @@ def _inner(state: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
 
 
 def _placed_end_to_end(
-    shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats, paddings: Sequence[Sequence[int]]
+    shapes: Sequence[Mapping[str, Shape]], flats: Flats, paddings: Sequence[Sequence[int]]
 ) -> Placed:
     ranks = len(flats[0])
     for group, (named, unused) in enumerate(zip(shapes, paddings, strict=True)):
@@ -258,7 +259,7 @@ def _placed_end_to_end(
         _check_count(min(offset, sum(map(len, flats[group]))), offset)
 
 
-def _placed_in_parts(shapes: Sequence[Mapping[str, tuple[int, ...]]], flats: Flats) -> Placed:
+def _placed_in_parts(shapes: Sequence[Mapping[str, Shape]], flats: Flats) -> Placed:
     ranks, group, offset = len(flats[0]), 0, 0
     for name, shape in (item for named in shapes for item in named.items()):
         if offset == len(flats[group][0]) and group + 1 < len(flats):
@@ -282,9 +283,7 @@ def _check_count(there: int, wanted: int) -> None:
         raise DataError(Problem("*_optim_states.pt", f"{there} elements", expected))
 
 
-def _assembled(
-    flats: Sequence[torch.Tensor], extents: Extents, shape: tuple[int, ...]
-) -> torch.Tensor:
+def _assembled(flats: Sequence[torch.Tensor], extents: Extents, shape: Shape) -> torch.Tensor:
     parts = [flats[rank][first:last] for rank, first, last in extents]
     return torch.cat(parts).view(shape) if parts else torch.zeros(shape)
 
@@ -311,7 +310,7 @@ def _frozen(models: Sequence[Mapping[str, Any]]) -> list[StateTensor]:
     return entries
 
 
-def _joined(parts: Sequence[torch.Tensor], shape: tuple[int, ...]) -> torch.Tensor:
+def _joined(parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])[: math.prod(shape)].view(shape)
 
 
@@ -324,9 +323,7 @@ def _buffers(model: Mapping[str, Any]) -> list[StateTensor]:
     ]
 
 
-def _entry(
-    name: str, key: str, shape: tuple[int, ...], dtype: torch.dtype, read: Any
-) -> StateTensor:
+def _entry(name: str, key: str, shape: Shape, dtype: torch.dtype, read: Any) -> StateTensor:
     def parts() -> list[Part]:
         return [Part(read())]
 
