@@ -127,33 +127,26 @@ def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
     stage = at(settings, "zero_optimization.stage") or 0
     offloaded = ("offload_param", "offload_optimizer")
     devices = [at(settings, f"zero_optimization.{name}.device") for name in offloaded]
-    one = (None, 0, 1, AUTO)
+    axes = ("pipeline.stages", "tensor_parallel.autotp_size")
+    pipelined, split = (at(settings, size) not in (None, 0, 1, AUTO) for size in axes)
     data, has_path = trainer.data, trainer.data.evaluation_path is not None
+    model, stream = trainer.model.name_or_path, data.documents == "concatenate"
     decays = [group.weight_decay for group in trainer.parameter_groups]
     decays.append(at(settings, "optimizer.params.weight_decay"))
     conditions: dict[str, tuple[Any, str]] = {
         "ZeRO stage 3": (stage == 3, f"the ZeRO stage is {stage}"),
         "NVMe": ("nvme" in devices, "nothing is offloaded to NVMe"),
-        "a pipeline": (at(settings, "pipeline.stages") not in one, "there is no pipeline"),
-        "tensor parallelism": (
-            at(settings, "tensor_parallel.autotp_size") not in one,
-            "there is no tensor parallelism",
-        ),
+        "a pipeline": (pipelined, "there is no pipeline"),
+        "tensor parallelism": (split, "there is no tensor parallelism"),
         "rows": (data.path or data.sources, "there is no trainer.data.path"),
-        "concatenated documents": (
-            data.documents == "concatenate",
-            "trainer.data.documents keeps them apart",
-        ),
+        "concatenated documents": (stream, "trainer.data.documents keeps them apart"),
         "training data to hold out from": (
             not has_path,
             "evaluation_path has the rows to evaluate on",
         ),
         "data to evaluate on": (has_path or data.evaluation_fraction, "nothing is held out"),
         "a prompt": (trainer.generate.prompt is not None, "trainer.generate.prompt is null"),
-        "a model's name": (
-            trainer.model.name_or_path is not None,
-            "there is no trainer.model.name_or_path",
-        ),
+        "a model's name": (model is not None, "there is no trainer.model.name_or_path"),
         "no mean and std": (trainer.images.mean is None, "its mean and std are given"),
         "weight decay": (any(decays), "no parameter is decayed"),
     }

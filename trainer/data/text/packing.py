@@ -40,6 +40,13 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
     open_samples: dict[int, list[np.ndarray]] = {}
     rooms: list[int] = []  # in rising order
     placed = []
+
+    def keep_open(room: int, samples: np.ndarray) -> None:
+        if room and len(samples):
+            if room not in open_samples:
+                insort(rooms, room)
+            open_samples.setdefault(room, []).append(samples)
+
     sizes, counts = np.unique(lengths, return_counts=True)
     for length, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         while count:
@@ -53,23 +60,13 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 same = parts[0] if len(parts) == 1 else np.sort(np.concatenate(parts))
                 chosen, rest = np.split(same, [wanted])
                 del rooms[at]
-                _add(open_samples, rooms, room, rest)
+                keep_open(room, rest)
             else:
                 chosen, begun = np.arange(begun, begun + wanted), begun + wanted
             taken = min(count, each * len(chosen))
             placed.append(np.repeat(chosen, each)[:taken])
             whole, over = divmod(taken, each)
-            _add(open_samples, rooms, room - each * length, chosen[:whole])
-            _add(open_samples, rooms, room - over * length, chosen[whole:])
+            keep_open(room - each * length, chosen[:whole])
+            keep_open(room - over * length, chosen[whole:])
             count -= taken
     return np.concatenate(placed) if placed else np.empty(0, np.int64)
-
-
-def _add(
-    open_samples: dict[int, list[np.ndarray]], rooms: list[int], room: int, samples: np.ndarray
-) -> None:
-    if not room or not len(samples):
-        return
-    if room not in open_samples:
-        insort(rooms, room)
-    open_samples.setdefault(room, []).append(samples)
