@@ -32,7 +32,7 @@ from trainer.run.resume import Start
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
 from trainer.supervise.phase import Phase
-from trainer.supervise.signals import NoSignals, StopSignals
+from trainer.supervise.signals import Signals
 from trainer.tasks.harness import scores
 from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_trackers, say
 from trainer.trackers.callbacks import Callback, Callbacks
@@ -55,7 +55,7 @@ class RunHooks(Hooks):
     engine: Engine
     loader: BatchLoader
     console: Console
-    signals: StopSignals | NoSignals
+    signals: Signals
     trackers: Sequence[Tracker]
     """Those of every rank; the first has those of the config, too."""
     script: Sequence[Callback] = ()

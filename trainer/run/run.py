@@ -39,7 +39,7 @@ from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
 from trainer.supervise.phase import Phase
 from trainer.supervise.process import join, quiet_libraries
-from trainer.supervise.signals import NoSignals, StopSignals, preempted, stop_signals
+from trainer.supervise.signals import Signals, StopSignals, preempted, stop_signals
 from trainer.supervise.world import World, leave_with_launcher, world_of
 from trainer.trackers import Evaluation, Record, Tracker, say
 
@@ -129,7 +129,7 @@ def execute(
     request: Request,
     machine: Machine,
     console: Console,
-    signals: StopSignals | NoSignals,
+    signals: Signals,
     log_to: Callable[[Path], None] = lambda folder: None,
     given: Given | None = None,
 ) -> Result | None:
@@ -180,7 +180,7 @@ def _train(
     machine: Machine,
     start: Start,
     console: Console,
-    signals: StopSignals | NoSignals,
+    signals: Signals,
     trackers: Sequence[Tracker],
 ) -> None:
     """Train and export the model. Every rank has `trackers`; the first has the config's, too."""
@@ -237,11 +237,7 @@ def _give_time(folder: Path, machine: Machine) -> None:
 
 
 def _push(
-    push: Callable[[Path], str],
-    folder: Path,
-    machine: Machine,
-    console: Console,
-    signals: StopSignals | NoSignals,
+    push: Callable[[Path], str], folder: Path, machine: Machine, console: Console, signals: Signals
 ) -> None:
     """Push the final model to the Hub. Collective; raises HubError."""
     ranks = machine.ranks

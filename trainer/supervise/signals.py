@@ -118,6 +118,9 @@ class NoSignals:
     def saved(self, error: MeshloomError) -> None: ...
 
 
+Signals = StopSignals | NoSignals
+
+
 @contextmanager
 def borrowed() -> Iterator[bool]:
     """Restore signal handlers at the end; yields False in threads, which get no signals."""
@@ -133,7 +136,7 @@ def borrowed() -> Iterator[bool]:
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopSignals | NoSignals]:
+def stop_signals() -> Iterator[Signals]:
     """Let signals ask the run to stop while it lasts, as under the command."""
     with borrowed() as hears:
         if not hears:
