@@ -18,15 +18,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from transformers.initialization import guard_torch_init_functions
 
 from trainer.errors import ConfigError, Problem, first_line
+from trainer.models import language_model
 from trainer.models.kernels import check_kernels
-from trainer.models.language_model import (
-    blocks_by_run,
-    blocks_like,
-    language_of,
-    routes,
-    stated_blocks,
-    text_config,
-)
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
@@ -171,7 +164,8 @@ def _built(build: Callable[[], PreTrainedModel], place: str) -> PreTrainedModel:
 
 def _check_router(model: PreTrainedModel, place: str) -> None:
     """Raise ConfigError for a router's loss in a model without routed experts: it has no value."""
-    if getattr(text_config(model), "output_router_logits", False) and not routes(model):
+    stated = getattr(language_model.text_config(model), "output_router_logits", False)
+    if stated and not language_model.routes(model):
         seen = "a router's loss (output_router_logits), and no layer with experts to route to"
         expected = "output_router_logits false, or a layer with experts"
         raise ConfigError(Problem(place, seen, expected))
@@ -185,9 +179,9 @@ def _tiny_copy(
 
     try:
         full = _builder(config, options)()
-        if not (blocks := stated_blocks(full)):
+        if not (blocks := language_model.stated_blocks(full)):
             small, _ = tiny(config, spec_of_tiny, full, (), layers, split, sizes)
-            blocks = blocks_like(full, small.blocks)
+            blocks = language_model.blocks_like(full, small.blocks)
         small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
     except ConfigError:
         raise
@@ -232,17 +226,17 @@ def describe(
 ) -> ModelSpec:
     """Read a model's blocks, head, ties and sizes on the meta device."""
     assert isinstance(model, PreTrainedModel)
-    blocks = stated_blocks(model)
+    blocks = language_model.stated_blocks(model)
     if not blocks and tiny_copy:
         with suppress(ConfigError):  # without a tiny copy, no blocks are known
-            blocks = blocks_like(model, tiny_copy().blocks)
+            blocks = language_model.blocks_like(model, tiny_copy().blocks)
     spec = ModelSpec(
         name=name,
         build=build,
         initialise=_initialise,
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        language=language_of(model, blocks),
+        language=language_model.language_of(model, blocks),
         tied=aliases_of(model),
         weights=weights,
         constructed=partial(built_tensor, build),
@@ -252,7 +246,7 @@ def describe(
             opens="AutoModelForCausalLM.from_pretrained", save_config=partial(_save_config, model)
         ),
     )
-    return spec if blocks or tiny_copy else replace(spec, blocks=blocks_by_run(spec))
+    return spec if blocks or tiny_copy else replace(spec, blocks=language_model.blocks_by_run(spec))
 
 
 def _initialise(root: nn.Module, name: str) -> None:

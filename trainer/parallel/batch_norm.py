@@ -10,14 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from trainer.distributed.exchange import Exchange
 from trainer.errors import NumericsError, Problem
 from trainer.models.own.module import running_norms
 from trainer.parallel import patches
@@ -39,8 +40,11 @@ class RunningStatistics:
             _NormOfStep(norm) for module in modules for norm in running_norms(module).values()
         ]
         if self._synchronised or mesh.layout.precision != "float32":
-            for module in modules:
-                _replace_forward(module, mesh.group("batch") if self._synchronised else None)
+            group = mesh.group("batch") if self._synchronised else None
+            ranks = None if group is None else Exchange(group)
+            for norm in (part for module in modules for part in module.modules()):
+                if isinstance(norm, _BatchNorm):
+                    patches.replace_forward(norm, partial(_normalised, norm, ranks))
 
     @contextmanager
     def of_step(self, micro_batches: int) -> Iterator[None]:
@@ -127,80 +131,56 @@ class _NormOfStep:
         return counter
 
 
-def _replace_forward(root: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Replace the forward of batch norms, in place; no module changes its name."""
-    for module in root.modules():
-        if isinstance(module, _BatchNorm):
-            patches.replace_forward(module, _Forward(module, group))
-
-
-class _Forward:
-    """Batch norm in float32, over the micro-batches of a group together if there is one.
+def _normalised(module: _BatchNorm, ranks: Exchange | None, given: torch.Tensor) -> torch.Tensor:
+    """Return batch norm in float32, over the micro-batches of all `ranks` together if there are any.
 
     Not every device has batch norm in 16 bits, and PyTorch's SyncBatchNorm is for GPUs only.
     """
-
-    def __init__(self, module: _BatchNorm, group: dist.ProcessGroup | None) -> None:
-        self._module, self._group = module, group
-
-    def __call__(self, given: torch.Tensor) -> torch.Tensor:
-        module, kind = self._module, torch.promote_types(given.dtype, torch.float32)
-        module._check_input_dim(given)
-        wide = given.to(kind)
-        weight, bias = (
-            None if value is None else value.to(kind) for value in (module.weight, module.bias)
-        )
-        if module.training and self._group is not None:
-            return self._together(wide, weight, bias, self._group).to(given.dtype)
-        output = F.batch_norm(
-            wide,
-            module.running_mean,
-            module.running_var,
-            weight,
-            bias,
-            module.training or module.running_mean is None,
-            module.momentum or 0.0,
-            module.eps,
-        )
-        return output.to(given.dtype)
-
-    def _together(
-        self,
-        wide: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        group: dist.ProcessGroup,
-    ) -> torch.Tensor:
-        module, dims = self._module, [dim for dim in range(wide.dim()) if dim != 1]
-        shape = [1, -1] + [1] * (wide.dim() - 2)
-        samples = wide.new_tensor([wide.numel() // wide.shape[1]])
-        total = _Sum.apply(torch.cat([wide.sum(dims), samples]), group)
-        count = total[-1].detach()
-        mean = total[:-1] / count
-        centred = wide - mean.view(shape)
-        variance = _Sum.apply(centred.square().sum(dims), group) / count
-        if module.running_mean is not None and module.running_var is not None:
-            with torch.no_grad():  # as with a momentum of 1
-                module.running_mean.copy_(mean)
-                module.running_var.copy_(variance * count / (count - 1))
-        output = centred * (variance + module.eps).rsqrt().view(shape)
-        if weight is None or bias is None:
-            return output
-        return output * weight.view(shape) + bias.view(shape)
+    kind = torch.promote_types(given.dtype, torch.float32)
+    module._check_input_dim(given)
+    wide = given.to(kind)
+    weight, bias = (
+        None if value is None else value.to(kind) for value in (module.weight, module.bias)
+    )
+    if module.training and ranks is not None:
+        return _together(module, ranks, wide, weight, bias).to(given.dtype)
+    output = F.batch_norm(
+        wide,
+        module.running_mean,
+        module.running_var,
+        weight,
+        bias,
+        module.training or module.running_mean is None,
+        module.momentum or 0.0,
+        module.eps,
+    )
+    return output.to(given.dtype)
 
 
-class _Sum(torch.autograd.Function):
-    """A sum over ranks whose result each rank uses, so that gradients are summed, too."""
+def _together(
+    module: _BatchNorm,
+    ranks: Exchange,
+    wide: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    def total(own: torch.Tensor) -> torch.Tensor:
+        """Sum over the ranks, each of which uses the result for a part: gradients are summed, too."""
+        return ranks.enter(ranks.leave(own))
 
-    @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        total = value.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        total = gradients[0].clone()
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+    dims = [dim for dim in range(wide.dim()) if dim != 1]
+    shape = [1, -1] + [1] * (wide.dim() - 2)
+    samples = wide.new_tensor([wide.numel() // wide.shape[1]])
+    sums = total(torch.cat([wide.sum(dims), samples]))
+    count = sums[-1].detach()
+    mean = sums[:-1] / count
+    centred = wide - mean.view(shape)
+    variance = total(centred.square().sum(dims)) / count
+    if module.running_mean is not None and module.running_var is not None:
+        with torch.no_grad():  # as with a momentum of 1
+            module.running_mean.copy_(mean)
+            module.running_var.copy_(variance * count / (count - 1))
+    output = centred * (variance + module.eps).rsqrt().view(shape)
+    if weight is None or bias is None:
+        return output
+    return output * weight.view(shape) + bias.view(shape)

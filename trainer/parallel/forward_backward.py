@@ -44,11 +44,9 @@ class Runner(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The whole model, or this rank's pipeline stages; parameters are named `model.<name>`."""
-        ...
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the task's measures, summed over this rank's micro-batches, without gradients."""
-        ...
 
 
 class ForwardBackward(Runner, Protocol):
@@ -57,7 +55,6 @@ class ForwardBackward(Runner, Protocol):
 
         `seed` is that of the step's dropout on this data rank.
         """
-        ...
 
 
 class GradientAccumulation:

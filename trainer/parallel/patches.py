@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -65,11 +66,8 @@ def steady_buckets() -> Iterator[None]:
         replica.reducer._push_all_rebuilt_params()
         replica.reducer._rebuild_buckets()
 
-    kind._ddp_init_helper = build
-    try:
+    with mock.patch.object(kind, "_ddp_init_helper", build):
         yield
-    finally:
-        kind._ddp_init_helper = plain
 
 
 def keep_last_statistics(module: _NormBase) -> None:
@@ -121,19 +119,14 @@ def has_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor]) ->
         module._parameters.update(whole)
 
 
-@contextmanager
-def sharding_by(placement: Callable[[nn.Parameter], Any]) -> Iterator[None]:
+def sharding_by(placement: Callable[[nn.Parameter], Any]) -> AbstractContextManager[Any]:
     """Let the FSDP2 units that another library makes be divided by `placement`.
 
     Accelerate 1.15: it passes none, and a few experts are filled up to one for each rank. Can go
     when its plugin takes a `shard_placement_fn`.
     """
-    plain = fsdp.fully_shard
-    fsdp.fully_shard = partial(plain, shard_placement_fn=placement)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        fsdp.fully_shard = plain
+    chosen = partial(fsdp.fully_shard, shard_placement_fn=placement)
+    return mock.patch.object(fsdp, "fully_shard", chosen)
 
 
 @contextmanager

@@ -13,14 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn.parameter import UninitializedParameter
 
@@ -45,19 +40,19 @@ class Ends(NamedTuple):
     """All that the last block's output goes through: a norm, and the head."""
 
 
-def policy_of(layout: Layout, reduction: torch.dtype) -> MixedPrecisionPolicy:
+def policy_of(layout: Layout, reduction: torch.dtype) -> fsdp.MixedPrecisionPolicy:
     """Return FSDP's policy: compute in the layout's precision, reduce in `reduction`."""
     precision = getattr(torch, layout.precision)
     if precision == reduction == torch.float32:
-        return MixedPrecisionPolicy()
-    return MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=reduction)
+        return fsdp.MixedPrecisionPolicy()
+    return fsdp.MixedPrecisionPolicy(param_dtype=precision, reduce_dtype=reduction)
 
 
-def offload_of(layout: Layout, device: str) -> OffloadPolicy:
+def offload_of(layout: Layout, device: str) -> fsdp.OffloadPolicy:
     """Return FSDP2's policy, one for weights, gradients and optimizer state together."""
     if not layout.offloads:
-        return OffloadPolicy()
-    return CPUOffloadPolicy(pin_memory=device != "cpu")
+        return fsdp.OffloadPolicy()
+    return fsdp.CPUOffloadPolicy(pin_memory=device != "cpu")
 
 
 def options_of(
@@ -139,7 +134,7 @@ def prefetch(module: nn.Module, spec: ModelSpec, ends: Ends) -> None:
     modules = dict(module.named_modules())  # a stage has not all
     names = (*ends.tables[-1:], *spec.blocks, *ends.head[:1])
     order = [m for n in names for m in modules.get(f"model.{n}", nn.Module()).modules()]
-    for unit, following in pairwise(unit for unit in order if isinstance(unit, FSDPModule)):
+    for unit, following in pairwise(unit for unit in order if isinstance(unit, fsdp.FSDPModule)):
         unit.set_modules_to_forward_prefetch([following])
 
 
@@ -263,7 +258,7 @@ def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: 
 
 def check_units(module: nn.Module, spec: ModelSpec) -> None:
     """Raise NumericsError unless every block is an FSDP unit: one unit would gather all at once."""
-    units = {name for name, inner in module.named_modules() if isinstance(inner, FSDPModule)}
+    units = {name for name, inner in module.named_modules() if isinstance(inner, fsdp.FSDPModule)}
     missing = [name for name in spec.blocks if f"model.{name}" not in units]
     if missing:
         count = f"{len(missing)} of {len(spec.blocks)} blocks"

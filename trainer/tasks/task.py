@@ -27,47 +27,36 @@ class Task(Protocol):
 
         Raises ConfigError where the task or the model has no such thing.
         """
-        ...
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model, on the meta device and in place, if the loss requires it."""
-        ...
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Collate samples into one micro-batch of tensors."""
-        ...
 
     def blank(self, sample: Any) -> Any:
         """Return a sample like this one without a target that counts, to fill up a batch."""
-        ...
 
     def shape(self, batch: Batch) -> tuple[int, ...]:
         """Return a key that is equal for micro-batches whose hidden states have the same shapes."""
-        ...
 
     def hidden_shape(self, batch: Batch, block: int) -> tuple[int, ...]:
         """Return the shape of the hidden state that enters this block of the model."""
-        ...
 
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
         """Pad the micro-batches to one shape: a pipeline sends them through fixed buffers."""
-        ...
 
     def targets(self, batch: Batch) -> torch.Tensor:
         """Count the targets of a batch, an int64 scalar on its device."""
-        ...
 
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the hidden state that a pipeline stage, except the last, sends to the next."""
-        ...
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss over the targets of a batch, float32 or wider."""
-        ...
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return an evaluation's summed loss, then each of `measures`: [1 + measures]."""
-        ...
 
 
 def changed(task: T, **values: Any) -> T:

@@ -12,17 +12,8 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from trainer.engines.deepspeed import patches, pipeline, spread_experts, tensor
+from trainer.engines.deepspeed import machine, patches, pipeline, spread_experts, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
-from trainer.engines.deepspeed.machine import (
-    DTYPES,
-    STAGE_0_NOTE,
-    announce,
-    check_compiler,
-    check_precision,
-    has_plain_optimizer,
-    runtime_config,
-)
 from trainer.engines.engine import EngineKind, Job, Observer, on_mesh, recipe_of
 from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
@@ -104,10 +95,10 @@ def build(job: Job) -> DeepSpeedEngine:
     patches.forget_earlier_engines()
     logger.setLevel("WARNING")
     recipe = recipe_of(KIND, job)
-    announce(job.layout, job.machine, recipe.library)
+    machine.announce(job.layout, job.machine, recipe.library)
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
-    config = runtime_config(job, recipe)
+    config = machine.runtime_config(job, recipe)
     runner: StepRunner
     runner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
     patches.link_group_by_group(runner.engine.optimizer)
@@ -134,7 +125,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     """Build the runner of a whole model, or of this rank's tensor parallel shard of it."""
     import deepspeed
 
-    layout, dtype = job.layout, DTYPES[job.layout.precision]
+    layout, dtype = job.layout, machine.DTYPES[job.layout.precision]
     mesh, mpu = parallel_mesh_of(layout, job.machine.device, job.spec.language.heads), None
     job = on_mesh(job, mesh)
     model, dropout = wrap_blocks(job.spec, job.task, layout, mesh if layout.expert > 1 else None)
@@ -170,9 +161,9 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
 
 def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError if this machine lacks float16 arithmetic, or a compiler that is needed."""
-    check_precision(layout)
+    machine.check_precision(layout)
     recipe = in_deepspeed(settings, layout, device.type, grouped=False)
-    check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
+    machine.check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
     spread_experts.ready(layout, settings)
 
 
@@ -190,9 +181,9 @@ class DeepSpeedEngine(NormalisedEngine):
         state = MasterState(engine, module, job.machine.ranks, mesh, runner.split)
         if state.low_precision:
             state.start_masters(*runner.blank, job.seed_of_values)
-        plain = has_plain_optimizer(job.layout)
+        plain = machine.has_plain_optimizer(job.layout)
         if job.layout.zero_stage == 0 and not plain:
-            notes = (*notes, STAGE_0_NOTE.format(job.layout.precision))
+            notes = (*notes, machine.STAGE_0_NOTE.format(job.layout.precision))
         super().__init__(job, mesh, runner, engine.optimizer, state, (*runner.notes, *notes))
         self.divided_by = job.layout.accumulation
         self._engine = engine

@@ -9,15 +9,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as functional
+from deepspeed import utils
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.utils import (
-    safe_get_full_grad,
-    safe_get_local_fp32_param,
-    safe_get_local_optimizer_state,
-    safe_set_full_fp32_param,
-    safe_set_full_optimizer_state,
-)
 from torch import nn
 
 from trainer.distributed.dtensor import coordinate_in
@@ -98,7 +92,8 @@ class MasterState:
         gradients = {
             bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
             for name, parameter in self._module.named_parameters()
-            if parameter.requires_grad and (gradient := safe_get_full_grad(parameter)) is not None
+            if parameter.requires_grad
+            and (gradient := utils.safe_get_full_grad(parameter)) is not None
         }
         report(gradients, self._mesh, observe)
 
@@ -201,8 +196,8 @@ class MasterState:
                 own = torch.empty(held.ds_tensor.ds_numel, dtype=held.dtype)
                 held.nvme_swapper.swap_into_buffer(held, own)
             return own
-        get = safe_get_local_optimizer_state
-        value = safe_get_local_fp32_param(held) if key == MASTER else get(held, key)
+        get = utils.safe_get_local_optimizer_state
+        value = utils.safe_get_local_fp32_param(held) if key == MASTER else get(held, key)
         # the buffer of what is on a disk is the next tensor's
         return value.clone() if self._optimizer.swap_optimizer else value
 
@@ -240,9 +235,9 @@ class MasterState:
             padded = functional.pad(value, (0, max(0, start + own - len(value))))
             optimizer.set_local_hp_param(padded.narrow(0, start, own), parameter, key)
         elif key is None:
-            safe_set_full_fp32_param(parameter, value)
+            utils.safe_set_full_fp32_param(parameter, value)
         else:
-            safe_set_full_optimizer_state(parameter, value, key)
+            utils.safe_set_full_optimizer_state(parameter, value, key)
 
     def _put(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         """Set a scalar: the parameter's own or, in flat partitions, the one that all share."""

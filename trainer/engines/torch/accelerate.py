@@ -94,27 +94,20 @@ KIND = EngineKind(refusal, in_torch, build, check, ready)
 
 
 def _accelerator(job: Job) -> Any:
-    from accelerate import Accelerator
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-    from accelerate.utils import (
-        DDPCommunicationHookType,
-        DistributedDataParallelKwargs,
-        FullyShardedDataParallelPlugin,
-        ParallelismConfig,
-    )
+    from accelerate import Accelerator, state, utils
 
     layout, cpu = job.layout, job.machine.device.type == "cpu"
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+    for kept in (state.AcceleratorState, state.GradientState, state.PartialState):
+        kept._reset_state()
     _let_shard(layout, cpu)
     if layout.zero_stage == 0:
         # DDP itself then determines which parameters have a gradient on any rank
-        hook = DDPCommunicationHookType("bf16" if job.reduction == torch.bfloat16 else "no")
-        kwargs = DistributedDataParallelKwargs(
+        hook = utils.DDPCommunicationHookType("bf16" if job.reduction == torch.bfloat16 else "no")
+        kwargs = utils.DistributedDataParallelKwargs(
             comm_hook=hook, find_unused_parameters=job.sparse, broadcast_buffers=False
         )
         return Accelerator(cpu=cpu, kwargs_handlers=[kwargs])
-    plugin = FullyShardedDataParallelPlugin(
+    plugin = utils.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=layout.zero_stage == 3,
         auto_wrap_policy="transformer_based_wrap",
@@ -124,7 +117,7 @@ def _accelerator(job: Job) -> Any:
         cpu_ram_efficient_loading=False,
     )
     # without replicas, FSDP2's default of all processes: Accelerate makes no mesh of one process
-    axes = ParallelismConfig(layout.replicate, layout.shard) if layout.replicate > 1 else None
+    axes = utils.ParallelismConfig(layout.replicate, layout.shard) if layout.replicate > 1 else None
     return Accelerator(cpu=cpu, fsdp_plugin=plugin, parallelism_config=axes)
 
 

@@ -20,16 +20,9 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, named_line
+from trainer.models.finetuning import lora_weights
 from trainer.models.finetuning.lora_folder import STEM, Started, completed
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
-from trainer.models.finetuning.lora_weights import (
-    ADAPTER,
-    BaseWeights,
-    MadeUpWeights,
-    MergedWeights,
-    base_name,
-    is_adapters,
-)
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.spec import WHOLE, ModelFiles, ModelSpec, NoWeights, Training
@@ -56,12 +49,12 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
         assert spec.tiny.copy is not None
         small = spec.tiny.copy(layers, split)
         if isinstance(small.weights, NoWeights):
-            small = replace(small, weights=MadeUpWeights(small))
+            small = replace(small, weights=lora_weights.MadeUpWeights(small))
         names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
         return _with_adapters(small, options, names)
 
     described = _with_adapters(spec, options, targets)
-    named = {base_name(name) for name, _ in model.named_parameters()}
+    named = {lora_weights.base_name(name) for name, _ in model.named_parameters()}
     base = fingerprint(spec.weights, sorted(named)) if spec.tiny.copy else ""
     if options.path is not None:
         described = _started(described, spec, options)
@@ -88,7 +81,9 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     published = described.files.published
     wanted = {theirs: shapes[ours] for ours, theirs in published.items()}
     started = Started(Path(options.path), wanted)
-    weights = BaseWeights(base.weights, lasting=options.merge, started=started, published=published)
+    weights = lora_weights.BaseWeights(
+        base.weights, lasting=options.merge, started=started, published=published
+    )
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))
 
@@ -123,8 +118,8 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
         parameters=values,
         language=replace(spec.language, plain_head=plain and same_head, tensor_plan=plan),
         tied=aliases_of(model),
-        weights=BaseWeights(spec.weights, lasting=options.merge),
-        constructed=lambda name: spec.constructed(base_name(name)),
+        weights=lora_weights.BaseWeights(spec.weights, lasting=options.merge),
+        constructed=lambda name: spec.constructed(lora_weights.base_name(name)),
         training=training,
         files=_files(spec, options, model, config, published),
         notes=(*spec.notes, note),
@@ -138,7 +133,7 @@ def _training(spec: ModelSpec, model: nn.Module, published: Mapping[str, str]) -
     return replace(
         spec.training,
         frozen={name: p.numel() for name, p in model.named_parameters() if not p.requires_grad},
-        fresh=frozenset(filter(is_adapters, parameters)),
+        fresh=frozenset(filter(lora_weights.is_adapters, parameters)),
         unsaved=frozenset(tensors - published.keys()),
     )
 
@@ -147,7 +142,9 @@ def _files(
     spec: ModelSpec, options: Any, model: nn.Module, config: Any, published: Mapping[str, str]
 ) -> ModelFiles:
     def merged(folder: Path) -> ModelSpec:
-        return replace(spec, weights=MergedWeights(spec.weights, model, folder, published))
+        return replace(
+            spec, weights=lora_weights.MergedWeights(spec.weights, model, folder, published)
+        )
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
         saved_adapter_config(config).save_pretrained(str(folder))
@@ -188,7 +185,7 @@ def _injected(model: nn.Module, config: Any) -> nn.Module:
 
     own = copy.deepcopy(config)
     with torch.device("meta"):
-        return inject_adapter_in_model(own, model, ADAPTER, low_cpu_mem_usage=True)
+        return inject_adapter_in_model(own, model, lora_weights.ADAPTER, low_cpu_mem_usage=True)
 
 
 def _published(model: nn.Module) -> dict[str, str]:
@@ -198,7 +195,7 @@ def _published(model: nn.Module) -> dict[str, str]:
     named = dict(model.named_parameters(remove_duplicate=False))
     ours = {id(parameter): name for name, parameter in named.items()}
     found = get_peft_model_state_dict(
-        model, state_dict=named, adapter_name=ADAPTER, save_embedding_layers=False
+        model, state_dict=named, adapter_name=lora_weights.ADAPTER, save_embedding_layers=False
     )
     return {ours[id(value)]: f"base_model.model.{name}" for name, value in found.items()}
 
@@ -218,7 +215,7 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
     module = root.get_submodule(name)
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict):
         return
-    if not is_adapters(name):
+    if not lora_weights.is_adapters(name):
         base.initialise(root, name)
         return
     own = {k: p for k, p in module.named_parameters(recurse=False) if not has_values(p)}
@@ -248,6 +245,6 @@ def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
             continue
         rows = style.startswith("rowwise")
         plan[f"{name}.base_layer"] = style
-        plan[f"{name}.lora_A.{ADAPTER}"] = style if rows else WHOLE
-        plan[f"{name}.lora_B.{ADAPTER}"] = WHOLE if rows else style
+        plan[f"{name}.lora_A.{lora_weights.ADAPTER}"] = style if rows else WHOLE
+        plan[f"{name}.lora_B.{lora_weights.ADAPTER}"] = WHOLE if rows else style
     return plan
