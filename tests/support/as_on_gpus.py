@@ -64,13 +64,7 @@ def gpus(count: int) -> Iterator[None]:
         with ExitStack() as stack:
             for name, answer in answers.items():
                 stack.enter_context(patch(f"torch.cuda.{name}", answer))
-            for engine in (
-                "torch.mesh",
-                "torch.accelerate",
-                "deepspeed.engine",
-                "deepspeed.pipeline",
-            ):
-                stack.enter_context(patch(f"trainer.engines.{engine}.parallel_mesh_of", _mesh))
+            stack.enter_context(patch("trainer.engines.engine.parallel_mesh_of", _mesh))
             for name in ("__float__", "__bool__", "__int__"):
                 stack.enter_context(
                     patch.object(torch.Tensor, name, _read(getattr(torch.Tensor, name)))

@@ -15,7 +15,7 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import Update
 from trainer.optim.recipes import No, Recipe
-from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
 from trainer.state import StateTensor
 from trainer.supervise.process import Machine
 from trainer.tasks.task import Batch, Task
@@ -146,12 +146,13 @@ class EngineKind:
     """Raises ConfigError if this machine lacks something that the engine needs."""
 
 
-def on_mesh(job: Job, mesh: ParallelMesh) -> Job:
-    """Tell the job's task which ranks share its rows, and return the job."""
+def mesh_of(job: Job) -> ParallelMesh:
+    """Make a job's process groups, and tell its task which ranks share its rows. Collective."""
+    mesh = parallel_mesh_of(job.layout, job.machine.device, job.spec.language.heads)
     task: Any = job.task
     if mesh.context is not None:
         task.share(mesh.context)
-    return job
+    return mesh
 
 
 def recipe_of(kind: EngineKind, job: Job) -> Recipe:

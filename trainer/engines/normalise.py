@@ -19,7 +19,7 @@ from trainer.engines.engine import Job, Metrics, Observer
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import set_update
 from trainer.parallel.batch_norm import RunningStatistics
-from trainer.parallel.forward_backward import Runner
+from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.splits.expert_loads import ExpertLoads
 from trainer.state import StateTensor
@@ -73,7 +73,7 @@ class TrainingState(Protocol):
 
 
 class NormalisedEngine(ABC):
-    """The part of an `Engine` that all share; a subclass computes gradients and updates weights."""
+    """The part of an `Engine` that all share; a subclass updates the weights."""
 
     divided_by = 1
     """The number by which the library divides each micro-batch's loss."""
@@ -82,7 +82,7 @@ class NormalisedEngine(ABC):
         self,
         job: Job,
         mesh: ParallelMesh,
-        runner: Runner,
+        runner: ForwardBackward,
         optimizer: Any,
         state: TrainingState,
         notes: tuple[str, ...],
@@ -93,6 +93,7 @@ class NormalisedEngine(ABC):
         self._runner = runner
         self._optimizer = optimizer
         self._state = state
+        self._observe: Observer | None = None
         self._clip = float(job.deepspeed["gradient_clipping"])
         self._statistics = RunningStatistics(runner.modules, mesh, job.data_rank)
         self._loads = ExpertLoads(runner.modules, job.spec, job.task, mesh)
@@ -104,36 +105,21 @@ class NormalisedEngine(ABC):
         update: Update,
         observe: Observer | None = None,
     ) -> Metrics:
-        with self._mesh.dividing_rows():
-            return self._step(step, micro_batches, update, observe)
-
-    def _step(
-        self, step: int, micro_batches: Sequence[Batch], update: Update, observe: Observer | None
-    ) -> Metrics:
-        job, mesh = self.job, self._mesh
+        job, mesh, self._observe = self.job, self._mesh, observe
         set_update(self._optimizer.param_groups, update)
-        targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
-        scale = gradient_scale(targets, mesh, self.divided_by)
         seed = step_seed(job.seed, step, job.data_rank)
-        with self._statistics.of_step(len(micro_batches)):
-            loss_sum = self._train(seed, micro_batches, scale, observe)
-        norm, skipped = self._finish(observe)
-        self._loads.move(norm, skipped)
+        with mesh.dividing_rows():
+            targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
+            scale = gradient_scale(targets, mesh, self.divided_by)
+            with self._statistics.of_step(len(micro_batches)):
+                loss_sum = self._runner.train(seed, micro_batches, scale)
+            norm, skipped = self._finish()
+            self._loads.move(norm, skipped)
         return Metrics(loss_sum, targets, norm, skipped, mesh.group("loss"))
 
     @abstractmethod
-    def _train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: torch.Tensor,
-        observe: Observer | None,
-    ) -> torch.Tensor:
-        """Compute the gradients of `scale` x summed loss; return the summed loss of this rank."""
-
-    @abstractmethod
-    def _finish(self, observe: Observer | None) -> tuple[torch.Tensor, bool]:
-        """Update the weights if `_train` did not; return the norm, and True for a skipped step."""
+    def _finish(self) -> tuple[torch.Tensor, bool]:
+        """Update the weights if `train` did not; return the norm, and True for a skipped step."""
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         return evaluated(self.job.task, self._mesh, self._runner.evaluate, micro_batches)

@@ -40,7 +40,7 @@ class Dropout:
         return hook
 
 
-class Runner(Protocol):
+class ForwardBackward(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
         """The whole model, or this rank's pipeline stages; parameters are named `model.<name>`."""
@@ -48,8 +48,6 @@ class Runner(Protocol):
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the task's measures, summed over this rank's micro-batches, without gradients."""
 
-
-class ForwardBackward(Runner, Protocol):
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         """Compute the gradients of `scale` x summed loss; return the summed loss, detached.
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import nn
 
 from trainer.engines.deepspeed import machine, patches, pipeline, spread_experts, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
-from trainer.engines.engine import EngineKind, Job, Observer, on_mesh, recipe_of
+from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
 from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -25,11 +24,10 @@ from trainer.optim.optimizer import step_if_finite
 from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
-from trainer.parallel.parallel_mesh import parallel_mesh_of
 from trainer.parallel.recompute import tiles
 from trainer.parallel.splits.expert_ranks import check as check_experts
 from trainer.storage import installed
-from trainer.tasks.task import Batch, ModelWithLoss
+from trainer.tasks.task import ModelWithLoss
 
 OLDEST = Version("0.19")
 """Below it AutoTP's section is refused, and PipelineModule and ZeRO-1 and 2 fail or are wrong."""
@@ -126,8 +124,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     import deepspeed
 
     layout, dtype = job.layout, machine.DTYPES[job.layout.precision]
-    mesh, mpu = parallel_mesh_of(layout, job.machine.device, job.spec.language.heads), None
-    job = on_mesh(job, mesh)
+    mesh, mpu = mesh_of(job), None
     model, dropout = wrap_blocks(job.spec, job.task, layout, mesh if layout.expert > 1 else None)
     if layout.zero_stage == 3 and layout.recompute.tile:
         _gather_once(model, job.spec)
@@ -187,7 +184,7 @@ class DeepSpeedEngine(NormalisedEngine):
         super().__init__(job, mesh, runner, engine.optimizer, state, (*runner.notes, *notes))
         self.divided_by = job.layout.accumulation
         self._engine = engine
-        self._step_runner = runner
+        runner.before_update.append(self._before_update)
         self._own_norm: GradientNorm | None = None
         """Computes the norm without ZeRO: DeepSpeed reports none, or the first stage's alone."""
         self._norm = torch.zeros(())
@@ -200,23 +197,13 @@ class DeepSpeedEngine(NormalisedEngine):
                 engine.optimizer, lambda step: step_if_finite(engine.optimizer, self._norm, step)
             )
 
-    def _train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: torch.Tensor,
-        observe: Observer | None,
-    ) -> torch.Tensor:
-        before_update = partial(self._before_update, observe)
-        return self._step_runner.train(seed, micro_batches, scale, before_update)
-
-    def _before_update(self, observe: Observer | None) -> None:
-        if observe is not None:
-            self._state.gradients(observe)
+    def _before_update(self) -> None:
+        if self._observe is not None:
+            self._state.gradients(self._observe)
         if self._own_norm:
             self._norm = self._own_norm.clip(self._clip)
 
-    def _finish(self, observe: Observer | None) -> tuple[torch.Tensor, bool]:
+    def _finish(self) -> tuple[torch.Tensor, bool]:
         norm = self._norm if self._own_norm else self._engine.get_global_grad_norm()
         return torch.as_tensor(norm), bool(getattr(self._engine.optimizer, "overflow", False))
 
@@ -232,4 +219,4 @@ def _counts(parameter: nn.Parameter, runner: StepRunner) -> bool:
     """Return True if this rank counts a parameter's gradient in the norm."""
     if pipeline.is_copy(parameter):
         return False
-    return bool(runner.split and parameter in runner.split) or runner.mesh.rank("tensor") == 0
+    return parameter in runner.split or runner.mesh.rank("tensor") == 0

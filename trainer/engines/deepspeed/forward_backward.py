@@ -14,7 +14,7 @@ from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
-from trainer.parallel.forward_backward import Dropout, Runner
+from trainer.parallel.forward_backward import Dropout, ForwardBackward
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch
 
@@ -40,42 +40,35 @@ def initialize(
     return engine
 
 
-class StepRunner(Runner, Protocol):
+class StepRunner(ForwardBackward, Protocol):
+    """Runs one optimizer step, with its update, in `train`."""
+
     engine: Any
     """The `deepspeed.DeepSpeedEngine`."""
     mesh: ParallelMesh
-    split: Split | None
+    split: Split
     """The parameters of which each rank of an axis has a part."""
     notes: tuple[str, ...]
+    before_update: list[Callable[[], None]]
+    """Called in each step when the gradients are complete and averaged."""
 
     @property
     def blank(self) -> tuple[nn.Module, ModelSpec]:
         """This rank's model or stage, unsharded, on the meta device, and its spec."""
-
-    def train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: torch.Tensor,
-        before_update: Callable[[], None],
-    ) -> torch.Tensor:
-        """Run one optimizer step; return the summed loss of this rank's micro-batches, detached.
-
-        `before_update` is called when the gradients are complete and averaged.
-        """
 
 
 class AccumulatedStep:
     """A step that runs each micro-batch forward and backward through all blocks before the next."""
 
     def __init__(
-        self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split | None
+        self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split
     ) -> None:
         self.engine = engine
         self.modules: list[nn.Module] = [engine.module]
         self.mesh = mesh
         self.split = split
         self.notes: tuple[str, ...] = (tensor.NOTE,) if mesh.layout.tensor > 1 else ()
+        self.before_update: list[Callable[[], None]] = []
         self._job = job
         self._dropout = dropout
 
@@ -83,13 +76,7 @@ class AccumulatedStep:
     def blank(self) -> tuple[nn.Module, ModelSpec]:
         return self._job.spec.build(), self._job.spec
 
-    def train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: torch.Tensor,
-        before_update: Callable[[], None],
-    ) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         if not self.engine.module.training:
             self.engine.train()
         losses = []
@@ -99,7 +86,8 @@ class AccumulatedStep:
             losses.append(loss.detach())
             self.engine.backward(loss * scale)
             if index + 1 == len(micro_batches):
-                before_update()
+                for work in self.before_update:
+                    work()
             self.engine.step()
         return sum(losses[1:], losses[0])
 

@@ -124,8 +124,10 @@ def replace_step(optimizer: Any, step: Callable[[Callable[[], object]], object])
     optimizer.step = lambda: step(update)
 
 
-def surround_update(engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call `before` and `after` around each update that a `PipelineEngine` takes in its schedule.
+def surround_update(
+    engine: Any, before: Iterable[Callable[[], None]], after: Callable[[], None]
+) -> None:
+    """Call all of `before`, and `after`, around each update of a `PipelineEngine`'s schedule.
 
     Symptom: it clips and steps right after its last reduction, where nothing else gets in. Can go
     when its schedule has an instruction, or the engine a hook, between the two.
@@ -133,7 +135,8 @@ def surround_update(engine: Any, before: Callable[[], None], after: Callable[[],
     update = engine._take_model_step
 
     def surrounded(options: Any) -> None:
-        before()
+        for work in before:
+            work()
         update(options)
         after()
 

@@ -16,14 +16,14 @@ from torch import nn
 from trainer.engines.deepspeed import patches, spread_experts
 from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.deepspeed.machine import DTYPES
-from trainer.engines.engine import Job, on_mesh
+from trainer.engines.engine import Job, mesh_of
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel.apply import stages_of_rank
 from trainer.parallel.gradients import ends, on_both
-from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
+from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import PipelineRun, Stage
 from trainer.tasks.task import Batch
 
@@ -48,8 +48,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
     layout, device = job.layout, job.machine.device
-    mesh = parallel_mesh_of(layout, device, job.spec.language.heads)
-    job = on_mesh(job, mesh)
+    mesh = mesh_of(job)
     rank = mesh.rank("pipeline")
 
     blank: list[tuple[nn.Module, ModelSpec]] = []
@@ -155,23 +154,16 @@ class PipelinedStep:
         self._task = job.task
         self._shape: tuple[int, ...] | None = None
         self.evaluate = PipelineRun([layer.stage], job.task, mesh, job.machine.device).evaluate
-        self._before_update: Callable[[], None] = lambda: None
-        patches.surround_update(engine, lambda: self._before_update(), equalise)
+        self.before_update: list[Callable[[], None]] = []
+        patches.surround_update(engine, self.before_update, equalise)
         self._nothing = torch.zeros((), device=job.machine.device)
 
-    def train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: torch.Tensor,
-        before_update: Callable[[], None],
-    ) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
         batches = self._task.padded(micro_batches)
         if (shape := self._task.shape(batches[0])) != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape
         self._layer.start(seed, batches, scale)
-        self._before_update = before_update
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
         if self.engine.is_last_stage():
             loss: torch.Tensor = self.engine.total_loss / scale

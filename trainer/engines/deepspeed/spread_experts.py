@@ -41,7 +41,9 @@ def mark(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> list[nn.Param
     return found
 
 
-def split_of(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split | None:
-    """Return the spread experts of a model as parameters that are split; None if none are."""
+def split_of(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split:
+    """Return the spread experts of a model as parameters that are split, if any are."""
     dims: dict[torch.Tensor, int] = dict.fromkeys(mark(model, spec, mesh), 0)
-    return Split(dims, mesh.experts, "expert") if mesh.experts is not None else None
+    if mesh.experts is None:
+        return Split(dims, mesh.device_mesh, "tensor")
+    return Split(dims, mesh.experts, "expert")

@@ -17,7 +17,7 @@ from torch import nn
 from trainer.distributed.dtensor import coordinate_in
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
-from trainer.engines.deepspeed.tensor import Split, own_shape, ranges
+from trainer.engines.deepspeed.tensor import Split, ranges
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere, fresh_state
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
@@ -33,7 +33,7 @@ class MasterState:
     """Reads and writes the training state of all pipeline stages of a DeepSpeed engine."""
 
     def __init__(
-        self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split | None
+        self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split
     ) -> None:
         self._module = module
         self._ranks = ranks
@@ -75,7 +75,7 @@ class MasterState:
         held: dict[Kind, torch.Tensor] = {}
         # a tied parameter comes once, under its first name
         for full_name, parameter in self._module.named_parameters():
-            name, shape = bare_name(full_name), self._shape(parameter)
+            name, shape = bare_name(full_name), self._split.shape(parameter)
             held[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
                 if self.low_precision:
@@ -90,7 +90,7 @@ class MasterState:
         """Implement `TrainingState.gradients`, before `engine.step`."""
         scale = float(getattr(self._optimizer, "loss_scale", 1.0))
         gradients = {
-            bare_name(name): self._whole(parameter, gradient.detach().float()) / scale
+            bare_name(name): self._split.whole(parameter, gradient.detach().float()) / scale
             for name, parameter in self._module.named_parameters()
             if parameter.requires_grad
             and (gradient := utils.safe_get_full_grad(parameter)) is not None
@@ -142,7 +142,7 @@ class MasterState:
         entries = []
         for key, value in self._states.of(tensors[0]).items():
             write = partial(self._write, name, parameter, key)
-            shape = self._shape(parameter) if value.ndim else ()
+            shape = self._split.shape(parameter) if value.ndim else ()
             if shapes and key == STEP and key not in shapes:
                 write(torch.tensor(self._states.common_step))
             elif shapes or self._states.from_start:
@@ -151,16 +151,10 @@ class MasterState:
                 write(torch.zeros(shape))
         return entries
 
-    def _shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
-        return self._split.shape(parameter) if self._split else own_shape(parameter)
-
-    def _whole(self, held: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-        return self._split.whole(held, own) if self._split else own
-
     def _parts(self, held: Any, key: str, owner: int) -> list[Part]:
         """Return what this rank writes of a parameter, of its state, or of a buffer."""
         value, start = self._own(held, key)
-        split = self._split if value.ndim and self._split and held in self._split else None
+        split = self._split if value.ndim and held in self._split else None
         along = split.mesh if split else self._mesh.device_mesh
         at, own = (coordinate_in(along, rank) or () for rank in (owner, self._ranks.rank))
         # ranks that differ along these hold other values
@@ -205,7 +199,7 @@ class MasterState:
         in_state = key not in (WEIGHT, MASTER)
         if in_state and not self._states.of(self._updated(parameter)[0])[key].ndim:
             return self._put(name, parameter, key, value)
-        value = self._split.own(parameter, value) if self._split else value
+        value = self._split.own(parameter, value)
         if key == WEIGHT:
             self._write_weight(parameter, value)
         elif key == MASTER:

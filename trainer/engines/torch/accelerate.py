@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.engines.engine import EngineKind, Job, on_mesh, recipe_of
+from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
+from trainer.engines.torch import mesh as mesh_engine
 from trainer.engines.torch.engine import TorchEngine
-from trainer.engines.torch.mesh import compiling, ready
-from trainer.engines.torch.mesh import refusal as mesh_refusal
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
@@ -20,7 +19,7 @@ from trainer.optim.recipes import in_torch
 from trainer.parallel import float8, shard
 from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
-from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
+from trainer.parallel.parallel_mesh import check_replicas
 from trainer.parallel.patches import steady_buckets
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
@@ -40,17 +39,16 @@ def refusal(layout: Layout) -> str | None:
         return "Accelerate has no expert parallelism for training; the mesh engine has."
     if layout.zero_stage > 0 and layout.shard == 1 < layout.replicate:
         return "Accelerate has no replicas of a single rank each under ZeRO; the mesh engine has."
-    return mesh_refusal(layout)
+    return mesh_engine.refusal(layout)
 
 
 def build(job: Job) -> TorchEngine:
     """Have Accelerate wrap the model: with values for replicas, on the meta device for shards."""
     from accelerate.utils import fsdp2_prepare_model
 
-    job, notes = compiling(job)
+    job, notes = mesh_engine.compiling(job)
     layout, spec, device = job.layout, job.spec, job.machine.device
-    mesh = parallel_mesh_of(layout, device, job.spec.language.heads)
-    job = on_mesh(job, mesh)
+    mesh = mesh_of(job)
     model, dropout = wrap_blocks(spec, job.task, layout)
     float8.apply(model, spec, layout, device)
     module: Any = ModelWithLoss(model, job.task)
@@ -74,8 +72,7 @@ def build(job: Job) -> TorchEngine:
 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError if another module has the class of a block: Accelerate shards by class."""
-    shard.check_shardable(spec, layout)
-    float8.check(spec, layout)
+    mesh_engine.check(spec, layout)
     if layout.zero_stage == 0:
         return
     model = spec.build()
@@ -90,7 +87,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem(place, seen, expected, hint))
 
 
-KIND = EngineKind(refusal, in_torch, build, check, ready)
+KIND = EngineKind(refusal, in_torch, build, check, mesh_engine.ready)
 
 
 def _accelerator(job: Job) -> Any:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
-from trainer.engines.engine import Job, Observer
+from trainer.engines.engine import Job
 from trainer.engines.normalise import NormalisedEngine
 from trainer.engines.torch.state import TorchState
 from trainer.errors import ConfigError, Problem
@@ -19,7 +17,6 @@ from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
 from trainer.parallel.sparse import Used
-from trainer.tasks.task import Batch
 
 
 class TorchEngine(NormalisedEngine):
@@ -40,7 +37,6 @@ class TorchEngine(NormalisedEngine):
         optimizer = optimizer_of(recipe, named, job.undecayed, tuned, shared)
         state = TorchState(modules, optimizer, job.machine.ranks, mesh)
         super().__init__(job, mesh, forward_backward, optimizer, state, (*notes, *recipe.notes))
-        self._forward_backward = forward_backward
         self._used = used
         compiles = job.layout.compile == "blocks"
         self._reports = compilation.Reports(job.machine) if compiles else None
@@ -48,24 +44,15 @@ class TorchEngine(NormalisedEngine):
         self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
         self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, device)
 
-    def _train(
-        self,
-        seed: int,
-        micro_batches: Sequence[Batch],
-        scale: torch.Tensor,
-        observe: Observer | None,
-    ) -> torch.Tensor:
-        return self._forward_backward.train(seed, micro_batches, scale)
-
-    def _finish(self, observe: Observer | None) -> tuple[torch.Tensor, bool]:
+    def _finish(self) -> tuple[torch.Tensor, bool]:
         if self._used is not None:
             self._used.agree()
         self._sync.reduce()
-        if observe is not None:
-            self._state.gradients(observe)
+        if self._observe is not None:
+            self._state.gradients(self._observe)
         norm = self._norm.clip(self._clip)
         step_if_finite(self._optimizer, norm)
-        float8.scale(self._forward_backward.modules, self.job.layout)
+        float8.scale(self._runner.modules, self.job.layout)
         self._optimizer.zero_grad()
         return norm, False
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.engines.engine import EngineKind, Job, on_mesh, recipe_of
+from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
 from trainer.engines.torch.engine import TorchEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -21,7 +21,7 @@ from trainer.optim.recipes import in_torch
 from trainer.parallel import compilation, float8, shard
 from trainer.parallel.apply import give_values, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
-from trainer.parallel.parallel_mesh import check_replicas, parallel_mesh_of
+from trainer.parallel.parallel_mesh import check_replicas
 from trainer.parallel.patches import steady_buckets
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.sparse import Used
@@ -110,8 +110,7 @@ def build(job: Job) -> TorchEngine:
     """Build and wrap the whole model, or this rank's pipeline stages."""
     job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
-    mesh = parallel_mesh_of(layout, device, job.spec.language.heads)
-    job = on_mesh(job, mesh)
+    mesh = mesh_of(job)
     if layout.tensor > 1:
         splits = vocabulary.note_of(job.spec, layout.tensor), matrices.note_of(job.spec)
         notes = (*filter(None, splits), *notes)
