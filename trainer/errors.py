@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Self, TypeVar
 
@@ -154,6 +155,23 @@ def first_line(error: Exception) -> str:
 def named_line(error: BaseException, most: int = 200) -> str:
     """Return the first line of a library's error, after its class, shortened."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
+
+
+@contextmanager
+def refused(
+    place: str, expected: str, *kinds: type[Exception], named: bool = False
+) -> Iterator[None]:
+    """Turn a library's errors inside, of these `kinds` or of any, into a ConfigError.
+
+    It has the error's first line; `named`: after its class.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, kinds or Exception):
+            raise
+        seen = named_line(error) if named else first_line(error)
+        raise ConfigError(Problem(place, seen, expected)) from error
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -6,7 +6,7 @@ A process then draws the blocks that hold its rows, and not those of all other r
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -37,12 +37,9 @@ def initialising(seed: int, name: str, wanted: Mapping[torch.Tensor, range]) -> 
     Other rows of a large one may be left as they are.
     """
     large = {t: rows for t, rows in wanted.items() if t.numel() >= LARGE}
-    with seeded_init(seed, name):
-        if not large:
-            yield
-            return
-        with _BlockDraws(partial(derive, "init", seed, name), large):
-            yield
+    draws = _BlockDraws(partial(derive, "init", seed, name), large) if large else nullcontext()
+    with seeded_init(seed, name), draws:
+        yield
 
 
 @dataclass

@@ -73,7 +73,8 @@ def chain_of(model: nn.Module) -> nn.Sequential | None:
     if not type(model).__module__.startswith("torchvision.models") or "forward" in vars(model):
         return None  # another forward
     if isinstance(model, ResNet):
-        segments = {"stem": _segment(model, "conv1", "bn1", "relu", "maxpool")}
+        stem = ("conv1", "bn1", "relu", "maxpool")
+        segments = {"stem": Segment(OrderedDict((name, getattr(model, name)) for name in stem))}
         for name in ("layer1", "layer2", "layer3", "layer4"):
             numbered = enumerate(getattr(model, name))
             segments |= {f"{name}_{index}": block for index, block in numbered}
@@ -93,10 +94,6 @@ def chain_of(model: nn.Module) -> nn.Sequential | None:
         blocks = ((f"features_{name}", block) for name, block in parts["features"].named_children())
         return nn.Sequential(OrderedDict([*blocks, ("head", Segment(ends))]))
     return None
-
-
-def _segment(model: nn.Module, *names: str) -> Segment:
-    return Segment(OrderedDict((name, getattr(model, name)) for name in names))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import ConfigError, Problem, first_line, refused
 from trainer.models import language_model
 from trainer.models.kernels import check_kernels
 from trainer.models.materialise import built_tensor
@@ -58,11 +58,8 @@ def read_config(options: Any) -> PreTrainedConfig:
     if "model_type" not in values:
         expected = 'an architecture, such as "model_type": "llama"'
         raise ConfigError(Problem(place, "no model_type", expected))
-    try:
+    with refused(place, "a config that transformers accepts"):  # of many kinds for a bad value
         config = AutoConfig.for_model(**values)
-    except Exception as error:  # transformers raises many kinds for a bad value
-        expected = "a config that transformers accepts"
-        raise ConfigError(Problem(place, first_line(error), expected)) from error
     check_kernels(config, place)
     return config
 
@@ -79,11 +76,9 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
             seen = "an adapter, which is no model by itself"
             mend = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
         raise ConfigError(Problem(place, seen, expected, mend))
-    try:
+    # network, JSON and value errors alike
+    with refused(place, "a folder or hub id that transformers opens"):
         config = AutoConfig.from_pretrained(name, **_source(options))
-    except Exception as error:  # network, JSON and value errors alike
-        expected = "a folder or hub id that transformers opens"
-        raise ConfigError(Problem(place, first_line(error), expected)) from error
     check_kernels(config, place)
     return config
 
@@ -94,10 +89,8 @@ def _source(options: Any) -> dict[str, Any]:
 
 def _read_json(path: Path) -> Mapping[str, Any]:
     place = f"trainer.model.config: {path}"
-    try:
+    with refused(place, "a JSON file", OSError, ValueError):
         values = parse_json(read_file(path))
-    except (OSError, ValueError) as error:
-        raise ConfigError(Problem(place, first_line(error), "a JSON file")) from error
     if not isinstance(values, dict):
         raise ConfigError(Problem(place, type(values).__name__, "a JSON object"))
     return values

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import ModelOutput
 
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import refused
 from trainer.models.materialise import on_host
 from trainer.models.names import outermost, pattern_of
 from trainer.models.spec import HEADS, LanguageModel, ModelSpec
@@ -57,11 +57,8 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
 
 def text_config(model: Any) -> Any:
     """Return the part of the config that describes the decoder. Raises ConfigError for several."""
-    try:
+    with refused(f"trainer.model: {model.config.model_type}", "one decoder", ValueError):
         return model.config.get_text_config()
-    except ValueError as error:
-        place = f"trainer.model: {model.config.model_type}"
-        raise ConfigError(Problem(place, first_line(error), "one decoder")) from error
 
 
 def _heads(text: Any, hidden: int) -> tuple[int, int, int]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.storage import REFUSED_PICKLE, parse_json, read_file
 
 SAMPLED = 1024
@@ -25,11 +25,9 @@ class SafetensorsFolder:
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
         if index.is_file():
-            try:
+            expected, kinds = "a weight_map of names to files", (LookupError, TypeError)
+            with refused(str(index), expected, OSError, ValueError, *kinds, named=True):
                 self._file_of: dict[str, str] = dict(parse_json(read_file(index))["weight_map"])
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                expected = "a weight_map of names to files"
-                raise ConfigError(Problem(str(index), named_line(error), expected)) from error
             for name in map(str, self._file_of.values()):
                 if not re.fullmatch(r"[^/\\]+\.safetensors", name):
                     expected = "names of safetensors files in this folder"

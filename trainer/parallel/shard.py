@@ -211,10 +211,8 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
         reason = "a block's weight is used outside it"
     else:
         return
-    place, seen = (
-        f"zero_optimization.stage: {spec.name}",
-        f"FSDP2 shards block by block, and {reason}",
-    )
+    place = f"zero_optimization.stage: {spec.name}"
+    seen = f"FSDP2 shards block by block, and {reason}"
     hint = f'Set zero_optimization.stage to 0, or trainer.engine to "deepspeed"{stages}.'
     raise ConfigError(Problem(place, seen, expected, hint))
 
@@ -240,10 +238,7 @@ def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: 
         unit = model.get_submodule(name)
         own = [(inner, dict(inner._parameters)) for inner in unit.modules()]
         empty = [
-            (
-                inner,
-                {k: None if p is None else UninitializedParameter(**kind) for k, p in of.items()},
-            )
+            (inner, {k: UninitializedParameter(**kind) for k, p in of.items() if p is not None})
             for inner, of in own
         ]
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import TextStreamer
 
-from trainer.errors import ConfigError, Problem, named_line, printable
+from trainer.errors import printable, refused
 from trainer.models.language_model import positions_of, text_config
 
 
@@ -37,7 +37,8 @@ def continued(model: Any, tokenizer: Any, prompt: Any, tokens: int, **options: A
     stated = stated if isinstance(stated, list) else [stated]
     # in a model from scratch it is a default, and may be the number of an ordinary token
     ends = [end, *(token for token in stated if token in tokenizer.all_special_ids)]
-    try:
+    expected = "options in their ranges, and a prompt that fits the model, with room behind it"
+    with refused("the text", expected, named=True):  # libraries and templates raise what they like
         if isinstance(prompt, str):  # a command line may hold bytes that are no text
             prompt = tokenizer(prompt.encode(errors="replace").decode())["input_ids"] or [end]
         elif isinstance(prompt[0], dict):
@@ -46,7 +47,4 @@ def continued(model: Any, tokenizer: Any, prompt: Any, tokens: int, **options: A
         room = (positions_of(model, text_config(model)) or math.inf) - row.shape[1]
         how |= {"max_new_tokens": int(min(tokens, room)), "eos_token_id": ends, "pad_token_id": end}
         written: torch.Tensor = model.generate(row, attention_mask=torch.ones_like(row), **how)
-    except Exception as error:  # libraries and templates raise whatever they like
-        expected = "options in their ranges, and a prompt that fits the model, with room behind it"
-        raise ConfigError(Problem("the text", named_line(error), expected)) from error
     return written[0]

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.config import TrainerSection
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.models.opened import opened_language_model
 from trainer.storage import installed
 
@@ -68,10 +68,7 @@ def scores(folder: Path, section: TrainerSection) -> dict[str, float]:
     }
 
 
-@contextmanager
-def _refusals(names: Sequence[str]) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # tasks run code of their own, and fetch data
-        place, expected = f"tasks {', '.join(names)}", "tasks with their data, for this model"
-        raise ConfigError(Problem(place, named_line(error), expected)) from error
+def _refusals(names: Sequence[str]) -> AbstractContextManager[None]:
+    """Refuse what tasks raise, which run code of their own, and fetch data."""
+    expected = "tasks with their data, for this model"
+    return refused(f"tasks {', '.join(names)}", expected, named=True)

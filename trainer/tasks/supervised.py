@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from trainer.errors import ConfigError, DataError, Problem, named_line
+from trainer.errors import ConfigError, DataError, Problem, named_line, refused
 from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch, changed
 
@@ -103,10 +103,10 @@ class Supervised:
         for name, metric in metrics.items():
             if name in RESERVED or name.endswith(NUMBER):
                 raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
-            try:
+            with refused(
+                f"metrics: {name}", PAIR, named=True
+            ):  # whatever a script's own code raises
                 found = metric(self._zeros(batch), _nested("target", batch))
-            except Exception as error:  # whatever a script's own code raises
-                raise ConfigError(Problem(f"metrics: {name}", named_line(error), PAIR)) from error
             _checked(found, f"metrics: {name}")
         names = (each for name in metrics for each in (name, name + NUMBER))
         return changed(self, _metrics=metrics, measures=(*self.measures, *names))

@@ -30,14 +30,11 @@ class TorchState:
         ranks: Ranks,
         mesh: ParallelMesh,
     ) -> None:
-        self._named: dict[str, list[nn.Parameter]] = {}
-        """Parameters by Hugging Face name; two for a table of this rank's first and last stage."""
-        self._buffers: dict[str, list[torch.Tensor]] = {}
+        self._named: dict[str, list[torch.Tensor]] = {}
+        """Parameters and buffers by Hugging Face name; two of a table on first and last stage."""
         for module in modules:
-            for name, parameter in module.named_parameters():
-                self._named.setdefault(bare_name(name), []).append(parameter)
-            for name, buffer in persistent_buffers(module):
-                self._buffers.setdefault(bare_name(name), []).append(buffer)
+            for name, tensor in (*module.named_parameters(), *persistent_buffers(module)):
+                self._named.setdefault(bare_name(name), []).append(tensor)
         self._optimizer = OptimizerState(optimizer)
         self._ranks = ranks
         self._mesh = mesh
@@ -45,18 +42,16 @@ class TorchState:
     def state_tensors(self) -> list[StateTensor]:
         """List weights, the optimizer state of each, and persistent buffers. Collective."""
         held: dict[Kind, list[torch.Tensor]] = {}
-        for name, parameters in self._named.items():
-            held[_kind(name, WEIGHT, parameters[0])] = list(parameters)
-            states = [self._optimizer.of(parameter) for parameter in parameters]
+        for name, tensors in self._named.items():
+            held[_kind(name, WEIGHT, tensors[0])] = tensors
+            states = [self._optimizer.of(tensor) for tensor in tensors]
             for key, value in states[0].items():
                 held[_kind(name, key, value)] = [state[key] for state in states if key in state]
-        for name, buffers in self._buffers.items():
-            held[_kind(name, WEIGHT, buffers[0])] = list(buffers)
         return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
         """Implement `TrainingState.gradients`."""
-        gradients = {name: parameters[0].grad for name, parameters in self._named.items()}
+        gradients = {name: tensors[0].grad for name, tensors in self._named.items()}
         present = {name: whole(g).float() for name, g in gradients.items() if g is not None}
         report(present, self._mesh, observe)
 

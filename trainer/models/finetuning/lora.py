@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.models.finetuning import lora_weights
 from trainer.models.finetuning.lora_folder import STEM, Started, completed
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
@@ -93,13 +93,17 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
     config = _peft_config(spec, options, targets)
 
     def build() -> nn.Module:
-        return _injected(spec.build(), config)
+        """Put adapters into a model on the meta device; PEFT decides what is trained."""
+        from peft import inject_adapter_in_model
 
-    try:
+        model, own = spec.build(), copy.deepcopy(config)
+        with torch.device("meta"):
+            return inject_adapter_in_model(own, model, lora_weights.ADAPTER, low_cpu_mem_usage=True)
+
+    with refused(
+        "trainer.adapter", "an adapter that PEFT makes", ValueError, TypeError, named=True
+    ):
         model = build()
-    except (ValueError, TypeError) as error:
-        expected = "an adapter that PEFT makes"
-        raise ConfigError(Problem("trainer.adapter", named_line(error), expected)) from error
     published = _published(model)
     training = _training(spec, model, published)
     values = sum(parameter.numel() for parameter in model.parameters())
@@ -177,15 +181,6 @@ def _peft_config(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Any:
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else spec.name,
         revision=None if folder.is_dir() else spec.files.revision,
     )
-
-
-def _injected(model: nn.Module, config: Any) -> nn.Module:
-    """Put adapters into a model on the meta device, in place; PEFT decides what is trained."""
-    from peft import inject_adapter_in_model
-
-    own = copy.deepcopy(config)
-    with torch.device("meta"):
-        return inject_adapter_in_model(own, model, lora_weights.ADAPTER, low_cpu_mem_usage=True)
 
 
 def _published(model: nn.Module) -> dict[str, str]:

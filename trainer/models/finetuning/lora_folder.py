@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.config.grammar import show
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
-from trainer.errors import ConfigError, Problem, first_line, listed
+from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.storage import parse_json, read_file
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"
@@ -106,22 +106,20 @@ class Started:
             return file.get_tensor(name)  # type: ignore[no-any-return]
 
     def _shapes(self) -> dict[str, tuple[int, ...]]:
-        try:
-            with safe_open(self._file, "pt") as file:
-                names = file.keys()
-                return {name: tuple(file.get_slice(name).get_shape()) for name in names}
-        except (OSError, SafetensorError) as error:
-            seen, expected = first_line(error), "the adapter's safetensors"
-            raise ConfigError(Problem(f"{PLACE}: {self._file}", seen, expected)) from error
+        place, expected = f"{PLACE}: {self._file}", "the adapter's safetensors"
+        with (
+            refused(place, expected, OSError, SafetensorError),
+            safe_open(self._file, "pt") as file,
+        ):
+            names = file.keys()
+            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
 
 
 def read_config(file: Path) -> dict[str, Any]:
     """Return PEFT's config of a LoRA adapter. Raises ConfigError for any other file."""
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
-    try:
+    with refused(f"{PLACE}: {file}", expected, OSError, ValueError):
         given = parse_json(read_file(file))
-    except (OSError, ValueError) as error:
-        raise ConfigError(Problem(f"{PLACE}: {file}", first_line(error), expected)) from error
     if not isinstance(given, dict) or given.pop("peft_type", None) != "LORA":
         raise ConfigError(Problem(f"{PLACE}: {file}", "no adapter of the type LORA", expected))
     return given

@@ -22,7 +22,7 @@ from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.parallel.recompute import tiles
-from trainer.parallel.recompute.offload import OnHost
+from trainer.parallel.recompute.offload import on_host
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")
 """Matrix products by their names in `aten`, besides all that end in `grouped_mm`."""
@@ -62,7 +62,7 @@ def _recomputed(
     if recompute.mode == "selective":
         copied = () if torch.compiler.is_compiling() else copied  # it writes nothing over
         contexts["context_fn"] = partial(_selective, recompute.every, copied)
-    with OnHost() if recompute.mode == "offload" else nullcontext():
+    with on_host() if recompute.mode == "offload" else nullcontext():
         return checkpoint(
             forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=draws
         )

@@ -9,15 +9,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 
-class OnHost(saved_tensors_hooks):
-    """A context in which a forward pass keeps hidden states on the host until its backward pass.
+def on_host() -> saved_tensors_hooks:
+    """Return a context in which a forward pass keeps hidden states on the host for its backward.
 
     On a GPU they are copied to pinned memory on a stream of their own, beside the computation:
     `torch.autograd.graph.save_on_cpu` would wait for each copy.
     """
-
-    def __init__(self) -> None:
-        super().__init__(_keep, _restore)
+    return saved_tensors_hooks(_keep, _restore)
 
 
 def _keep(tensor: torch.Tensor) -> Any:

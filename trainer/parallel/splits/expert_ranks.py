@@ -134,7 +134,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     place = f"expert_parallel.autoep_size: {spec.name}"
     hint = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
     problems = list(dict.fromkeys(_problems(spec, layout)))
-    if not problems and (seen := difference(spec, layout.expert, _spread, _no_terms)):
+    if not problems and (
+        seen := difference(spec, layout.expert, _spread, lambda small: lambda name: False)
+    ):
         problems = [(seen, "what one process computes")]
     if problems:
         raise ConfigError(*(Problem(place, seen, expected, hint) for seen, expected in problems))
@@ -160,7 +162,3 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
 def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> None:
     for name in stacks(model, spec):
         spread(model.get_submodule(name), ranks, part, ranks)
-
-
-def _no_terms(spec: ModelSpec) -> Callable[[str], bool]:
-    return lambda name: False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -103,18 +104,11 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 
 
 def _group(args: Any) -> tuple[int, ...]:
-    for value in args:
-        if isinstance(value, torch.ScriptObject):
-            try:
-                return tuple(dist.get_process_group_ranks(ProcessGroup.unbox(value)))
-            except (RuntimeError, TypeError):  # a reduce operation is a ScriptObject, too
-                continue
-    for value in reversed(args):
-        if isinstance(value, str):
-            try:
-                return tuple(dist.get_process_group_ranks(_resolve_process_group(value)))  # type: ignore[arg-type]
-            except (RuntimeError, ValueError):  # a word for the reduction
-                continue
+    boxed = [(ProcessGroup.unbox, value) for value in args if isinstance(value, torch.ScriptObject)]
+    named = [(_resolve_process_group, word) for word in reversed(args) if isinstance(word, str)]
+    for group_of, value in (*boxed, *named):
+        with suppress(RuntimeError, TypeError, ValueError):  # a reduction is either of them, too
+            return tuple(dist.get_process_group_ranks(group_of(value)))
     return ()
 
 
