@@ -66,10 +66,8 @@ def materialise(
                 values.initialise(root, name, module)
         own: dict[nn.Parameter, nn.Parameter] = {}  # whole value -> the part that is kept
         for meta, value in values.whole.items():
-            low = placement.base_dtype if meta in base else None
-            storage = placement.storage or placement.device
-            kept = _own(value, meta, storage, low or placement.dtype, plain=placement.plain)
-            own[value] = values.made[meta] = kept
+            dtype = (placement.base_dtype if meta in base else None) or placement.dtype
+            own[value] = values.made[meta] = _own(value, meta, placement, dtype)
         values.whole.clear()
         for _, module in unit:
             parameters = module._parameters.items()
@@ -175,19 +173,15 @@ def _joined(module: str, key: str) -> str:
 
 
 def _own(
-    value: nn.Parameter,
-    meta: nn.Parameter,
-    storage: torch.device,
-    dtype: torch.dtype,
-    *,
-    plain: bool,
+    value: nn.Parameter, meta: nn.Parameter, placement: Placement, dtype: torch.dtype
 ) -> nn.Parameter:
     """Return what this process keeps of a parameter: the whole, or its shard of a DTensor."""
+    storage = placement.storage or placement.device
     if isinstance(meta, DTensor):
         # `from_local` would move offloaded parameters to the mesh's device
         kept: torch.Tensor = torch.empty_like(meta.detach(), dtype=dtype, device=storage)
         cast(DTensor, kept).to_local().copy_(own_shard(value.detach(), meta))
-        kept = cast(DTensor, kept).to_local() if plain else kept
+        kept = cast(DTensor, kept).to_local() if placement.plain else kept
         parameter = nn.Parameter(kept, requires_grad=value.requires_grad)
     else:
         parameter = value

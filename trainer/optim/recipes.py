@@ -55,14 +55,10 @@ class Classes:
     """The class in `deepspeed` if `offload_optimizer` keeps the state on the host."""
 
 
-_CLIPS_MUON = (
-    "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient, and one "
-    "learning-rate schedule is set for both of its halves"
-)
-_MUP = (
-    "it scales rates by base shapes of each model, which the package mup needs and a JSON can't "
-    "give"
-)
+_CLIPS = "under ZeRO DeepSpeed clips Muon's orthogonalised update in place of the gradient"
+_CLIPS_MUON = f"{_CLIPS}, and one learning-rate schedule is set for both of its halves"
+_SHAPES = "it scales rates by base shapes of each model"
+_MUP = f"{_SHAPES}, which the package mup needs and a JSON can't give"
 _LAMB = (
     "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; "
     "without ZeRO DeepSpeed's kernel is for GPUs, and not proven here"
@@ -172,17 +168,13 @@ def in_deepspeed(
     ):
         library = "deepspeed.ops.adam.FusedAdam"
     if library == "deepspeed.ops.lion.FusedLion" and device != "cuda":
-        return No(
-            "DeepSpeed's FusedLion is for GPUs; on a CPU offload_optimizer brings its "
-            "DeepSpeedCPULion"
-        )
+        on_host = "on a CPU offload_optimizer brings its DeepSpeedCPULion"
+        return No(f"DeepSpeed's FusedLion is for GPUs; {on_host}")
     sharded = layout.zero_stage > 0 or layout.precision != "float32"
     untested = kind in _PASSED and layout.zero_stage > 0
     if untested and not settings.get("zero_allow_untested_optimizer"):
-        return No(
-            f'DeepSpeed takes {kind} under ZeRO only with "zero_allow_untested_optimizer": true; '
-            "the mesh engine runs it without"
-        )
+        key = '"zero_allow_untested_optimizer": true; the mesh engine runs it without'
+        return No(f"DeepSpeed takes {kind} under ZeRO only with {key}")
     if library == "torch.optim.Adagrad" and sharded and grouped:
         return No(
             "under ZeRO DeepSpeed makes Adagrad anew with one weight decay and one rate for all "
@@ -192,16 +184,12 @@ def in_deepspeed(
     float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     bfloat16 = layout.precision == "bfloat16" and layout.zero_stage <= 1
     if library == "torch.optim.Adagrad" and float32 and bfloat16:
-        return No(
-            "DeepSpeed's optimizer of bfloat16 with float32 gradients leaves out Adagrad's first "
-            "state; use ZeRO-2"
-        )
+        optimizer = "DeepSpeed's optimizer of bfloat16 with float32 gradients"
+        return No(f"{optimizer} leaves out Adagrad's first state; use ZeRO-2")
     offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
     if device == "cuda" and offload.get("ratio", 1) < 1:
-        return No(
-            "below an offload_optimizer.ratio of 1 DeepSpeed steps what stays on the GPU by an "
-            "AdamW that no learning-rate schedule reaches; set it to 1"
-        )
+        steps = "DeepSpeed steps what stays on the GPU by an AdamW that no learning-rate schedule"
+        return No(f"below an offload_optimizer.ratio of 1 {steps} reaches; set it to 1")
     return _recipe(_adam(library, params), params)
 
 

@@ -88,20 +88,15 @@ def stages_of_rank(
     for index in mesh.stages:
         model, dropout = wrap_blocks(spec, task, layout, mesh, ranges[index])
         stage_input = cut(model, spec, boundary, ranges[index])
-        stage = Stage(
-            model, task, stage_input, dropout, ranges[index], last=index + 1 == layout.stages
-        )
+        last = index + 1 == layout.stages
+        stage = Stage(model, task, stage_input, dropout, ranges[index], last=last)
         finish(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in ranges[index])))
         stages.append(stage)
     blocks = " | ".join(str(len(blocks)) for blocks in ranges)
-    bubble = (layout.pipeline - 1) / (
-        layout.accumulation * layout.schedule.stages_per_rank + layout.pipeline - 1
-    )
-    note = (
-        f"{layout.stages} pipeline stages of {blocks} blocks; idle for about {bubble:.0%} of a "
-        f"step by {layout.schedule.name}"
-    )
-    return stages, note
+    waits, rounds = layout.pipeline - 1, layout.accumulation * layout.schedule.stages_per_rank
+    bubble = waits / (rounds + waits)
+    idle = f"idle for about {bubble:.0%} of a step by {layout.schedule.name}"
+    return stages, f"{layout.stages} pipeline stages of {blocks} blocks; {idle}"
 
 
 def give_values(

@@ -55,22 +55,17 @@ def check_layout(
 ) -> None:
     """Raise ConfigError for a layout that can't train the model as one process does."""
     if findings.unproven and layout.world_size > 1:
-        seen = (
-            f"no tiny copy of it can be tried ({findings.unproven}), so that nothing shows what "
-            "ranks would differ in"
-        )
+        untried = f"no tiny copy of it can be tried ({findings.unproven})"
+        seen = f"{untried}, so that nothing shows what ranks would differ in"
         raise _refused(spec, "processes", seen, "one process")
     if findings.moves_buffers and layout.world_size > 1:
         seen = f"training changes its buffer {findings.moves_buffers}: each rank would have another"
         raise _refused(spec, "processes", seen, "one process, or a module without such buffers")
     if layout.sync_batch_norm and findings.normalises:
         norms = running_norms(spec.build()).items()
-        if other := [
-            f"{name} ({type(norm).__name__})"
-            for name, norm in norms
-            if not isinstance(norm, _BatchNorm)
-        ]:
-            seen = f"it keeps running statistics in {other[0]}, which is no batch norm"
+        if other := [(name, norm) for name, norm in norms if not isinstance(norm, _BatchNorm)]:
+            place = f"{other[0][0]} ({type(other[0][1]).__name__})"
+            seen = f"it keeps running statistics in {place}, which is no batch norm"
             raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
     if findings.normalises and layout.micro_batch == 1:
         key = "train_micro_batch_size_per_gpu"
@@ -99,16 +94,12 @@ def check_layout(
 def _check_pipeline(spec: ModelSpec, findings: Findings) -> None:
     key = "pipeline.stages"
     if spec.language.own_loss:
-        seen = (
-            "the router's loss (output_router_logits) is a product of means over all layers: no "
-            "sum over stages"
-        )
+        product = "a product of means over all layers: no sum over stages"
+        seen = f"the router's loss (output_router_logits) is {product}"
         raise _refused(spec, key, seen, "1 stage, or output_router_logits false")
     if findings.draws.between:
-        seen = (
-            "it draws random numbers between its blocks, which a stage could only repeat by "
-            "running those before"
-        )
+        draws = "it draws random numbers between its blocks"
+        seen = f"{draws}, which a stage could only repeat by running those before"
         raise _refused(spec, key, seen, "1 stage, or a model config without that dropout")
     if findings.draws.any:
         _try(key, spec, lambda: _check_stages(spec))
@@ -127,11 +118,9 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
     }
     for key, need in needs.items():
         if need and not spec.blocks:
-            seen = (
-                "it has no list of modules that run once each, in order, from hidden state to "
-                "hidden state"
-            )
-            raise _refused(spec, key, f"{need}, and {seen}", "a model of repeated blocks")
+            once = "modules that run once each, in order, from hidden state to hidden state"
+            seen = f"{need}, and it has no list of {once}"
+            raise _refused(spec, key, seen, "a model of repeated blocks")
     if layout.recompute.tile and not tiles.mlps(spec.build(), spec):
         seen = "no module of its blocks gets one tensor, and has two matrices but no routed experts"
         raise _refused(spec, TILED, seen, "a model with such MLPs")
@@ -141,10 +130,8 @@ def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
     """Return a note on the samples that are normalised together, unless they are all of a step."""
     if not findings.normalises or layout.accumulation * layout.data_ranks == 1:
         return ()
-    own = (
-        f"batch norm ({findings.normalises}, ...) takes statistics of {layout.micro_batch} "
-        "samples at a time"
-    )
+    samples = f"{layout.micro_batch} samples at a time"
+    own = f"batch norm ({findings.normalises}, ...) takes statistics of {samples}"
     if layout.data_ranks == 1:
         return (f"{own}, a micro-batch",)
     if layout.sync_batch_norm:
@@ -177,10 +164,8 @@ def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
     try:
         task.loss_sum(model.train(), small.tiny.input.batches[1])
     except ValueError as error:
-        seen = (
-            f"a micro-batch of 1 sample, of which batch norm ({name}, ...) can take no "
-            f"statistics: {error}"
-        )
+        single = "a micro-batch of 1 sample, of which batch norm"
+        seen = f"{single} ({name}, ...) can take no statistics: {error}"
         key = "train_micro_batch_size_per_gpu"
         raise _refused(spec, key, seen, "at least 2 samples") from error
 
@@ -213,10 +198,8 @@ def _check_stages(spec: ModelSpec) -> None:
             hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
     error = float((hidden - output).abs().max() / output.abs().max())
     if not error <= TOLERANCE:  # nor NaN
-        seen = (
-            "stages that start from their own seeds give other logits than the whole model, by "
-            f"{error:.1e}"
-        )
+        stages = "stages that start from their own seeds"
+        seen = f"{stages} give other logits than the whole model, by {error:.1e}"
         expected = "1 stage, or a model config without what is random in it"
         raise _refused(spec, "pipeline.stages", seen, expected)
 

@@ -35,13 +35,10 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
     """
     patches.prepare_compiler()
 
+    dynamic, backend = False if tensor else None, TRIED if trial else BACKEND
+
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-        graph = torch.compile(
-            function,
-            fullgraph=True,
-            dynamic=False if tensor else None,
-            backend=TRIED if trial else BACKEND,
-        )
+        graph = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
         return graph if trial else _Compiled(function, graph)
 
     for name in spec.blocks:
@@ -79,17 +76,15 @@ class _Compiled:
 def refusal(layout: Layout) -> str | None:
     """Return the reason why the blocks of a layout can't be compiled, or None."""
     if layout.recompute.mode == "offload":
-        return (
-            "Blocks whose activations are moved to the host (trainer.activation_checkpointing "
-            "offload) can't be compiled. Use full or selective."
-        )
+        key = "trainer.activation_checkpointing offload"
+        moved = f"Blocks whose activations are moved to the host ({key})"
+        return f"{moved} can't be compiled. Use full or selective."
     if layout.expert > 1:
         return "How many tokens go to which rank's experts (expert_parallel) is read on the host."
     if layout.pipeline > 1 and layout.schedule.splits_backward:
-        return (
-            f"{layout.schedule.name} computes gradients of weights apart, and a compiled block "
-            "computes all of its gradients at once. Use the schedule 1F1B or Interleaved1F1B."
-        )
+        block = "a compiled block computes all of its gradients at once"
+        apart = f"{layout.schedule.name} computes gradients of weights apart, and {block}"
+        return f"{apart}. Use the schedule 1F1B or Interleaved1F1B."
     return None
 
 

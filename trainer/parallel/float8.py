@@ -28,10 +28,8 @@ def refusal(layout: Layout) -> str | None:
     if not installed("torchao"):
         return "trainer.float8 needs torchao (pip install 'meshloom[float8]')."
     if layout.tensor > 1 or layout.zero_stage == 0 or layout.offloads:
-        return (
-            "trainer.float8 is for weights that ZeRO shards and keeps on the device, without "
-            "tensor parallelism."
-        )
+        weights = "weights that ZeRO shards and keeps on the device, without tensor parallelism"
+        return f"trainer.float8 is for {weights}."
     return None
 
 

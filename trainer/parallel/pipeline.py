@@ -90,14 +90,11 @@ class PipelineRun:
             unit.reshard()
         batches = self._task.padded(micro_batches)
         losses: list[torch.Tensor] = []
-        self._schedule(batches).step(
-            micro_batches=[
-                {"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)
-            ],
-            target=torch.empty(len(batches)),
-            losses=losses,
-            return_outputs=False,
-        )
+        given = [
+            {"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)
+        ]
+        more = {"target": torch.empty(len(batches)), "losses": losses, "return_outputs": False}
+        self._schedule(batches).step(micro_batches=given, **more)
         if losses:
             return torch.stack(losses).sum().detach() / scale
         return torch.zeros((), device=self._device)

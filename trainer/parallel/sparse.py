@@ -24,18 +24,14 @@ class Used:
     def __init__(self, modules: Sequence[nn.Module], mesh: ParallelMesh) -> None:
         self._parameters = [p for module in modules for p in module.parameters() if p.requires_grad]
         self._flags = [False] * len(self._parameters)
-        self._sharded = False
         # on the host, of ranks with the same parameters and other samples
         rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
         self._group: Any = group_of_rows(rows, backend="gloo")
         index = {parameter: i for i, parameter in enumerate(self._parameters)}
-        for unit in (
-            m for module in modules for m in module.modules() if isinstance(m, FSDPModule)
-        ):
-            self._sharded = True
-            unit.set_reduce_scatter_unused_params(
-                True, recurse=False
-            )  # then every rank reduces the same parameters
+        units = [m for module in modules for m in module.modules() if isinstance(m, FSDPModule)]
+        self._sharded = bool(units)
+        for unit in units:
+            unit.set_reduce_scatter_unused_params(True, recurse=False)  # the same on every rank
             self._watch(unit, index)
 
     def agree(self) -> None:
@@ -56,12 +52,8 @@ class Used:
 
     def _watch(self, unit: nn.Module, index: dict[nn.Parameter, int]) -> None:
         """Watch the gradients of gathered parameters: shards have zeros where there was none."""
-        inner = {
-            m
-            for child in unit.modules()
-            if isinstance(child, FSDPModule) and child is not unit
-            for m in child.modules()
-        }
+        children = [m for m in unit.modules() if isinstance(m, FSDPModule) and m is not unit]
+        inner = {module for child in children for module in child.modules()}
         own = [
             (module, key, index[parameter])
             for module in unit.modules()

@@ -60,10 +60,7 @@ class CausalLM:
 
     @classmethod
     def of(
-        cls,
-        spec: ModelSpec,
-        padding_id: int = 0,
-        attention: Callable[[], Attention] | None = None,
+        cls, spec: ModelSpec, padding_id: int = 0, attention: Callable[[], Attention] | None = None
     ) -> CausalLM:
         """Build the task of training this model; without `attention`, a tiny copy is tried."""
         model = spec.language

@@ -154,11 +154,8 @@ class _CrossEntropy(torch.autograd.Function):
                 _add_product(weight_grad, low.T, part)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
-        ctx.save_for_backward(
-            given_grad,
-            None if weight_grad is None else weight_grad.to(given.dtype),
-            None if bias_grad is None else bias_grad.to(given.dtype),
-        )
+        sums = [None if s is None else s.to(given.dtype) for s in (weight_grad, bias_grad)]
+        ctx.save_for_backward(given_grad, *sums)
         return total
 
     @staticmethod
@@ -186,10 +183,7 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
 
 
 def _chunk_loss(
-    logits: torch.Tensor,
-    targets: torch.Tensor,
-    smoothing: float = 0.0,
-    words: Words | None = None,
+    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, words: Words | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a chunk's losses [n], and the gradient of their sum in the logits' memory [n, v]."""
     counted = targets != IGNORED

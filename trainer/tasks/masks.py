@@ -152,10 +152,8 @@ def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
 
 def _refuse(*_: Any) -> bool:
     """Refuse flash attention without borders: position ids would show them in a single row only."""
-    seen = (
-        "the model's code does not tell flash attention where documents end: they would see one "
-        "another"
-    )
+    untold = "the model's code does not tell flash attention where documents end"
+    seen = f"{untold}: they would see one another"
     expected = "a model that hands cu_seq_lens on"
     mend = 'Set trainer.model.attention to "sdpa", or trainer.data.documents to "pad".'
     raise ConfigError(Problem("trainer.data.documents", seen, expected, mend))

@@ -59,10 +59,8 @@ def refusal(layout: Layout) -> str | None:
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):
         return reason
     if layout.replicate > 1 and layout.shard > 1:
-        return (
-            "DeepSpeed removed MiCS, and hpZ replicates weights only: it has no sharding within "
-            "replicas (HSDP)."
-        )
+        removed = "DeepSpeed removed MiCS, and hpZ replicates weights only"
+        return f"{removed}: it has no sharding within replicas (HSDP)."
     if layout.zero_stage > 0 and layout.replicate > 1:
         return f"ZeRO-{layout.zero_stage} shards over all data ranks; replicate must be 1."
     return None

@@ -64,14 +64,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     layer = _StageLayer(stage, first=rank == 0)
     layers = [layer if index == rank else nn.Identity() for index in range(layout.stages)]
     with redirect_stdout(io.StringIO()):  # it prints its topology
-        module = PipelineModule(
-            layers,
-            topology=PipeDataParallelTopology(
-                num_pp=layout.pipeline, num_dp=layout.averaging_ranks
-            ),
-            partition_method="uniform",
-            loss_fn=layer.loss,
-        )
+        topology = PipeDataParallelTopology(num_pp=layout.pipeline, num_dp=layout.averaging_ranks)
+        options = {"partition_method": "uniform", "loss_fn": layer.loss}
+        module = PipelineModule(layers, topology=topology, **options)
     tied = {f"model.{name}" for name in job.spec.tied.values()}
     pair = ends(mesh) if tied else None
 

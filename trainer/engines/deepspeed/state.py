@@ -202,12 +202,10 @@ class MasterState:
         value = self._split.own(parameter, value)
         if key == WEIGHT:
             self._write_weight(parameter, value)
-        elif key == MASTER:
-            self._write_flat(parameter, value, None)
-        elif self._flat is None:
-            _copy(self._inner.state[parameter][key], value)
+        elif key == MASTER or self._flat is not None:
+            self._write_flat(parameter, value, None if key == MASTER else key)
         else:
-            self._write_flat(parameter, value, key)
+            _copy(self._inner.state[parameter][key], value)
 
     def _write_weight(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
         if self._partitioned:
@@ -239,10 +237,8 @@ class MasterState:
         if self._flat is not None:
             known = self._scalars.get(key)
             if known is not None and known != float(value):
-                seen = (
-                    f"{key} {float(value):g} of {name}, {known:g} of others: it had no gradient in "
-                    "some steps"
-                )
+                counts = f"{key} {float(value):g} of {name}, {known:g} of others"
+                seen = f"{counts}: it had no gradient in some steps"
                 expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
                 hint = 'Set trainer.engine to "mesh"'
                 raise ConfigError(Problem("optimizer state", seen, expected, hint))

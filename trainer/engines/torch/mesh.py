@@ -46,16 +46,13 @@ def refusal(layout: Layout) -> str | None:
     if reason := float8.refusal(layout):
         return reason
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
-        return (
-            f"trainer.pipeline_schedule {schedule} needs PyTorch 2.15; this is "
-            f"{torch.__version__}. Use 1F1B, Interleaved1F1B or InterleavedZeroBubble."
-        )
+        needs = f"needs PyTorch 2.15; this is {torch.__version__}"
+        others = "Use 1F1B, Interleaved1F1B or InterleavedZeroBubble."
+        return f"trainer.pipeline_schedule {schedule} {needs}. {others}"
     if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
-        return (
-            f"{layout.schedule.name} with ZeRO-3 gives wrong gradients without a word: FSDP2 frees "
-            "parameters between the two halves of the backward pass. Use ZeRO-2, or the schedule "
-            "1F1B."
-        )
+        frees = "FSDP2 frees parameters between the two halves of the backward pass"
+        wrong = f"{schedule} with ZeRO-3 gives wrong gradients without a word"
+        return f"{wrong}: {frees}. Use ZeRO-2, or the schedule 1F1B."
     if layout.updated != "float32" and layout.float8 != "none":
         return "float8 products are proven beside float32 weights; set bf16_optimizer_states false."
     if layout.precision == "float16":
@@ -63,17 +60,13 @@ def refusal(layout: Layout) -> str | None:
             "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
         )
     if layout.precision != "float32" and layout.zero_stage == 0:
-        return (
-            "DDP in bfloat16 would keep no float32 weights; set a ZeRO stage, or use the "
-            "deepspeed engine."
-        )
+        mend = "set a ZeRO stage, or use the deepspeed engine."
+        return f"DDP in bfloat16 would keep no float32 weights; {mend}"
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         return "FSDP2 offloads to the CPU only."
     if layout.offloads and layout.pipeline * layout.tensor > 1:
-        return (
-            "Pipelines and tensor parallelism add gradients up on the device, where offload "
-            "does not keep them."
-        )
+        on_device = "add gradients up on the device, where offload does not keep them."
+        return f"Pipelines and tensor parallelism {on_device}"
     return None
 
 

@@ -100,18 +100,16 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
         with torch.device("meta"):
             return inject_adapter_in_model(own, model, lora_weights.ADAPTER, low_cpu_mem_usage=True)
 
-    with refused(
-        "trainer.adapter", "an adapter that PEFT makes", ValueError, TypeError, named=True
-    ):
+    expected = "an adapter that PEFT makes"
+    with refused("trainer.adapter", expected, ValueError, TypeError, named=True):
         model = build()
     published = _published(model)
     training = _training(spec, model, published)
     values = sum(parameter.numel() for parameter in model.parameters())
     held = sum(training.frozen.values())
-    note = (
-        f"LoRA of rank {options.r} in {len(targets)} layers: {(values - held) / 1e6:,.2f} M values "
-        f"are trained, the other {held / 1e6:,.1f} M of {spec.name} are frozen"
-    )
+    learned = f"{(values - held) / 1e6:,.2f} M values are trained"
+    still = f"the other {held / 1e6:,.1f} M of {spec.name} are frozen"
+    note = f"LoRA of rank {options.r} in {len(targets)} layers: {learned}, {still}"
     head, plain = spec.build().get_output_embeddings(), spec.language.plain_head  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     plan = _tensor_plan(spec, targets)

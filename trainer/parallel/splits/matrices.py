@@ -262,11 +262,9 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     model = spec.build()
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     if not plan:
-        yield (
-            "its family has no tensor plan in transformers, and its blocks have no linear layers "
-            "to make one of",
-            "a model with `base_model_tp_plan`",
-        )
+        lacks = "its blocks have no linear layers to make one of"
+        seen = f"its family has no tensor plan in transformers, and {lacks}"
+        yield seen, "a model with `base_model_tp_plan`"
     for name, style in plan.items():
         layer, rows = modules.get(name), style.startswith("rowwise")
         if style in (*UNSPLIT, experts.STYLE):
@@ -276,10 +274,8 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
             what, width = "in_features" if rows else "out_features", widths(layer)[not rows]
         else:
-            yield (
-                f"{name} is to be split as {style!r}",
-                f"linear layers, split as one of {', '.join(STYLES)}",
-            )
+            seen = f"{name} is to be split as {style!r}"
+            yield seen, f"linear layers, split as one of {', '.join(STYLES)}"
             continue
         if width % size:
             seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
@@ -287,10 +283,7 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     yield from experts.problems(spec, size)
     regions = {layer_of(name).rpartition(".")[0] for name in plan if plan[name] == "colwise"}
     if any("att" in region for region in regions):
-        counts = {
-            "attention heads": spec.language.heads,
-            "key-value heads": spec.language.kv_heads,
-        }
+        counts = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
         for what, heads in counts.items():
             if heads % size:
                 seen = f"{heads} {what} = {heads // size} x {size} + {heads % size}"

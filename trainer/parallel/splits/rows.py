@@ -127,9 +127,8 @@ def _difference(spec: ModelSpec, task: Any, packed: bool, in_groups: bool) -> st
             model = own.prepare(tiny(spec)[1])
             whole = loss()
             if not len(ranks):
-                return (
-                    f"its attention ({model.config._attn_implementation}) is not transformers' SDPA"
-                )
+                kind = model.config._attn_implementation
+                return f"its attention ({kind}) is not transformers' SDPA"
             _compare(loss(0) + loss(1), whole, "it mixes tokens after attention")
         except _Differs as difference:
             return str(difference)

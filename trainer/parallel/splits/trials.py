@@ -51,9 +51,8 @@ def difference(
     with own_randomness(), ThreadPoolExecutor(size) as threads:
         whole, *parts = (_Pass(small, _RankThread(n, slots, barrier)) for n in (0, *range(size)))
         errors = [whole.run(), *threads.map(lambda part: part.run(split), parts)]
-    if failed := sorted(
-        filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError)
-    ):
+    failed = sorted(filter(None, errors), key=lambda error: isinstance(error, BrokenBarrierError))
+    if failed:
         return f"a tiny copy of it fails in parts: {named_line(failed[0])}"
     for name in filter(is_partial(small), whole.gradients):
         terms = [part.gradients[name] for part in parts if name in part.gradients]
@@ -141,10 +140,9 @@ class _Pass(TorchDispatchMode):
         """Yield in words where this rank differs from one process, the first place first."""
         for (place, shape), (_, expected) in zip(self._draws, whole._draws, strict=False):
             if shape != expected:
-                yield (
-                    f"{pattern_of(place)} draws random numbers (dropout) inside what is split: for "
-                    f"{shape} on a rank, where one process draws for {expected}"
-                )
+                shapes = f"for {shape} on a rank, where one process draws for {expected}"
+                place = pattern_of(place)
+                yield f"{place} draws random numbers (dropout) inside what is split: {shapes}"
         dims = {name: self._dims.get(p) for name, p in self.model.named_parameters()}
         ours = {"": self._loss} | dict(reversed(self.gradients.items()))
         theirs = {name: self._own(g, dims[name]) for name, g in reversed(whole.gradients.items())}

@@ -72,9 +72,8 @@ def _logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of this rank's words."""
     words, bias = words_of(head.weight), head.bias
     assert words is not None
-    return F.linear(
-        words.ranks.enter(hidden), local(head.weight), None if bias is None else local(bias)
-    )
+    own = None if bias is None else local(bias)
+    return F.linear(words.ranks.enter(hidden), local(head.weight), own)
 
 
 def looks_up(module: nn.Module) -> bool:

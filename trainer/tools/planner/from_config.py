@@ -21,6 +21,7 @@ from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.classifiers import Images
 from trainer.models.materialise import SMALL
+from trainer.models.names import tensors_of
 from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_token
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
@@ -205,9 +206,7 @@ def _of_shapes(spec: ModelSpec) -> ModelSpec:
 
     @cache
     def shapes() -> dict[str, torch.Size]:
-        model = spec.build()
-        named: list[tuple[str, torch.Tensor]] = list(model.named_buffers(remove_duplicate=False))
-        named += model.named_parameters(remove_duplicate=False)
+        named = tensors_of(spec.build()).items()
         return {name: tensor.shape for name, tensor in named if tensor.numel() <= most}
 
     def constructed(name: str) -> torch.Tensor | None:
