@@ -44,7 +44,7 @@ from tests.support.training import (
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.errors import ConfigError
 from trainer.models.finetuning.lora import adapted
-from trainer.models.finetuning.lora_weights import MadeUpWeights
+from trainer.models.finetuning.lora_weights import made_up
 from trainer.models.materialise import materialise
 from trainer.models.opened import opened
 from trainer.models.spec import ModelFiles
@@ -505,7 +505,7 @@ def test_a_run_may_start_from_an_adapter(tmp_path):
     theirs = saved_by_peft(tmp_path / "one")
     section = AdapterSection(path=str(tmp_path / "one"), dropout=0.1)
     base = spec_of(UNTIED)
-    spec = adapted(replace(base, weights=MadeUpWeights(base)), section)
+    spec = adapted(replace(base, weights=made_up(base)), section)
     model = spec.build()
     materialise(model, spec, seed=3)
     named = dict(model.named_parameters())

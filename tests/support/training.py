@@ -190,13 +190,13 @@ def spec_in(case: Case, path: str | None = None) -> Any:
     from trainer.config.sections.model_and_data import AdapterSection, ParameterGroup
     from trainer.models.finetuning.frozen import frozen
     from trainer.models.finetuning.lora import adapted
-    from trainer.models.finetuning.lora_weights import MadeUpWeights
+    from trainer.models.finetuning.lora_weights import made_up
     from trainer.models.finetuning.tuned import tuned
 
     spec = spec_of(case.model, path)
     if case.adapter is not None:
         spec = adapted(
-            replace(spec, weights=spec.weights if path else MadeUpWeights(spec)),
+            replace(spec, weights=spec.weights if path else made_up(spec)),
             AdapterSection(**case.adapter),
         )
     return tuned(frozen(spec, case.freeze), [ParameterGroup(**group) for group in case.groups])

@@ -74,14 +74,10 @@ def fresh_state(optimizer: Optimizer, like: torch.Tensor, steps: int = 1) -> dic
     finally:
         put({"param_groups": groups, "state": states})
     with torch.no_grad():
-        return {
-            key: torch.zeros_like(like, dtype=value.dtype) if _is_like(value, stand_in) else value
-            for key, value in state.items()
-        }
-
-
-def _is_like(value: Any, tensor: torch.Tensor) -> bool:
-    return torch.is_tensor(value) and value.shape == tensor.shape
+        for key, value in state.items():
+            if torch.is_tensor(value) and value.shape == stand_in.shape:
+                state[key] = torch.zeros_like(like, dtype=value.dtype)
+    return state
 
 
 def elsewhere(name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[StateTensor]:

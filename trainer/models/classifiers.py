@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.own import module
-from trainer.models.spec import ModelSpec, Weights
+from trainer.models.spec import MadeWeights, ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
 
 DESCRIPTION = "module.json"
@@ -241,7 +240,7 @@ def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]
     return {name: own[id(tensor)] for name, tensor in tensors}
 
 
-class _Published:
+class _Published(Weights):
     """Weights in files that use the model's own names."""
 
     def __init__(self, files: SafetensorsFolder, names: Mapping[str, str]) -> None:
@@ -250,10 +249,8 @@ class _Published:
     def read(self, name: str) -> torch.Tensor | None:
         return self._files.read(self._names.get(name, name))
 
-    def release(self) -> None: ...
 
-
-class _Pretrained:
+class _Pretrained(MadeWeights):
     """Torchvision's weights; a head for another number of classes gets initial values."""
 
     def __init__(
@@ -263,22 +260,18 @@ class _Pretrained:
         head: Sequence[str],
         initial: Weights,
     ) -> None:
-        self._classifier, self._names, self._head, self._initial = classifier, names, head, initial
-
-    @cached_property
-    def _state(self) -> Mapping[str, torch.Tensor]:
-        return self._classifier.state()
+        super().__init__(classifier.state)
+        self._names, self._head, self._initial = names, head, initial
 
     def read(self, name: str) -> torch.Tensor | None:
         own = self._names.get(name, name)
         # older files lack the counts of batches, and a batch norm starts at zero then
-        if own in self._head or (own not in self._state and own.endswith("num_batches_tracked")):
+        if own in self._head or (own not in self._values and own.endswith("num_batches_tracked")):
             return self._initial.read(name)
-        value = self._state.get(own)
-        return None if value is None else value.clone()
+        return super().read(own)
 
     def release(self) -> None:
-        self.__dict__.pop("_state", None)
+        super().release()
         self._initial.release()
 
 

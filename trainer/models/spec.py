@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -31,13 +32,29 @@ class Weights(Protocol):
         """Free the weights held in memory: the engine is built."""
 
 
-class NoWeights:
+class NoWeights(Weights):
     """No pretrained weights: training from scratch."""
 
     def read(self, name: str) -> torch.Tensor | None:
         return None
 
-    def release(self) -> None: ...
+
+class MadeWeights(Weights):
+    """Values that `make` returns, anew after they were released; each is read as a copy."""
+
+    def __init__(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _values(self) -> Mapping[str, torch.Tensor]:
+        return self._make()
+
+    def read(self, name: str) -> torch.Tensor | None:
+        value = self._values.get(name)
+        return None if value is None else value.detach().clone()
+
+    def release(self) -> None:
+        self.__dict__.pop("_values", None)
 
 
 class Tuning(NamedTuple):

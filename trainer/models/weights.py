@@ -13,13 +13,14 @@ import torch
 from safetensors import safe_open
 
 from trainer.errors import ConfigError, Problem, refused
+from trainer.models.spec import Weights
 from trainer.storage import REFUSED_PICKLE, parse_json, read_file
 
 SAMPLED = 1024
 """The number of values at the beginning, middle and end of a tensor that its fingerprint covers."""
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(Weights):
     """A folder of safetensors, memory-mapped: reading a tensor touches that tensor alone."""
 
     def __init__(self, folder: Path) -> None:
@@ -46,10 +47,8 @@ class SafetensorsFolder:
         with safe_open(self._folder / self._file_of[name], "pt") as file:
             return file.get_tensor(name)
 
-    def release(self) -> None: ...
 
-
-class StateDict:
+class StateDict(Weights):
     """Values of a whole model in memory: for weights whose names differ from the model's own."""
 
     def __init__(self, values: dict[str, torch.Tensor]) -> None:

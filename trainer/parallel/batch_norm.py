@@ -145,8 +145,9 @@ def _normalised(module: _BatchNorm, ranks: Exchange | None, given: torch.Tensor)
     if module.training and ranks is not None:
         return _together(module, ranks, wide, weight, bias).to(given.dtype)
     running = module.running_mean, module.running_var
-    own = module.training or module.running_mean is None, module.momentum or 0.0, module.eps
-    return F.batch_norm(wide, *running, weight, bias, *own).to(given.dtype)
+    fresh, momentum = module.training or module.running_mean is None, module.momentum or 0.0
+    output = F.batch_norm(wide, *running, weight, bias, fresh, momentum, module.eps)
+    return output.to(given.dtype)
 
 
 def _together(

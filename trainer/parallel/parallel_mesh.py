@@ -161,7 +161,7 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
     by_axes: dict[tuple[str, ...], dist.ProcessGroup | None] = {}
     groups = {}
     for reduction, axes in REDUCTIONS.items():
-        along = tuple(axis for axis in axes if mesh.size(_names(mesh).index(axis)) > 1)
+        along = tuple(axis for axis in axes if mesh[axis].size() > 1)
         if along not in by_axes:
             by_axes[along] = _group(mesh, along)
         groups[reduction] = by_axes[along]
@@ -170,9 +170,8 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
 
 def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
     """List the groups of ranks that differ along these axes alone."""
-    moved = mesh.mesh.movedim(
-        [_names(mesh).index(axis) for axis in axes], list(range(-len(axes), 0))
-    )
+    names = mesh.mesh_dim_names or ()
+    moved = mesh.mesh.movedim([*map(names.index, axes)], list(range(-len(axes), 0)))
     rows = moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
     return [[int(rank) for rank in row] for row in rows]
 
@@ -186,10 +185,6 @@ def _group(mesh: DeviceMesh, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
     if len(rows) == 1:  # all ranks
         return dist.distributed_c10d._get_default_group()
     return group_of_rows(rows)  # type: ignore[no-any-return]
-
-
-def _names(mesh: DeviceMesh) -> tuple[str, ...]:
-    return mesh.mesh_dim_names or ()
 
 
 def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Ranks) -> None:

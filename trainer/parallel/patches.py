@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.distributed import fsdp
 from torch.nn.modules.batchnorm import _NormBase
+
+from trainer.distributed.dtensor import local
 
 COUNTS = re.compile(r"((^|_)heads?|^all_head_size|^(embed|inner)_dim|^(hidden|embed)_size)$")
 """The names of what `divide_heads` divides."""
@@ -105,14 +107,15 @@ def divide_heads(attention: nn.Module, size: int) -> None:
 
 
 @contextmanager
-def has_parameters(module: nn.Module, parameters: Mapping[str, torch.Tensor]) -> Iterator[None]:
-    """Let a module have these tensors as its parameters.
+def has_local_parameters(module: nn.Module) -> Iterator[None]:
+    """Let a module have this rank's parts of its parameters as tensors.
 
     PyTorch 2.15: the code of a model can't compute with a DTensor and a tensor together. Can go
     when it can.
     """
     whole = dict(module._parameters)
-    module._parameters.update(parameters)  # type: ignore[arg-type]
+    parts = {key: local(value) for key, value in module.named_parameters(recurse=False)}
+    module._parameters.update(parts)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -130,10 +133,8 @@ def sharding_by(placement: Callable[[nn.Parameter], Any]) -> AbstractContextMana
 
 
 @contextmanager
-def has_experts(
-    experts: nn.Module, parameters: Mapping[str, torch.Tensor], count: int
-) -> Iterator[None]:
-    """Let a module of experts have these parameters, of `count` experts of which it is one part.
+def has_experts(experts: nn.Module, count: int) -> Iterator[None]:
+    """Let a module of experts have this rank's part of its parameters, of `count` experts.
 
     transformers 5.24: its own expert parallelism sets the same attributes, and loads a model
     whole on each rank. Can go when it splits a model on the meta device.
@@ -141,7 +142,7 @@ def has_experts(
     other = {name: vars(experts).get(name) for name in ("num_experts", "_is_expert_parallel")}
     vars(experts).update(num_experts=count, _is_expert_parallel=True)
     try:
-        with has_parameters(experts, parameters):
+        with has_local_parameters(experts):
             yield
     finally:
         vars(experts).update(other)

@@ -208,12 +208,10 @@ class MasterState:
             _copy(self._inner.state[parameter][key], value)
 
     def _write_weight(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        if self._partitioned:
-            with GatheredParameters([parameter], modifier_rank=0):
-                if not dist.get_rank(parameter.ds_process_group):  # type: ignore[attr-defined]
-                    _copy(parameter, value)
-        else:
-            _copy(parameter, value)
+        with GatheredParameters([parameter], modifier_rank=0, enabled=self._partitioned):
+            group = getattr(parameter, "ds_process_group", None)
+            if not self._partitioned or dist.get_rank(group) == 0:
+                _copy(parameter, value)
         if not self.low_precision and self._flat is not None and parameter.requires_grad:
             self._write_flat(parameter, value, None)
 

@@ -49,7 +49,7 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
         assert spec.tiny.copy is not None
         small = spec.tiny.copy(layers, split)
         if isinstance(small.weights, NoWeights):
-            small = replace(small, weights=lora_weights.MadeUpWeights(small))
+            small = replace(small, weights=lora_weights.made_up(small))
         names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
         return _with_adapters(small, options, names)
 

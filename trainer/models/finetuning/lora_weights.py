@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.models.finetuning.lora_folder import STEM, Started
 from trainer.models.materialise import on_host
 from trainer.models.names import tensors_of
-from trainer.models.spec import ModelSpec, Weights
+from trainer.models.spec import MadeWeights, ModelSpec, Weights
 
 ADAPTER = "default"
 """PEFT's name for a single adapter, which its files leave out."""
@@ -32,7 +31,7 @@ def base_name(name: str) -> str:
     return name
 
 
-class BaseWeights:
+class BaseWeights(Weights):
     """Weights of the base, under the names that its tensors have with an adapter around them."""
 
     def __init__(
@@ -65,7 +64,7 @@ class BaseWeights:
             self._base.release()
 
 
-class MergedWeights:
+class MergedWeights(Weights):
     """Weights of the base with an adapter merged in: in float32, then in the base's dtype."""
 
     def __init__(
@@ -96,22 +95,12 @@ class MergedWeights:
             merged *= (part["magnitude_vector"] / torch.linalg.norm(merged, dim=1))[:, None]
         return (merged.T.contiguous() if turned else merged).to(value.dtype)
 
-    def release(self) -> None: ...
 
+def made_up(spec: ModelSpec) -> MadeWeights:
+    """Return weights of a tiny copy's base: the same for every seed, rounded as files are."""
 
-class MadeUpWeights:
-    """Weights of a tiny copy's base: the same for every seed, rounded to bfloat16 as files are."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self._spec = spec
-
-    def read(self, name: str) -> torch.Tensor | None:
-        value = self._values.get(name)
-        return None if value is None else value.detach().clone()
-
-    def release(self) -> None: ...
-
-    @cached_property
-    def _values(self) -> dict[str, torch.Tensor]:
-        tensors = tensors_of(on_host(self._spec))
+    def make() -> dict[str, torch.Tensor]:
+        tensors = tensors_of(on_host(spec))
         return {name: t.detach().bfloat16().to(t.dtype) for name, t in tensors.items()}
+
+    return MadeWeights(make)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, outermost, tensors_of
 from trainer.models.patches import has_values
-from trainer.models.spec import ModelFiles, ModelSpec, NoWeights, Weights
+from trainer.models.spec import MadeWeights, ModelFiles, ModelSpec, NoWeights, Weights
 
 LARGEST_BUILT = 1_000_000_000
 """The most parameters of a module that each process builds on the host, for its initial values."""
@@ -27,24 +27,10 @@ UNUSED = {"_is_hf_initialized", "_no_reinit", "_no_weight_decay"}
 """Attributes of parameters that transformers' initialisation sets, and no forward pass reads."""
 
 
-class _Built:
-    """The values that the constructor gives with a seed; the same in every process."""
-
-    def __init__(self, build: Callable[[], nn.Module], seed: int) -> None:
-        self._build, self._seed = build, seed
-
-    def read(self, name: str) -> torch.Tensor | None:
-        value = self._values.get(name)
-        return None if value is None else value.detach().clone()
-
-    def release(self) -> None:
-        self.__dict__.pop("_values", None)  # built again at the next read
-
-    @cached_property
-    def _values(self) -> dict[str, torch.Tensor]:
-        with torch.device("cpu"), seeded_init(self._seed, "module"):
-            model = self._build()
-        return tensors_of(model)
+def _built(build: Callable[[], nn.Module], seed: int) -> dict[str, torch.Tensor]:
+    """Return the values that the constructor gives with a seed; the same in every process."""
+    with torch.device("cpu"), seeded_init(seed, "module"):
+        return tensors_of(build())
 
 
 def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> ModelSpec:
@@ -61,7 +47,7 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
 
     model = _checked(on_meta)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    weights: Weights = _Built(build, seed)
+    weights: Weights = MadeWeights(partial(_built, build, seed))
     notes: tuple[str, ...] = ()
     if parameters > LARGEST_BUILT:
         count = f"its {parameters / 1e9:.1f} G parameters"

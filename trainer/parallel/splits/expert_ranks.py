@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from trainer.distributed.dtensor import local, part_of
+from trainer.distributed.dtensor import part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -25,6 +25,7 @@ from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
 from trainer.parallel.shard import placement
 from trainer.parallel.splits import experts
+from trainer.parallel.splits.experts import own_count
 from trainer.parallel.splits.trials import Part, difference
 
 
@@ -79,8 +80,7 @@ def _routed(
 
     `chosen` and `weights`: [tokens, experts of a token].
     """
-    parameters = {key: local(value) for key, value in experts.named_parameters(recurse=False)}
-    size, count = ranks.group.size(), len(next(iter(parameters.values())))
+    size, count = ranks.group.size(), own_count(experts)
     numbers = chosen.flatten()
     order = numbers.argsort(stable=True)
     counts = numbers.new_zeros(size * count).scatter_add(0, numbers, torch.ones_like(numbers))
@@ -92,7 +92,7 @@ def _routed(
     own = own.repeat_interleave(theirs.flatten(), output_size=sum(received))
     if not sum(received):  # one row of zeros: then each parameter has a gradient on each rank
         rows, weight, own = (F.pad(t, [0] * (2 * t.ndim - 1) + [1]) for t in (rows, weight, own))
-    with has_experts(experts, parameters, count):
+    with has_experts(experts, count):
         output = forward(rows, own[:, None], weight[:, None])[: sum(received)]
     back = ranks.move(output, received, sent)
     back = torch.empty_like(back).index_copy(0, order, back)
@@ -134,9 +134,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     place = f"expert_parallel.autoep_size: {spec.name}"
     hint = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
     problems = list(dict.fromkeys(_problems(spec, layout)))
-    if not problems and (
-        seen := difference(spec, layout.expert, _spread, lambda small: lambda name: False)
-    ):
+    no_terms = lambda small: lambda name: False  # noqa: E731
+    if not problems and (seen := difference(spec, layout.expert, _spread, no_terms)):
         problems = [(seen, "what one process computes")]
     if problems:
         raise ConfigError(*(Problem(place, seen, expected, hint) for seen, expected in problems))

@@ -6,7 +6,7 @@ number behind the last expert, as under its own expert parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from inspect import signature
 
 import torch
@@ -32,31 +32,31 @@ def apply(experts: nn.Module, ranks: Exchange, part: Part, tokens: bool) -> None
     rank, size, plain = ranks.group.rank(), ranks.group.size(), experts.forward
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        parameters = {key: local(value) for key, value in experts.named_parameters(recurse=False)}
-        first = rank * len(next(iter(parameters.values())))
         if not tokens:
             hidden, weights = ranks.enter(hidden), ranks.enter(weights)
-            return ranks.leave(_part(experts, plain, parameters, first, hidden, chosen, weights))
+            return ranks.leave(_part(experts, plain, rank, hidden, chosen, weights))
         total = size * len(hidden)
         hidden, weights = (ranks.join_entering(each, 0, total) for each in (hidden, weights))
         given = hidden, ranks.join(chosen, 0, total), weights
-        return ranks.divide_leaving(_part(experts, plain, parameters, first, *given), 0)
+        return ranks.divide_leaving(_part(experts, plain, rank, *given), 0)
 
     replace_forward(experts, forward)
 
 
 def _part(
-    experts: nn.Module,
-    forward: Callable[..., torch.Tensor],
-    parameters: Mapping[str, torch.Tensor],
-    first: int,
-    *given: torch.Tensor,
+    experts: nn.Module, forward: Callable[..., torch.Tensor], rank: int, *given: torch.Tensor
 ) -> torch.Tensor:
-    """Return what some experts from `first` on, with these parameters, add to the output."""
-    (hidden, chosen, weights), count = given, len(next(iter(parameters.values())))
+    """Return what the experts of a rank add to the output."""
+    (hidden, chosen, weights), count = given, own_count(experts)
+    first = rank * count
     own = (chosen >= first) & (chosen < first + count)
-    with has_experts(experts, parameters, count):
+    with has_experts(experts, count):
         return forward(hidden, (chosen - first).where(own, count), weights.where(own, 0))
+
+
+def own_count(experts: nn.Module) -> int:
+    """Count the experts of which this rank has the parameters."""
+    return len(local(next(experts.parameters(recurse=False))))
 
 
 def problems(spec: ModelSpec, ranks: int) -> Iterator[tuple[str, str]]:

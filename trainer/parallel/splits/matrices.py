@@ -27,7 +27,7 @@ from trainer.models.language_model import widths
 from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.parallel.patches import divide_heads, has_parameters, replace_forward
+from trainer.parallel.patches import divide_heads, has_local_parameters, replace_forward
 from trainer.parallel.splits import experts, vocabulary
 from trainer.parallel.splits.sequence import TokenParts, with_first
 from trainer.parallel.splits.trials import Part, difference
@@ -110,8 +110,7 @@ def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry
 
 
 def _with_parts(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    parts = {key: local(value) for key, value in module.named_parameters(recurse=False)}
-    with has_parameters(module, parts):
+    with has_local_parameters(module):
         return forward(*args, **kwargs)
 
 
@@ -240,9 +239,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         for seen, expected in _problems(spec, layout)
     )
     if not problems and (seen := _difference(spec, layout)):
-        if layout.sequence_parallel and not _difference(
-            spec, replace(layout, sequence_parallel=False)
-        ):
+        rows = replace(layout, sequence_parallel=False)
+        if layout.sequence_parallel and not _difference(spec, rows):
             place = f"tensor_parallel.sequence_parallel: {spec.name}"
             hint = "Set it to false: each rank then works on whole rows between the split matrices."
         problems = {Problem(place, seen, "what one process computes", hint): None}
