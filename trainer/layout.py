@@ -123,10 +123,8 @@ class Layout(MeshSizes):
             "accumulation": self.accumulation,
             "data ranks": self.data_ranks,
         }
-        problems = [
-            *_misfit("mesh", axes, world_size, "processes"),
-            *_misfit("train_batch_size", batch, train_batch, "samples"),
-        ]
+        problems = _misfit("mesh", axes, world_size, "processes")
+        problems += _misfit("train_batch_size", batch, train_batch, "samples")
         if problems:
             raise ConfigError(*problems)
 

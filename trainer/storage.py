@@ -37,9 +37,8 @@ def imported(module: str, place: str) -> Any:
         package = module.partition(".")[0]
         seen = f"{package} is installed, but its import fails: {named_line(error)}"
         hint = f"Install one that fits your PyTorch, or uninstall it (pip uninstall {package})"
-        raise ConfigError(
-            Problem(place, seen, f"a {package} that can be imported", hint)
-        ) from error
+        expected = f"a {package} that can be imported"
+        raise ConfigError(Problem(place, seen, expected, hint)) from error
 
 
 def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:

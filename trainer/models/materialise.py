@@ -51,9 +51,9 @@ def materialise(
 
     Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this
     process keeps its own shard, reads no more than that of a pretrained one, and draws little more
-    of a large one. `after_unit` is
-    called with each unit and its new parameters, in order; they may be empty shards afterwards.
-    Raises ConfigError if the pretrained weights lack a parameter or have it in another shape.
+    of a large one. `after_unit` is called with each unit and its new parameters, in order; they may
+    be empty shards afterwards. Raises ConfigError if the pretrained weights lack a parameter or
+    have it in another shape.
     """
     named = root.named_parameters(remove_duplicate=False) if placement.base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.training.unsaved}

@@ -30,6 +30,7 @@ class Weights(Protocol):
 
     def release(self) -> None:
         """Free the weights held in memory: the engine is built."""
+        return
 
 
 class NoWeights(Weights):

@@ -63,10 +63,8 @@ _LAMB = (
     "Lamb takes its trust ratio from each whole tensor, of which a rank has but a part under ZeRO; "
     "without ZeRO DeepSpeed's kernel is for GPUs, and not proven here"
 )
-_LION = No(
-    "PyTorch has no Lion; the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with "
-    "offload_optimizer"
-)
+_HAS_LION = "the deepspeed engine runs DeepSpeed's on GPUs, and on a CPU with offload_optimizer"
+_LION = No(f"PyTorch has no Lion; {_HAS_LION}")
 MUON = "trainer.optim.muon.Muon"
 _CPU_ADAM = "deepspeed.ops.adam.DeepSpeedCPUAdam"
 _PASSED = ("SGD", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta")
@@ -163,9 +161,8 @@ def in_deepspeed(
         return library
     if offloaded and kind in ("Adam", "AdamW") and params.get("torch_adam"):
         library = ROWS[kind].deepspeed
-    if kind in ("Adam", "AdamW") and not (
-        offloaded or params.get("bias_correction", True) or params.get("torch_adam")
-    ):
+    corrects = params.get("bias_correction", True)
+    if kind in ("Adam", "AdamW") and not (offloaded or corrects or params.get("torch_adam")):
         library = "deepspeed.ops.adam.FusedAdam"
     if library == "deepspeed.ops.lion.FusedLion" and device != "cuda":
         on_host = "on a CPU offload_optimizer brings its DeepSpeedCPULion"
@@ -176,11 +173,9 @@ def in_deepspeed(
         key = '"zero_allow_untested_optimizer": true; the mesh engine runs it without'
         return No(f"DeepSpeed takes {kind} under ZeRO only with {key}")
     if library == "torch.optim.Adagrad" and sharded and grouped:
-        return No(
-            "under ZeRO DeepSpeed makes Adagrad anew with one weight decay and one rate for all "
-            'parameters; set trainer.weight_decay_excludes to "nothing", without '
-            "trainer.parameter_groups, or use the mesh engine"
-        )
+        anew = "DeepSpeed makes Adagrad anew with one weight decay and one rate for all parameters"
+        mend = 'set trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups'
+        return No(f"under ZeRO {anew}; {mend}, or use the mesh engine")
     float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     bfloat16 = layout.precision == "bfloat16" and layout.zero_stage <= 1
     if library == "torch.optim.Adagrad" and float32 and bfloat16:

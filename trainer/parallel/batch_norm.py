@@ -36,9 +36,8 @@ class RunningStatistics:
         self._synchronised = mesh.layout.sync_batch_norm and mesh.size("batch") > 1
         # synchronised ranks have all seen the same statistics
         self._ranks, self._rank = (1, 0) if self._synchronised else (mesh.size("batch"), data_rank)
-        self._norms = [
-            _NormOfStep(norm) for module in modules for norm in running_norms(module).values()
-        ]
+        norms = (norm for module in modules for norm in running_norms(module).values())
+        self._norms = [*map(_NormOfStep, norms)]
         if self._synchronised or mesh.layout.precision != "float32":
             group = mesh.group("batch") if self._synchronised else None
             ranks = None if group is None else Exchange(group)
@@ -132,7 +131,7 @@ class _NormOfStep:
 
 
 def _normalised(module: _BatchNorm, ranks: Exchange | None, given: torch.Tensor) -> torch.Tensor:
-    """Return batch norm in float32, over the micro-batches of all `ranks` together if there are any.
+    """Return batch norm in float32, over the micro-batches of `ranks` together if there are any.
 
     Not every device has batch norm in 16 bits, and PyTorch's SyncBatchNorm is for GPUs only.
     """
@@ -158,7 +157,7 @@ def _together(
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
     def total(own: torch.Tensor) -> torch.Tensor:
-        """Sum over the ranks, each of which uses the result for a part: gradients are summed, too."""
+        """Sum over the ranks, each of which uses the sum for a part: gradients are summed, too."""
         return ranks.enter(ranks.leave(own))
 
     dims = [dim for dim in range(wide.dim()) if dim != 1]

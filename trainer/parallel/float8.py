@@ -81,9 +81,8 @@ def apply(
         emulate=device.type == "cpu",
         enable_fsdp_float8_all_gather=gathers and layout.float8 == "tensorwise",
     )
-    float8.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: name in chosen
-    )
+    wanted = lambda module, name: name in chosen  # noqa: E731
+    float8.convert_to_float8_training(model, config=config, module_filter_fn=wanted)
 
 
 def scale(modules: Iterable[nn.Module], layout: Layout) -> None:

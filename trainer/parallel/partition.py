@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -27,9 +28,7 @@ def divide(costs: Sequence[float], first: float, last: float, stages: int) -> li
     """
     if len(costs) < stages:
         raise ValueError(f"{len(costs)} blocks for {stages} stages")
-    sums = [0.0]
-    for cost in costs:
-        sums.append(sums[-1] + cost)
+    sums = list(accumulate(costs, initial=0.0))
     # best[b]: (costliest stage, sum of squares, starts of the stages) of the blocks before b
     best: dict[int, tuple[float, float, tuple[int, ...]]] = {0: (0.0, 0.0, ())}
     for stage in range(stages):
@@ -47,10 +46,7 @@ def divide(costs: Sequence[float], first: float, last: float, stages: int) -> li
             )
             for stop in range(stage + 1, len(costs) - left + 1)
         }
-    starts = best[len(costs)][2]
-    return [
-        range(start, stop) for start, stop in zip(starts, [*starts[1:], len(costs)], strict=True)
-    ]
+    return [range(*ends) for ends in pairwise([*best[len(costs)][2], len(costs)])]
 
 
 def block_ranges(
@@ -95,9 +91,8 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     # the mean number of tokens that a token sees
     seen = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
-    return [
-        square / 2 * seen.get(kind, row / 2) for square, kind in zip(squares, kinds, strict=True)
-    ]
+    means = [seen.get(kind, row / 2) for kind in kinds]
+    return [square / 2 * mean for square, mean in zip(squares, means, strict=True)]
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:

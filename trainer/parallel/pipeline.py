@@ -67,9 +67,8 @@ class PipelineRun:
     ) -> None:
         self._layout = mesh.layout
         self._stages = dict(zip(mesh.stages, stages, strict=True))
-        self._units = [
-            unit for stage in stages for unit in stage.modules() if isinstance(unit, FSDPModule)
-        ]
+        modules = (module for stage in stages for module in stage.modules())
+        self._units = [unit for unit in modules if isinstance(unit, FSDPModule)]
         self._task = task
         self._group = mesh.axis("pipeline")
         self._device = device
@@ -90,9 +89,7 @@ class PipelineRun:
             unit.reshard()
         batches = self._task.padded(micro_batches)
         losses: list[torch.Tensor] = []
-        given = [
-            {"batch": batch, "seed": seed, "micro_batch": i} for i, batch in enumerate(batches)
-        ]
+        given = [{"batch": b, "seed": seed, "micro_batch": i} for i, b in enumerate(batches)]
         more = {"target": torch.empty(len(batches)), "losses": losses, "return_outputs": False}
         self._schedule(batches).step(micro_batches=given, **more)
         if losses:

@@ -168,9 +168,8 @@ def ends_of(spec: ModelSpec, layout: Layout) -> tuple[Ends, tuple[str, ...]]:
 
 def _end(ends: Ends, name: str) -> int | None:
     """Return the index of the end that has a parameter, or None."""
-    return next(
-        (i for i, end in enumerate(ends) if name.startswith(tuple(f"{m}." for m in end))), None
-    )
+    starts = [tuple(f"{module}." for module in end) for end in ends]
+    return next((index for index, own in enumerate(starts) if name.startswith(own)), None)
 
 
 def _are_units(spec: ModelSpec, trial: Trial, ends: Ends, expected: torch.Tensor) -> bool:

@@ -68,8 +68,7 @@ class Used:
                 whole = owner._parameters[key]
                 if whole is not None and whole not in watched:
                     watched.add(whole)
-                    whole.register_post_accumulate_grad_hook(
-                        lambda _, i=i: self._flags.__setitem__(i, True)
-                    )
+                    note = lambda _, i=i: self._flags.__setitem__(i, True)  # noqa: E731
+                    whole.register_post_accumulate_grad_hook(note)
 
         unit.register_forward_pre_hook(hook)

@@ -204,9 +204,8 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
         kind = model.config._attn_implementation  # type: ignore[union-attr]
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
     patterns, keys, values, dropouts = map(set, zip(*calls, strict=True))
-    of_tiny, size = (
-        part.attention_width // (part.heads or 1) for part in (small.language, spec.language)
-    )
+    languages = small.language, spec.language
+    of_tiny, size = (part.attention_width // (part.heads or 1) for part in languages)
     if not keys == values == {of_tiny}:
         size = 0
     groups, dropout = spec.language.heads // (spec.language.kv_heads or 1), max(dropouts)

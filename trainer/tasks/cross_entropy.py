@@ -126,9 +126,8 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> torch.Tensor:
         wide = torch.promote_types(given.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=given.device)
-        wants, wants_weight, wants_bias = (
-            options.with_gradients and wanted for wanted in ctx.needs_input_grad[:3]
-        )
+        needed = ctx.needs_input_grad[:3] if options.with_gradients else [False] * 3
+        wants, wants_weight, wants_bias = needed
         given_grad = torch.empty_like(given) if wants else None
         # summed over chunks in full precision, rounded once at the end
         weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None  # type: ignore[arg-type]

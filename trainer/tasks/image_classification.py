@@ -72,7 +72,6 @@ def class_loss(
     output: Any, target: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss of `output` [batch, classes], and the number of targets [batch]."""
-    total = cross_entropy(
-        output.float(), target, reduction="sum", ignore_index=IGNORED, label_smoothing=smoothing
-    )
+    how: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": smoothing}
+    total = cross_entropy(output.float(), target, reduction="sum", **how)
     return total, (target != IGNORED).sum()

@@ -17,8 +17,7 @@ class EmbeddingNoise:
 
     L is the number of tokens of the document, without padding, as in the authors' code; d is the
     width of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch,
-    and in float32, so that it is the same in every precision. There is none in
-    evaluation.
+    and in float32, so that it is the same in every precision. There is none in evaluation.
     """
 
     def __init__(self, alpha: float) -> None:

@@ -25,7 +25,7 @@ def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:
     model.loss_function = mean  # type: ignore[assignment]
 
 
-GROWING = ("dynamic", "longrope")
+GROWING = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that depend on the length of the row."""
 
 
@@ -41,9 +41,7 @@ def divide_rows(model: nn.Module, ranks: ContextRanks) -> None:
             replaced: Any = partial(ranks.dropped, module, module.forward)
             module.forward = replaced  # type: ignore[method-assign]
         kinds = getattr(module, "rope_type", "")
-        if any(
-            kind in GROWING for kind in (kinds.values() if isinstance(kinds, dict) else [kinds])
-        ):
+        if ({*kinds.values()} if isinstance(kinds, dict) else {kinds}) & GROWING:
             module.forward = partial(ranks.rotated, module.forward)  # type: ignore[method-assign]
 
 

@@ -207,9 +207,8 @@ def _checked(found: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:
     one = number.numel() == 1 if torch.is_tensor(number) else isinstance(number, Real)
     if not one or not torch.is_tensor(total) or total.ndim != 0:
         parts = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else ""
-        raise ConfigError(
-            Problem(place, type(found).__name__ + (f" of {parts}" if parts else ""), PAIR)
-        )
+        seen = type(found).__name__ + (f" of {parts}" if parts else "")
+        raise ConfigError(Problem(place, seen, PAIR))
     return found  # type: ignore[no-any-return]
 
 

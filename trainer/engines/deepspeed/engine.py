@@ -41,9 +41,8 @@ def refusal(layout: Layout) -> str | None:
     if not installed("deepspeed"):
         return "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
     if layout.compile == "blocks":
-        return (
-            "DeepSpeed's hooks inside blocks can't be compiled; the other engines have none there."
-        )
+        others = "the other engines have none there."
+        return f"DeepSpeed's hooks inside blocks can't be compiled; {others}"
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0

@@ -6,6 +6,7 @@ import copy
 import io
 from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
+from dataclasses import InitVar, dataclass
 from itertools import repeat
 from typing import Any
 
@@ -82,7 +83,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     engine = initialize(module, stage.named_parameters(), job, without)
     _check_groups(engine.optimizer, mesh, job.spec)
     patches.tie_stages(module, engine.optimizer, copies, pair, is_copy=rank > 0)
-    return PipelinedStep(engine, layer, job, mesh, blank[0], note, equalise)
+    return PipelinedStep(engine, layer, job, mesh, blank[0], (note,), equalise)
 
 
 def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
@@ -126,39 +127,34 @@ class _StageLayer(nn.Module):
         return output.squeeze(0) * self._scale
 
 
+@dataclass(eq=False)
 class PipelinedStep:
-    """A step by DeepSpeed's 1F1B schedule."""
+    """A step by DeepSpeed's 1F1B schedule; `after_update` is called after it."""
 
-    def __init__(
-        self,
-        engine: Any,
-        layer: _StageLayer,
-        job: Job,
-        mesh: ParallelMesh,
-        blank: tuple[nn.Module, ModelSpec],
-        note: str,
-        equalise: Callable[[], None],
-    ) -> None:
-        self.engine = engine
-        self.blank = blank
-        self.modules: list[nn.Module] = [layer.stage]
-        self.mesh = mesh
-        self.split = spread_experts.split_of(layer.stage.model, blank[1], mesh)
-        self.notes: tuple[str, ...] = (note,)
-        self._layer = layer
-        self._task = job.task
+    engine: Any
+    layer: _StageLayer
+    job: Job
+    mesh: ParallelMesh
+    blank: tuple[nn.Module, ModelSpec]
+    notes: tuple[str, ...]
+    after_update: InitVar[Callable[[], None]]
+
+    def __post_init__(self, after_update: Callable[[], None]) -> None:
+        stage, task, device = self.layer.stage, self.job.task, self.job.machine.device
+        self.modules: list[nn.Module] = [stage]
+        self.split = spread_experts.split_of(stage.model, self.blank[1], self.mesh)
         self._shape: tuple[int, ...] | None = None
-        self.evaluate = PipelineRun([layer.stage], job.task, mesh, job.machine.device).evaluate
+        self.evaluate = PipelineRun([stage], task, self.mesh, device).evaluate
         self.before_update: list[Callable[[], None]] = []
-        patches.surround_update(engine, self.before_update, equalise)
-        self._nothing = torch.zeros((), device=job.machine.device)
+        patches.surround_update(self.engine, self.before_update, after_update)
+        self._nothing = torch.zeros((), device=device)
 
     def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
-        batches = self._task.padded(micro_batches)
-        if (shape := self._task.shape(batches[0])) != self._shape:
+        batches = self.job.task.padded(micro_batches)
+        if (shape := self.job.task.shape(batches[0])) != self._shape:
             self.engine.reset_activation_shape()
             self._shape = shape
-        self._layer.start(seed, batches, scale)
+        self.layer.start(seed, batches, scale)
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
         if self.engine.is_last_stage():
             loss: torch.Tensor = self.engine.total_loss / scale

@@ -38,11 +38,9 @@ def refusal(layout: Layout) -> str | None:
     if layout.zero_stage == 3:
         return "Its AutoTP is used with ZeRO 0 to 2; the mesh engine runs the product with ZeRO-3."
     if layout.recompute.mode == "selective":
-        return (
-            "Its AutoTP adds a row-split product up in place, where selective recomputation has "
-            "kept it: computed again, it is added up twice. Set activation_checkpointing to "
-            '"full", or use the mesh engine.'
-        )
+        adds = "Its AutoTP adds a row-split product up in place, where selective recomputation"
+        mend = 'Set activation_checkpointing to "full", or use the mesh engine.'
+        return f"{adds} has kept it: computed again, it is added up twice. {mend}"
     if layout.sequence_parallel:
         return "AutoTP has no sequence parallelism; the mesh engine has."
     return None

@@ -30,11 +30,9 @@ def refusal(layout: Layout) -> str | None:
     if layout.pipeline > 1:
         return "Accelerate has no pipeline for training."
     if layout.tensor > 1:
-        return (
-            "Accelerate leaves tensor parallelism to how transformers loads a model, and for its "
-            "product with FSDP2 imports a class that transformers 5 has dropped; the mesh engine "
-            "has both."
-        )
+        leaves = "Accelerate leaves tensor parallelism to how transformers loads a model"
+        product = "for its product with FSDP2 imports a class that transformers 5 has dropped"
+        return f"{leaves}, and {product}; the mesh engine has both."
     if layout.expert > 1:
         return "Accelerate has no expert parallelism for training; the mesh engine has."
     if layout.zero_stage > 0 and layout.shard == 1 < layout.replicate:
@@ -77,10 +75,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         return
     model = spec.build()
     classes = _classes_of_blocks(model, spec)
-    named = ((name, type(module).__name__) for name, module in model.named_modules())
-    if other := [
-        f"{name} ({kind})" for name, kind in named if kind in classes and name not in spec.blocks
-    ]:
+    outside = ((name, m) for name, m in model.named_modules() if name not in spec.blocks)
+    named = ((name, type(module).__name__) for name, module in outside)
+    if other := [f"{name} ({kind})" for name, kind in named if kind in classes]:
         place, hint = f"engine accelerate: {spec.name}", 'Set trainer.engine to "mesh".'
         seen = f"{other[0]} has a block's class but is not a block: it would be a unit of its own"
         expected = "a class for blocks alone, by which Accelerate shards"

@@ -56,9 +56,8 @@ def refusal(layout: Layout) -> str | None:
     if layout.updated != "float32" and layout.float8 != "none":
         return "float8 products are proven beside float32 weights; set bf16_optimizer_states false."
     if layout.precision == "float16":
-        return (
-            "float16 needs a loss scale, which FSDP2 does not bring; the deepspeed engine has one."
-        )
+        other = "the deepspeed engine has one."
+        return f"float16 needs a loss scale, which FSDP2 does not bring; {other}"
     if layout.precision != "float32" and layout.zero_stage == 0:
         mend = "set a ZeRO stage, or use the deepspeed engine."
         return f"DDP in bfloat16 would keep no float32 weights; {mend}"

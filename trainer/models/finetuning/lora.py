@@ -81,9 +81,8 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     published = described.files.published
     wanted = {theirs: shapes[ours] for ours, theirs in published.items()}
     started = Started(Path(options.path), wanted)
-    weights = lora_weights.BaseWeights(
-        base.weights, lasting=options.merge, started=started, published=published
-    )
+    start: dict[str, Any] = {"started": started, "published": published}
+    weights = lora_weights.BaseWeights(base.weights, lasting=options.merge, **start)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))
 
@@ -144,9 +143,8 @@ def _files(
     spec: ModelSpec, options: Any, model: nn.Module, config: Any, published: Mapping[str, str]
 ) -> ModelFiles:
     def merged(folder: Path) -> ModelSpec:
-        return replace(
-            spec, weights=lora_weights.MergedWeights(spec.weights, model, folder, published)
-        )
+        weights = lora_weights.MergedWeights(spec.weights, model, folder, published)
+        return replace(spec, weights=weights)
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
         saved_adapter_config(config).save_pretrained(str(folder))

@@ -138,8 +138,7 @@ def _difference(spec: ModelSpec, task: Any, packed: bool, in_groups: bool) -> st
 
 
 def _compare(ours: torch.Tensor, whole: torch.Tensor, difference: str) -> None:
-    error = (
-        float((ours - whole).abs().max() / whole.abs().max()) if ours.shape == whole.shape else 1
-    )
+    alike = ours.shape == whole.shape
+    error = float((ours - whole).abs().max() / whole.abs().max()) if alike else 1
     if not error <= TOLERANCE:  # nor NaN
         raise _Differs(f"{difference}: a part of a row differs by {error:.1e}")

@@ -146,9 +146,8 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield from _everywhere(cut, tables.cut)
     yield from _everywhere(gradients.on_both, tables.on_both)
     yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
-    yield from _everywhere(
-        owners.owning_stages, lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline"))
-    )
+    own_stage = lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline"))  # noqa: E731
+    yield from _everywhere(owners.owning_stages, own_stage)
     # draws until all are within bounds
     yield nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
     yield nn.Module, "_apply", _apply

@@ -85,9 +85,8 @@ def _traffic(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan) -> str:
     time, sample = plan.time, plan.workload.sample
     rate = plan.workload.layout.train_batch * sample.units / time.least
-    parts = [
-        f"{PARTS.get(name, name)} {in_seconds(part)}" for name, part in vars(time).items() if part
-    ]
+    named = ((PARTS.get(name, name), part) for name, part in vars(time).items() if part)
+    parts = [f"{name} {in_seconds(part)}" for name, part in named]
     return (
         f"an optimistic estimate from data sheets: {in_seconds(time.least)} a step if all "
         f"messages are hidden, {in_seconds(time.most)} if none is ({', '.join(parts)}); "
@@ -221,7 +220,6 @@ def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
     changes = "as it is" if best is old else words(old.workload.layout, best.workload.layout)
     rows = best.on_device(MEMORY["activations"])
     short = f"; sequence_parallel_size can't help: it divides only {gib(rows)} of activations"
-    return (
-        f"of {tried} layouts that were tried none fits {best.cluster}; {changes} misses by "
-        f"{gib(missing)} of {gib(best.room)}, and would fit {' or '.join(remedies)}"
-    ) + (short if rows < missing else "")
+    misses = f"misses by {gib(missing)} of {gib(best.room)}, and would fit {' or '.join(remedies)}"
+    tries = f"of {tried} layouts that were tried none fits {best.cluster}"
+    return f"{tries}; {changes} {misses}" + (short if rows < missing else "")
