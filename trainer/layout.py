@@ -167,11 +167,10 @@ class Layout(MeshSizes):
             rank, coordinates[axis] = divmod(rank, getattr(self, axis))
         return coordinates
 
-    def rank_at(
-        self, pipeline: int = 0, replicate: int = 0, shard: int = 0, tensor: int = 0
-    ) -> int:
-        """Return the process at these coordinates."""
-        return ((pipeline * self.replicate + replicate) * self.shard + shard) * self.tensor + tensor
+    def ranks_of(self, pipeline_rank: int) -> range:
+        """Return the processes at this coordinate of the pipeline."""
+        each = self.world_size // self.pipeline
+        return range(pipeline_rank * each, (pipeline_rank + 1) * each)
 
     def axes_of(self, group: Iterable[int]) -> tuple[str, ...]:
         """Return the axes along which any two processes of a group differ."""

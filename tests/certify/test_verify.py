@@ -835,12 +835,12 @@ def rows_of_the_next_expert(engine: str) -> Any:
     """In the run alone: a trial's parameters are no DTensors."""
     from torch.distributed.tensor import DTensor
 
-    from trainer.parallel.splits import expert_ranks
+    from trainer.parallel import patches
 
     def rolled(real, tensor):
         return real(tensor).roll(1, 0) if isinstance(tensor, DTensor) else real(tensor)
 
-    return around(expert_ranks, "local", rolled)
+    return around(patches, "local", rolled)
 
 
 def with_loads(change: Callable[..., Any]) -> Any:

@@ -15,7 +15,6 @@ from tests.models.test_models import family
 from tests.run.test_layout import layout
 from tests.support.layouts import family as sized
 from tests.support.training import LLAMA, spec_of
-from trainer.distributed.ranks import Ranks
 from trainer.engines.owners import owners
 from trainer.errors import ConfigError
 from trainer.layout import PIPELINE_SCHEDULES, Partition, PipelineSchedule
@@ -240,6 +239,6 @@ def test_ranks_write_about_as_much_each():
         for name, shape in shapes.items()
         for key in ("weight", "exp_avg", "step")
     }
-    mesh: Any = SimpleNamespace(layout=SimpleNamespace(pipeline=1))
-    found = owners(kinds, Ranks(0, 2), mesh)
+    mesh: Any = SimpleNamespace(layout=SimpleNamespace(ranks_of=lambda stage: range(2)))
+    found = owners(kinds, mesh)
     assert found["table"] != found["head"]

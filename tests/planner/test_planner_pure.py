@@ -35,7 +35,11 @@ def test_ranks_are_counted_row_by_row(sizes):
         tuple(layout.coordinates(rank)[axis] for axis in AXES) for rank in range(layout.world_size)
     ]
     assert places == list(product(*(range(getattr(layout, axis)) for axis in AXES)))
-    assert [layout.rank_at(*place) for place in places] == list(range(layout.world_size))
+    stages = [list(layout.ranks_of(stage)) for stage in range(layout.pipeline)]
+    assert stages == [
+        [rank for rank, place in enumerate(places) if place[0] == stage]
+        for stage in range(layout.pipeline)
+    ]
 
 
 @given(SIZES, st.sets(st.sampled_from(AXES), min_size=1), st.data())

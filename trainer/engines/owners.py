@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Observer
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.state import WEIGHT, StateTensor
@@ -23,7 +22,6 @@ Kind = tuple[str, str, tuple[int, ...], torch.dtype]
 def state_tensors_of(
     held: Mapping[Kind, T],
     mesh: ParallelMesh,
-    ranks: Ranks,
     make: Callable[[Kind, T | None, bool, int], StateTensor],
 ) -> list[StateTensor]:
     """List the state tensors of all pipeline stages; this rank has those `held`. Collective.
@@ -31,7 +29,7 @@ def state_tensors_of(
     Each is `make(kind, held tensor or None, True if it is read from this rank's stage, owner)`.
     """
     stages = owning_stages(held, mesh)
-    owner = owners(stages, ranks, mesh)
+    owner = owners(stages, mesh)
     own_stage = mesh.rank("pipeline")
     return [
         make(kind, held.get(kind), stage == own_stage, owner[kind[0]])
@@ -52,14 +50,13 @@ def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
     return stages
 
 
-def owners(stages: Mapping[Kind, int], ranks: Ranks, mesh: ParallelMesh) -> dict[str, int]:
+def owners(stages: Mapping[Kind, int], mesh: ParallelMesh) -> dict[str, int]:
     """Choose the rank that writes the state of each name: one of the stage that holds it."""
-    per_stage = ranks.world_size // mesh.layout.pipeline
     sizes: dict[str, int] = {}
     for name, _, shape, _ in stages:
         sizes[name] = sizes.get(name, 0) + math.prod(shape)
     stage_of = {kind[0]: stage for kind, stage in stages.items()}
-    candidates = [range(stage * per_stage, (stage + 1) * per_stage) for stage in stage_of.values()]
+    candidates = [mesh.layout.ranks_of(stage) for stage in stage_of.values()]
     return dict(zip(sizes, least_loaded(list(sizes.values()), candidates), strict=True))
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, first_line, listed
+from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models import classifiers
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
@@ -65,15 +65,14 @@ def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
             raise ConfigError(Problem(f"open: {folder}", "an adapter", "the package peft", mend))
     else:
         options["output_loading_info"] = True
-    try:
+    kinds = (ImportError, OSError, RuntimeError, SafetensorError, ValueError)
+    with refused(f"open: {folder}", EXPECTED, *kinds):
         found: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
         if adapter:
             return found.eval()  # type: ignore[no-any-return]
         if missing := sorted(found[1]["missing_keys"]):
             raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
         return found[0].eval()  # type: ignore[no-any-return]
-    except (ImportError, OSError, RuntimeError, SafetensorError, ValueError) as error:
-        raise ConfigError(Problem(f"open: {folder}", first_line(error), EXPECTED)) from error
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:

@@ -120,7 +120,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     """Build the runner of a whole model, or of this rank's tensor parallel shard of it."""
     import deepspeed
 
-    layout, dtype = job.layout, machine.DTYPES[job.layout.precision]
+    layout, dtype = job.layout, getattr(torch, job.layout.precision)
     mesh, mpu = mesh_of(job), None
     model, dropout = wrap_blocks(job.spec, job.task, layout, mesh if layout.expert > 1 else None)
     if layout.zero_stage == 3 and layout.recompute.tile:

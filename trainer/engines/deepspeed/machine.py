@@ -15,8 +15,6 @@ from trainer.layout import Layout
 from trainer.optim.recipes import Recipe
 from trainer.storage import imported
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 OF_OPTIMIZERS = {
     "deepspeed.ops.adam.DeepSpeedCPUAdam": "cpu_adam",
     "deepspeed.ops.adagrad.DeepSpeedCPUAdagrad": "cpu_adagrad",

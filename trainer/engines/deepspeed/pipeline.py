@@ -16,7 +16,6 @@ from torch import nn
 
 from trainer.engines.deepspeed import patches, spread_experts
 from trainer.engines.deepspeed.forward_backward import initialize
-from trainer.engines.deepspeed.machine import DTYPES
 from trainer.engines.engine import Job, mesh_of
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -56,7 +55,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 
     def finish(stage: Stage, spec: ModelSpec) -> None:
         blank.append((copy.deepcopy(stage.model), spec))
-        placement = Placement(device, DTYPES[layout.precision], plain=True)
+        placement = Placement(device, getattr(torch, layout.precision), plain=True)
         materialise(stage.model, spec, seed=job.seed_of_values, placement=placement)
         spread_experts.mark(stage.model, spec, mesh)
 

@@ -84,7 +84,7 @@ class MasterState:
                     held[name, key, shape if value.ndim else (), value.dtype] = parameter
         for name, buffer in persistent_buffers(self._module):
             held[bare_name(name), WEIGHT, tuple(buffer.shape), buffer.dtype] = buffer
-        return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
+        return state_tensors_of(held, self._mesh, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
         """Implement `TrainingState.gradients`, before `engine.step`."""

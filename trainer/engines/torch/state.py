@@ -47,7 +47,7 @@ class TorchState:
             states = [self._optimizer.of(tensor) for tensor in tensors]
             for key, value in states[0].items():
                 held[_kind(name, key, value)] = [state[key] for state in states if key in state]
-        return state_tensors_of(held, self._mesh, self._ranks, self._state_tensor)
+        return state_tensors_of(held, self._mesh, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
         """Implement `TrainingState.gradients`."""

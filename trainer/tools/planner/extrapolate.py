@@ -182,7 +182,7 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
         places[last // 2] = "a middle stage"
     if 1 < last < LONG:
         places[1] = "second stage"
-    return [(places[place], layout.rank_at(pipeline=place)) for place in sorted(places)]
+    return [(places[place], layout.ranks_of(place)[0]) for place in sorted(places)]
 
 
 def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
