@@ -1451,6 +1451,8 @@ USED = {
         "run.name",
         "run.folder",
         "run.node_local",
+        "tiled_mlp",
+        "checkpoint.upload",
         "checkpoint.every",
         "checkpoint.keep_last",
         "checkpoint.keep_best",

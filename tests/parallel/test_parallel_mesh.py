@@ -93,7 +93,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
         rank, half = devices.get_local_rank("replicate"), devices.get_local_rank("context")
         share = TRAIN_BATCH // 2
         batch = task.collate(samples(0)[rank * share : (rank + 1) * share])
-        batch = {name: value.chunk(2, 1)[half] for name, value in batch.items()}
+        batch = {name: batch[name].chunk(2, 1)[half] for name in ("input_ids", "targets")}
         targets = mesh.sum(counted_here(task, [batch], mesh), "loss")
         loss, counted = evaluated(task, mesh, lambda batches: summed(batches)[None], [batch])
         return [float(loss), float(counted), float(targets), float(gradient_scale(targets, mesh))]

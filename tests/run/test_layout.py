@@ -104,8 +104,9 @@ def test_a_full_config(tmp_path: Path) -> None:
     }
     found = laid_out(tmp_path, content, 16)
     expected = Layout(2, 2, 2, 2, 3, 2, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
-    assert found == replace(expected, compile="auto")
-    assert (found.schedule, found.stages) == (PIPELINE_SCHEDULES["1F1B"], 2)
+    schedule = replace(PIPELINE_SCHEDULES["1F1B"], row=512)
+    assert found == replace(expected, compile="auto", schedule=schedule)
+    assert found.stages == 2
     assert found.describe() == (
         "pipeline 2 x replicate 2 x shard 2 x tensor 2, ZeRO-3, optimizer on cpu, parameters on "
         "cpu, bfloat16, "

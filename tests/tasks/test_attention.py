@@ -408,4 +408,4 @@ def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
         [0, 12, 24, 36],
         documents_of(lengths, 12).borders.tolist(),
     ]
-    assert {(mask.longest, mask.window) for mask in seen} == {(12, WINDOW)}
+    assert {(mask.row, mask.window) for mask in seen} == {(12, WINDOW)}

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.layout import PipelineSchedule
@@ -18,6 +17,8 @@ from trainer.models.spec import ModelSpec
 
 COUNTED = 32
 """The tokens of the row on which a model's attention is counted."""
+MOST_READS = 10_000
+"""The most values that are read of a forward pass."""
 
 
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
@@ -91,15 +92,33 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     # the mean number of tokens that a token sees
     seen = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
-    means = [seen.get(kind, row / 2) for kind in kinds]
+    means = [seen.get(kind, row / 2) for kind in kinds[: len(squares)]]
     return [square / 2 * mean for square, mean in zip(squares, means, strict=True)]
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:
-    """Count the FLOPs of each block's forward pass for one row, on tensors without values."""
+    """Count the FLOPs of each block's forward pass for one row, on the meta device."""
     with _disable_current_modes(), torch.device("meta"), torch.no_grad():
         model = spec.build()
-        with FakeTensorMode(allow_non_fake_inputs=True), FlopCounterMode(display=False) as counter:
+        with _Reads(), FlopCounterMode(display=False) as counter:
             model(input_ids=torch.zeros(1, row, dtype=torch.int64), use_cache=False)
     counts, root = counter.get_flop_counts(), type(model).__name__
     return [sum(counts[f"{root}.{name}"].values()) for name in spec.blocks]
+
+
+class _Reads(TorchDispatchMode):
+    """Reads 1 from every tensor without values. A fake tensor would do, but keeps what is forked
+    later from running backward passes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._left = MOST_READS
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten._local_scalar_dense.default:
+            return func(*args, **(kwargs or {}))
+        self._left -= 1
+        if not self._left:
+            raise RuntimeError("a loop waits for a value")
+        return args[0].dtype is torch.bool or 1
