@@ -6,9 +6,8 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Self, TypeVar
+from typing import Self
 
-AnyError = TypeVar("AnyError", bound="MeshloomError")
 MOST_SHOWN = 20
 """The most problems that an error spells out; it counts the others."""
 
@@ -84,11 +83,6 @@ class MeshloomError(Exception):
         lines = [f"  {problem}" for problem in self.problems[:MOST_SHOWN]]
         rest = [f"  and {count - MOST_SHOWN:,} more"] if count > MOST_SHOWN else []
         return "\n".join([f"{head}:", *lines, *rest])
-
-
-def shared(error: AnyError) -> AnyError:
-    """Mark `error` as one that every rank raises, and return it."""
-    return error.share()
 
 
 class ConfigError(MeshloomError):

@@ -23,6 +23,7 @@ from trainer.errors import DataError
 from trainer.tools.planner import pretend
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import model_on
+from trainer.trial import setup
 
 CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
@@ -260,7 +261,7 @@ def test_flops_are_those_that_torchvision_publishes(tmp_path, name, products):
 
 def test_a_loop_that_waits_for_a_value_ends(monkeypatch):
     """Rejection sampling, say: a pretended value never changes."""
-    monkeypatch.setattr(pretend, "MOST_READS", 50)
+    monkeypatch.setattr(setup, "MOST_READS", 50)
     with pytest.raises(RuntimeError, match="a loop waits for a value"), pretend.pretending(0, 2, 2):
         drawn = torch.zeros(4).normal_()
         while (drawn > 1).any():
@@ -268,6 +269,6 @@ def test_a_loop_that_waits_for_a_value_ends(monkeypatch):
 
 
 def test_truncated_normals_are_drawn_without_end(monkeypatch):
-    monkeypatch.setattr(pretend, "MOST_READS", 50)
+    monkeypatch.setattr(setup, "MOST_READS", 50)
     with pretend.pretending(0, 2, 2):
         nn.init.trunc_normal_(torch.empty(64, 64))

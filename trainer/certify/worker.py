@@ -16,7 +16,7 @@ import torch.distributed as dist
 from trainer.certify.certificate import certify, table, write
 from trainer.certify.tiny_run import Tiny, tiny_run
 from trainer.engines import Machine
-from trainer.errors import ConfigError, MeshloomError, Problem, shared
+from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.supervise.ending import Ending
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output
@@ -80,5 +80,5 @@ def verify(small: Tiny, world: World, device: str, certificate_path: Path, outpu
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
         if isinstance(error, MeshloomError) and dist.is_initialized():
-            shared(error)  # all find the same, and the first reports for them
+            error.share()  # all find the same, and the first reports for them
         return ending.after(error)

@@ -15,7 +15,7 @@ from trainer.checkpoint import faults, manifest
 from trainer.checkpoint.folders import PARTIAL, supply
 from trainer.checkpoint.manifest import ALL, MANIFEST, STEP_FOLDER
 from trainer.distributed.ranks import ALONE, Ranks
-from trainer.errors import DiskError, Problem, listed, shared
+from trainer.errors import DiskError, Problem, listed
 from trainer.storage import disk_errors, rename_folder
 
 DELETING, DAMAGED = ".deleting", ".damaged"
@@ -90,7 +90,7 @@ def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
     if blind:
         actual, expected = f"not there for rank {blind[0]}", "a folder that all machines share"
         hint = "Put trainer.run.folder on a shared file system"
-        raise shared(DiskError(Problem(str(path), actual, expected, hint)))
+        raise DiskError(Problem(str(path), actual, expected, hint)).share()
 
 
 def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
@@ -100,7 +100,7 @@ def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
     if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:
         actual = f"rank {other[0]} has another checkpoint than rank {keepers[0]}; both are good"
         hint = "Move away the one that is not of this run"
-        raise shared(DiskError(Problem(str(path), actual, "copies of one checkpoint", hint)))
+        raise DiskError(Problem(str(path), actual, "copies of one checkpoint", hint)).share()
 
 
 def _out_of_the_way(path: Path) -> Path:

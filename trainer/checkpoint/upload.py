@@ -18,7 +18,7 @@ import fsspec
 from trainer.checkpoint.directory import published, step_of
 from trainer.checkpoint.folders import PARTIAL
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER
-from trainer.errors import ConfigError, DiskError, Problem, named_line
+from trainer.errors import DiskError, Problem, named_line, refused
 from trainer.storage import disk_errors, rename_folder
 
 KEY = "trainer.checkpoint.upload"
@@ -30,13 +30,11 @@ MODELS = ("final", "final-merged")
 def check(address: str) -> None:
     """Raise ConfigError unless the address can be written."""
     expected = "an address of fsspec that you may write, such as s3://bucket/runs"
-    try:
+    with refused(f"{KEY}: {address}", expected, named=True):
         files, root = _opened(address.rstrip("/"))
         files.makedirs(root, exist_ok=True)
         files.pipe_file(f"{root}/.meshloom", b"")
         files.rm_file(f"{root}/.meshloom")
-    except Exception as error:  # the file system's, its client's or the network's
-        raise ConfigError(Problem(f"{KEY}: {address}", named_line(error), expected)) from error
 
 
 class Upload:

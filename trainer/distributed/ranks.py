@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
-from trainer.errors import MeshloomError, shared
+from trainer.errors import MeshloomError
 
 T = TypeVar("T")
 LONGEST_PAUSE = 1.0
@@ -214,7 +214,7 @@ class Ranks:
 
     def _raise(self, source: int, failure: Any, own: Any) -> NoReturn:
         if isinstance(failure, MeshloomError):
-            raise shared(failure)
+            raise failure.share()
         raise own if source == self.rank else RuntimeError(f"rank {source} failed: {failure}")
 
 

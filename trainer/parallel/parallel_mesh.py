@@ -19,7 +19,7 @@ from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.distributed.ranks import Ranks, group_of_rows
 from trainer.distributed.shared_rows import ContextRanks, Division
-from trainer.errors import NumericsError, Problem, shared
+from trainer.errors import NumericsError, Problem
 from trainer.layout import AXES, Layout
 
 REDUCTIONS: dict[str, tuple[str, ...]] = {
@@ -198,7 +198,7 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Rank
     dist.broadcast_object_list(sent, first, group=group)
     if odd := ranks.lowest(None if sent[0] == own else first):
         seen = f"other initial values on rank {odd[0]} than on rank {odd[1]}"
-        raise shared(NumericsError(Problem("replicas", seen, "the same on all replicas")))
+        raise NumericsError(Problem("replicas", seen, "the same on all replicas")).share()
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,16 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.layout import PipelineSchedule
 from trainer.models.language_model import idle_parameters, text_config
 from trainer.models.spec import ModelSpec
+from trainer.trial.setup import HostReads
 
 COUNTED = 32
 """The tokens of the row on which a model's attention is counted."""
-MOST_READS = 10_000
-"""The most values that are read of a forward pass."""
 
 
 def divide(costs: Sequence[float], first: float, last: float, stages: int) -> list[range]:
@@ -97,28 +96,13 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:
-    """Count the FLOPs of each block's forward pass for one row, on the meta device."""
+    """Count the FLOPs of each block's forward pass for one row, on the meta device.
+
+    Not on fake tensors: after those no forked process can run a backward pass.
+    """
     with _disable_current_modes(), torch.device("meta"), torch.no_grad():
         model = spec.build()
-        with _Reads(), FlopCounterMode(display=False) as counter:
+        with HostReads(), FlopCounterMode(display=False) as counter:
             model(input_ids=torch.zeros(1, row, dtype=torch.int64), use_cache=False)
     counts, root = counter.get_flop_counts(), type(model).__name__
     return [sum(counts[f"{root}.{name}"].values()) for name in spec.blocks]
-
-
-class _Reads(TorchDispatchMode):
-    """Reads 1 from every tensor without values. A fake tensor would do, but keeps what is forked
-    later from running backward passes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._left = MOST_READS
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not torch.ops.aten._local_scalar_dense.default:
-            return func(*args, **(kwargs or {}))
-        self._left -= 1
-        if not self._left:
-            raise RuntimeError("a loop waits for a value")
-        return args[0].dtype is torch.bool or 1

@@ -16,7 +16,7 @@ from trainer.checkpoint.manifest import MANIFEST, WEIGHTS_ALONE, check_sizes
 from trainer.checkpoint.slots import MODEL
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, DiskError, HubError, Problem, listed, shared
+from trainer.errors import ConfigError, DiskError, HubError, Problem, listed
 from trainer.storage import disk_errors, ensure_writable
 from trainer.supervise import status_files as status
 
@@ -131,7 +131,7 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
             "Put trainer.run.folder on a file system that they share, as an absolute path, or set "
             "trainer.run.node_local: each machine then keeps all of the run in a folder of its own"
         )
-        raise shared(DiskError(Problem(str(folder), actual, "one folder for all machines", hint)))
+        raise DiskError(Problem(str(folder), actual, "one folder for all machines", hint)).share()
 
 
 def kept(folder: Path, ranks: Ranks) -> Ranks:
@@ -163,7 +163,7 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
         keeper = keepers[odd[0]]
         actual = f"what rank {odd[0]} sees is not what rank {keeper} sees, which is there for it"
         expected = "folders that are the same for all who see them"
-        raise shared(DiskError(Problem(str(folder), actual, expected)))
+        raise DiskError(Problem(str(folder), actual, expected)).share()
     group = dist.new_group(sorted(set(keepers)), backend="gloo")
     return replace(ranks, keepers=keepers, among_keepers=group)
 

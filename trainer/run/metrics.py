@@ -13,7 +13,7 @@ import torch
 from trainer.data.loader import BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Metrics
-from trainer.errors import NumericsError, Problem, shared
+from trainer.errors import NumericsError, Problem
 from trainer.optim.lr_schedules import Update
 from trainer.state import RunState
 from trainer.trackers import Record
@@ -127,6 +127,6 @@ class Skipped:
                 actual = f"no finite gradient {IN_A_ROW} times in a row"
                 look = f"Lower the learning rate, or look at the last samples ({names})"
                 hint = f"{look}; the last checkpoint is good"
-                raise shared(NumericsError(Problem(place, actual, "a finite gradient", hint)))
+                raise NumericsError(Problem(place, actual, "a finite gradient", hint)).share()
         self._recent = []
         return found

@@ -18,7 +18,7 @@ from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED
 from trainer.data.progress import Progress
 from trainer.engines import EngineKind, Machine
-from trainer.errors import ConfigError, shared
+from trainer.errors import ConfigError
 from trainer.layout import Layout
 from trainer.models.own.code import code_of
 from trainer.optim.decay import spared
@@ -126,7 +126,7 @@ def prepare(
     samples = (section.epochs or 1) * len(subject.data.train)
     steps = section.steps or max(1, math.ceil(samples / layout.train_batch))
     if problems := profile_problems(section, steps):
-        raise shared(ConfigError(*problems))
+        raise ConfigError(*problems).share()
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
     few_cores = share_of_cores(local or 1) if layout.offloads else None
     notes = [*filter(None, [few_cores]), *_faster(composed, name)]

@@ -20,7 +20,7 @@ from trainer.config.sections.trainer import HubSection
 from trainer.data.order import KEYED, LISTED
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
-from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed, shared
+from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed
 from trainer.run import folder as folders
 from trainer.run.folder import ENVIRONMENT
 from trainer.run.prepare import Prepared
@@ -169,7 +169,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             other_name = "give this one another trainer.run.name"
             hint = f"Move away the one that is not of this run, or {other_name}"
             expected = "one run in the folders of all"
-            raise shared(ConfigError(Problem("trainer.run.node_local", actual, expected, hint)))
+            raise ConfigError(Problem("trainer.run.node_local", actual, expected, hint)).share()
         if state == GOES_ON:
             ranks.on_keepers(lambda: folders.take_over(folder))
         return folder, state, []

@@ -22,7 +22,7 @@ from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
 from trainer.engines import Engine, Job, Machine
-from trainer.errors import MeshloomError, shared
+from trainer.errors import MeshloomError
 from trainer.models.spec import stored
 from trainer.run import describe, resume
 from trainer.run.folder import not_pushed
@@ -243,7 +243,7 @@ def _push(
     ranks = machine.ranks
     machine.watch.at(Phase.FINISHING)
     if ranks.first:
-        signals.saved(shared(not_pushed(folder, "a signal ended the push")))
+        signals.saved(not_pushed(folder, "a signal ended the push").share())
     say(console, f"pushing {folder / 'final'} to the Hub")
     _give_time(folder, machine)
     say(console, f"pushed: {ranks.await_first(partial(push, folder))}")

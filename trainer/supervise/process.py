@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, Problem, shared
+from trainer.errors import ConfigError, Problem
 from trainer.storage import installed, private_folder
 from trainer.supervise import meeting
 from trainer.supervise.output import Signs
@@ -165,7 +165,7 @@ def check_even(size: int, ranks: Ranks) -> None:
         actual = f"{first} on that of rank 0, {odd[1]} on that of rank {odd[0]}"
         hint = "Start as many on each (--nproc-per-node, slots of the hostfile)"
         expected = "equally many on all"
-        raise shared(ConfigError(Problem("processes on a machine", actual, expected, hint)))
+        raise ConfigError(Problem("processes on a machine", actual, expected, hint)).share()
 
 
 def cache_folder() -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
 
-from trainer.errors import MeshloomError, Preempted, Problem, shared
+from trainer.errors import MeshloomError, Preempted, Problem
 
 PATIENCE_SECONDS = 3.0
 """Seconds in which the main thread must notice a signal; not if it waits for another rank."""
@@ -155,4 +155,4 @@ def preempted(saved_step: int) -> Preempted:
     """Build the error of a run that was asked to stop; step 0: before its first step."""
     actual = "a signal asked the run to stop" + ", and all is saved" * bool(saved_step)
     place = f"step {saved_step}" if saved_step else "before the first step"
-    return shared(Preempted(Problem(place, actual, "to go on", "Run the same command again")))
+    return Preempted(Problem(place, actual, "to go on", "Run the same command again")).share()

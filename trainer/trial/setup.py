@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ContextDecorator, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import ConfigError, Problem
@@ -17,6 +19,7 @@ from trainer.models.materialise import on_host
 from trainer.models.names import differing, gradients_of
 from trainer.models.spec import ModelSpec
 
+aten = torch.ops.aten
 IGNORED = -100
 LENGTH = 20
 """The number of tokens in a row: more than two attention windows of the tiny copy."""
@@ -24,6 +27,8 @@ WIDER = LENGTH + 8
 """The number of tokens in a padded row."""
 SINGLE = 4
 """The number of rows of one token, tried for parameters that they leave without a gradient."""
+MOST_READS = 20_000
+"""The most truth values read from one line: more means a loop that waits for another value."""
 TOLERANCE = 1e-4
 """The relative error allowed in float32, larger than rounding and smaller than any mistake."""
 
@@ -114,3 +119,28 @@ class Alone(ContextDecorator, TorchDispatchMode):
             mend = "The loss and the number of targets are summed over the ranks for it."
             raise ConfigError(Problem("model, loss", seen, expected, mend))
         return func(*args, **(kwargs or {}))
+
+
+class HostReads(TorchDispatchMode):
+    """A dispatch mode that reads 1, or True, from tensors without values: fake, or on meta.
+
+    `where` returns the line that reads. Raises RuntimeError for a loop that waits for a value.
+    """
+
+    def __init__(self, where: Callable[[], str] = str) -> None:
+        super().__init__()
+        self._reads, self._where = Counter[str](), where
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        read = func is aten._local_scalar_dense.default or func is aten.equal.default
+        if not read or not (args[0].is_meta or isinstance(args[0], FakeTensor)):
+            return func(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        if dtype is torch.bool:
+            self._reads[where := self._where()] += 1
+            if self._reads[where] > MOST_READS:
+                problem = "a loop waits for a value, which fake tensors have not, below"
+                raise RuntimeError(f"{problem} {where}")
+        if func is aten.equal.default:
+            return True
+        return 1.0 if dtype.is_floating_point else dtype is torch.bool or 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,11 +17,11 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.distributed.dtensor import coordinate_in
 from trainer.distributed.ranks import Ranks
@@ -34,6 +33,7 @@ from trainer.parallel.splits import expert_ranks
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
+from trainer.trial.setup import HostReads
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -41,8 +41,6 @@ aten = torch.ops.aten
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 """An unsupported optimizer whose import takes DeepSpeed seconds in each process."""
-MOST_READS = 20_000
-"""The most truth values read from one line: more means a loop that waits for another value."""
 
 
 class PretendRanks(Ranks):
@@ -106,29 +104,8 @@ def pretending(
         for owner, name, value in _replacements(deepspeed):
             stack.enter_context(mock.patch.object(owner, name, value))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        stack.enter_context(_HostReads())
+        stack.enter_context(HostReads(place))
         yield PretendRanks(rank, world_size)
-
-
-class _HostReads(TorchDispatchMode):
-    """A dispatch mode that returns a value to the host wherever it reads one from a fake tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._reads: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
-            dtype = args[0].dtype
-            if dtype is torch.bool:
-                self._reads[where := place()] += 1
-                if self._reads[where] > MOST_READS:
-                    problem = "a loop waits for a value, which fake tensors have not, below"
-                    raise RuntimeError(f"{problem} {where}")
-            return 1.0 if dtype.is_floating_point else dtype is torch.bool or 1
-        if func is aten.equal.default and isinstance(args[0], FakeTensor):
-            return True
-        return func(*args, **(kwargs or {}))
 
 
 def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
