@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.soak import KINDS, LAUNCHERS, Soak, steps
 from tests.support.commands import write_job
 from tests.support.marked import ended, sweep
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.supervise.watch import Watch
 
 BLOCK = WARM_UP = int(os.environ.get("ENDS_BLOCK", 200))

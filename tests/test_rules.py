@@ -30,7 +30,7 @@ DOORS = ("trainer.command", "launch")
 """What may import tools; and `trainer/__init__.py`, the commands in Python."""
 PATCHES = {"patches.py", "pretend.py"}
 """Files that set attributes of libraries."""
-PHASES = "trainer/supervise/phase.py"
+PHASES = "trainer/supervise/stall.py"
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -172,7 +172,7 @@ def phases_as_text(tree: ast.Module) -> Iterator[str]:
     In a file that knows the enum, also what is compared, assigned, or in a dictionary, whatever the
     words beside it.
     """
-    from trainer.supervise.phase import Phase
+    from trainer.supervise.stall import Phase
 
     held = (
         ast.Compare

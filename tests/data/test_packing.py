@@ -42,7 +42,7 @@ from trainer.data.text.token_files import Encoded, PreparedSource, write_part
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
-from trainer.tasks.documents import documents_of
+from trainer.tasks.attention import documents_of
 from trainer.tasks.task import IGNORED
 from trainer.trial.isolation import check_isolation
 

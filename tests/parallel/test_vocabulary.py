@@ -103,8 +103,7 @@ def test_a_tie_goes_to_the_first_of_equal_words(pools):
 
 
 def tied_words() -> list[int]:
-    from trainer.distributed.exchange import Exchange
-    from trainer.distributed.words import Words
+    from trainer.distributed.exchange import Exchange, Words
 
     start = 3 * dist.get_rank()
     words = Words(6, start, start + 3, 3, Exchange(dist.group.WORLD))

@@ -31,7 +31,7 @@ from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import ConfigError
 from trainer.run.resume import _last_logged
 from trainer.run.timeline import StepProfiler, Timeline
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.tools.report import page, run_record
 from trainer.tools.report.history import FINISHED, KILLED, STOPPED, sessions
 from trainer.tools.report.run_record import read

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from trainer.run.hooks import Garbage
-from trainer.supervise.phase import Phase
 from trainer.supervise.process import grow_segments
+from trainer.supervise.stall import Phase
 
 
 def test_garbage_is_collected_between_steps_and_not_within_them(

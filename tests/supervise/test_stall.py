@@ -27,8 +27,7 @@ from tests.support.commands import ROOT, run, warm_server, write_job
 from trainer.data.progress import Progress
 from trainer.supervise import watch as watching
 from trainer.supervise.meeting import reach, serve
-from trainer.supervise.phase import Phase
-from trainer.supervise.stall import Beat, behind, diagnosis, elsewhere, straggler
+from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
 from trainer.supervise.watch import Watch
 
 AT_STEP_3 = """

@@ -23,8 +23,7 @@ from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention
-from trainer.tasks.attention import Attention, Borders
-from trainer.tasks.documents import documents_of
+from trainer.tasks.attention import Attention, Borders, documents_of
 
 windows = pytest.mark.skipif(
     "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"

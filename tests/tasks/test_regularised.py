@@ -79,7 +79,7 @@ def certified(
 
     from trainer.certify.certificate import certify, table
     from trainer.certify.tiny_run import tiny_run
-    from trainer.tasks.noise import EmbeddingNoise
+    from trainer.tasks.causal_lm import EmbeddingNoise
 
     def padded(self, lengths, ranks=None):
         self._lengths = lengths.max().expand_as(lengths)

@@ -21,7 +21,7 @@ from rich.console import Console as Terminal
 from trainer import plugins
 from trainer.errors import ConfigError, DiskError
 from trainer.supervise.output import Signs
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.trackers import (
     Console,
     Evaluation,

@@ -33,8 +33,7 @@ from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
-from trainer.trial.draws import Draws
-from trainer.trial.findings import Findings, applied
+from trainer.trial.findings import Draws, Findings, applied
 from trainer.trial.language import check_model
 
 MOE = {

@@ -20,7 +20,7 @@ from trainer.engines import Machine
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import schedule_of
 from trainer.state import MASTER, WEIGHT
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.trial.setup import Alone
 
 # check -> largest relative error that float32 arithmetic in another order may leave

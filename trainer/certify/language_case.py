@@ -25,7 +25,7 @@ from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.run.subject import Given, Subject, amended
 from trainer.tasks.causal_lm import CausalLM
-from trainer.trial.draws import observe_draws
+from trainer.trial.findings import observe_draws
 from trainer.trial.setup import own_randomness, tiny
 
 LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000

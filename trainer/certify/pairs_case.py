@@ -22,15 +22,14 @@ from trainer.data.dataset import Pairs, Subset
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models import classifiers
-from trainer.models.classifiers import Images
+from trainer.models.classifiers import Classifier, Images
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.run.images import arguments_of, spec_of
 from trainer.run.subject import Given, Subject, amended, image_classifier, own_module
 from trainer.tasks.image_classification import TOP, ImageClassification, class_loss
-from trainer.trial.draws import observe_draws
+from trainer.trial.findings import observe_draws
 from trainer.trial.setup import tiny
-from trainer.trial.tiny_images import CLASSES, SIZE, made_up, tiny_classifier
 
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
@@ -158,3 +157,36 @@ class PairsReference(Reference):
         rows = np.stack(of_ranks, 1).reshape(layout.accumulation, -1)
         batches = [self._collated([training[n] for n in row]) for row in rows]
         return [MicroBatch(0, index, *batch) for index, batch in enumerate(batches)]
+
+
+CLASSES, SIZE = 10, 64
+"""Made-up images: a residual network's last block still sees four places of each."""
+VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
+"""So narrow that patches weigh no more than two blocks: a cut would come before the blocks."""
+
+
+def tiny_classifier(classifier: Classifier, stages: int) -> Classifier:
+    """Return a small classifier with the same kinds of blocks, or itself if none is known."""
+    from torchvision.models import ResNet, VisionTransformer
+    from torchvision.models.resnet import Bottleneck
+
+    plain = Images(("0", "1"), "RGB", (224, 224), (0.0,) * 3, (1.0,) * 3)
+    with torch.device("meta"):
+        model = Classifier(classifier.name, classifier.arguments).completed(plain).build()
+    if isinstance(model, VisionTransformer):
+        kept = {"dropout": model.dropout, "attention_dropout": model.attention_dropout}
+        return Classifier("VisionTransformer", {**VIT, **kept, "num_layers": stages + 2})
+    if isinstance(model, ResNet):
+        kind = type(model.layer1[0])
+        width = {"width_per_group": 8} if kind is Bottleneck else {}
+        return Classifier("ResNet", {"block": kind.__name__, "layers": [1, 1, 1, 1], **width})
+    return Classifier(classifier.name, classifier.arguments)
+
+
+def made_up(images: Images, count: int) -> list[tuple[torch.Tensor, int]]:
+    """Make images of noise around a pattern for each class; the same on every rank."""
+    generator = torch.Generator().manual_seed(0)
+    classes, shape = len(images.classes), (images.channels, *images.size)
+    patterns = torch.randn(classes, *shape, generator=generator)
+    noise = torch.randn(count, *shape, generator=generator)
+    return [(patterns[index % classes] + noise[index], index % classes) for index in range(count)]

@@ -19,7 +19,7 @@ from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, keeper_in, measured
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
-from trainer.data.source import Source
+from trainer.data.mixture import Source
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine
@@ -30,7 +30,7 @@ from trainer.parallel.parallel_mesh import division_of
 from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.tasks import cross_entropy
 from trainer.tasks.task import Batch, Task
 

@@ -37,8 +37,7 @@ from trainer.storage import imported, installed
 
 IGNORED = -100
 NOT_OF_TORCH = (
-    *("adam_w_mode", "torch_adam", "bias_correction", "fp32_optimizer_states"),
-    *("fused", "ns_method"),
+    "adam_w_mode torch_adam bias_correction fp32_optimizer_states fused ns_method".split()
 )
 
 
@@ -163,9 +162,8 @@ class Reference(ABC):
         """Return every tensor of a checkpoint of the model: parameters and persistent buffers."""
         tied = {alias: name for alias, name in self._spec.tied.items() if alias not in self._named}
         stored = self.model.state_dict()
-        return {
-            name: value.detach().cpu().clone() for name, value in stored.items() if name not in tied
-        }
+        kept = {name: value for name, value in stored.items() if name not in tied}
+        return {name: value.detach().cpu().clone() for name, value in kept.items()}
 
     def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
         """Take a step from the engine's state before it; update by the engine's gradients and norm.

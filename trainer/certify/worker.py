@@ -20,8 +20,8 @@ from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.supervise.ending import Ending
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output
-from trainer.supervise.phase import Phase
 from trainer.supervise.process import join
+from trainer.supervise.stall import Phase
 from trainer.supervise.world import World, world_of
 
 PASSED, FAILED = 0, 76

@@ -19,7 +19,7 @@ from trainer.checkpoint.directory import published, step_of
 from trainer.checkpoint.folders import PARTIAL
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER
 from trainer.errors import DiskError, Problem, named_line, refused
-from trainer.storage import disk_errors, rename_folder
+from trainer.storage import rename_folder
 
 KEY = "trainer.checkpoint.upload"
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
@@ -102,7 +102,8 @@ def restore(address: str, base: Path) -> list[str]:
     with _copying(address, "Check the address, or start a run of its own with --fresh"):
         files, root = _opened(address.rstrip("/"))
         names = [Path(path).name for path in _listed(files, root)]
-        number = {name: int(name[len(base.name) + 1 :] or 1) for name in _runs(names, base.name)}
+        runs = filter(re.compile(rf"{re.escape(base.name)}(-\d+)?").fullmatch, names)
+        number = {name: int(name[len(base.name) + 1 :] or 1) for name in runs}
         for name in number:
             folder = base.with_name(name)
             for record in (file for file in RECORDS if files.exists(f"{root}/{name}/{file}")):
@@ -116,11 +117,10 @@ def restore(address: str, base: Path) -> list[str]:
         newest = max(there, key=lambda name: step_of(Path(name)))
         target = base.with_name(last) / "checkpoints" / newest
         partial = target.with_name(newest + PARTIAL)
-        with disk_errors(partial):
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.parent.mkdir(exist_ok=True)
-            files.get(there[newest], str(partial), recursive=True)
-            rename_folder(partial, target)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.parent.mkdir(exist_ok=True)
+        files.get(there[newest], str(partial), recursive=True)
+        rename_folder(partial, target)
     return [f"{newest} was copied from {address}"]
 
 
@@ -134,8 +134,6 @@ def _opened(address: str) -> tuple[Any, str]:
 def _copying(address: str, hint: str) -> Iterator[None]:
     try:
         yield
-    except DiskError:
-        raise
     except Exception as error:  # the file system's, its client's or the network's
         expected = "a copy that is complete"
         raise DiskError(Problem(f"{KEY}: {address}", named_line(error), expected, hint)) from error
@@ -165,7 +163,3 @@ def _remove(files: Any, path: str) -> None:
         files.rm_file(f"{path}/{MANIFEST}")
     if files.exists(path):
         files.rm(path, recursive=True)
-
-
-def _runs(names: list[str], base: str) -> list[str]:
-    return [name for name in names if re.fullmatch(rf"{re.escape(base)}(-\d+)?", name)]

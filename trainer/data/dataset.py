@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.data.mixture import Source, sample_of
 from trainer.data.order import split
-from trainer.data.source import Source, sample_of
 from trainer.errors import DataError, Problem
 
 LOOKED_AT = 16

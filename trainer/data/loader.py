@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from trainer.data.mixture import Source, sample_of
 from trainer.data.order import KEYED, Shuffle, micro_batches
-from trainer.data.source import Source, sample_of
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.tasks.task import Batch

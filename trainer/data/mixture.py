@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from trainer.config.sections.model_and_data import SourceSection
 from trainer.data.order import Shuffle
-from trainer.data.source import Source
 
 
 class Mixture:
@@ -55,3 +54,17 @@ def samples_an_epoch(sources: Sequence[SourceSection], sizes: Sequence[int]) -> 
     parts = [sum(sizes) * weight / sum(weights) for weight in weights]
     passes = [size * (one.epochs or 1) for size, one in zip(sizes, sources, strict=True)]
     return [max(1, round(count)) for count in parts or passes]
+
+
+class Source(Protocol):
+    """Samples by number."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+def sample_of(source: Source, index: int, epoch: int | None) -> Any:
+    """Return a sample as in an epoch, by a source's `in_epoch`; with None, as in evaluation."""
+    in_epoch = None if epoch is None else getattr(source, "in_epoch", None)
+    return source[index] if in_epoch is None else in_epoch(index, epoch)

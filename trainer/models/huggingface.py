@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -19,7 +19,6 @@ from transformers.initialization import guard_torch_init_functions
 
 from trainer.errors import ConfigError, Problem, first_line, refused
 from trainer.models import language_model
-from trainer.models.kernels import check_kernels
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
@@ -298,3 +297,30 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
+
+
+NAMES = {
+    "attn_implementation": (
+        *("eager", "sdpa", "flex_attention"),
+        *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
+    ),
+    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
+}
+"""The implementations in transformers; any other name is a repository of compiled code to load."""
+
+
+def check_kernels(config: PreTrainedConfig, place: str) -> None:
+    """Raise ConfigError for a kernel that is not in NAMES, in the config or in one of its parts."""
+    for part in _parts(config):
+        for key, known in NAMES.items():
+            value = getattr(part, f"_{key}", None)
+            if value is not None and value not in known:
+                seen = f"{key} {str(value)!r:.100}, whose code would be fetched and run"
+                raise ConfigError(Problem(place, seen, f"none, or one of {', '.join(known)}"))
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    yield config
+    for value in vars(config).values():
+        if isinstance(value, PreTrainedConfig):
+            yield from _parts(value)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trainer.data.loader import Batching, evaluation_batches
-from trainer.data.source import Source
+from trainer.data.mixture import Source
 from trainer.engines.engine import Engine
 from trainer.errors import ConfigError
 from trainer.tasks.generation import continued

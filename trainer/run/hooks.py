@@ -31,8 +31,8 @@ from trainer.run.prepare import Prepared
 from trainer.run.resume import Start
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
-from trainer.supervise.phase import Phase
 from trainer.supervise.signals import Signals
+from trainer.supervise.stall import Phase
 from trainer.tasks.harness import scores
 from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_trackers, say
 from trainer.trackers.callbacks import Callback, Callbacks

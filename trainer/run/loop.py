@@ -9,7 +9,7 @@ from trainer.data.loader import BatchLoader, StepBatches
 from trainer.engines.engine import Engine, Metrics
 from trainer.optim.lr_schedules import LRSchedule, Update
 from trainer.state import RunState
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 
 
 @dataclass(frozen=True)

@@ -37,9 +37,9 @@ from trainer.supervise import status_files
 from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
-from trainer.supervise.phase import Phase
 from trainer.supervise.process import join, quiet_libraries
 from trainer.supervise.signals import Signals, StopSignals, preempted, stop_signals
+from trainer.supervise.stall import Phase
 from trainer.supervise.world import World, leave_with_launcher, world_of
 from trainer.trackers import Evaluation, Record, Tracker, say
 

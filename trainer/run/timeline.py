@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import DiskError
 from trainer.storage import disk_errors
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.trackers import JsonLines
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from rich.live import Live
 from rich.text import Text
 
 from trainer.storage import Unfailing, disk_errors, opened_at_once
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 
 _MOMENT, _BETWEEN = 2.0, 10.0
 """Seconds after which a phase has a line without a terminal, and seconds between such lines."""

@@ -6,10 +6,37 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from enum import StrEnum
 
 import psutil
 
-from trainer.supervise.phase import Phase
+
+class Phase(StrEnum):
+    """A phase, in the order of a run and of a step; its text is what files and tables have."""
+
+    PREPARING = "preparing"
+    BUILDING = "building"
+    WAITING = "waiting for data"
+    TRAINING = "training"
+    PROFILING = "profiling"
+    """The time that the profiler takes besides the recorded phases: to begin, and to write."""
+    LOGGING = "logging"
+    EVALUATING = "evaluating"
+    SAVING = "saving"
+    FINISHING = "finishing"
+    LEAVING = "leaving"
+
+    @property
+    def patience(self) -> float:
+        """The multiple of a step's patience that it may take."""
+        return _LONG.get(self, 1.0)
+
+
+_LONG = {
+    **dict.fromkeys((Phase.PREPARING, Phase.BUILDING, Phase.FINISHING), 15.0),
+    **dict.fromkeys((Phase.EVALUATING, Phase.SAVING, Phase.LEAVING), 5.0),
+}
+
 
 MOST_LINES = 6
 BUSY, IDLE = 0.8, 0.5

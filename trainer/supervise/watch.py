@@ -21,8 +21,7 @@ from typing import Any, NoReturn
 
 from trainer.errors import Stalled
 from trainer.supervise import stall
-from trainer.supervise.phase import Phase
-from trainer.supervise.stall import Beat, is_gone, who
+from trainer.supervise.stall import Beat, Phase, is_gone, who
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.dtensor import local
-from trainer.distributed.words import Words, words_of
-from trainer.tasks.task import IGNORED
+from trainer.distributed.exchange import Words, words_of
+from trainer.tasks.task import IGNORED, Batch
 
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
@@ -251,3 +252,30 @@ class LossHead(nn.Linear):
             return linear_cross_entropy(*tensors, *more, self._chunk_loss)
         loss, self._correct = linear_measured(hidden, self.weight, self.bias, targets)
         return loss
+
+
+class LossBySource:
+    """Sums of losses and numbers of targets, by the number of the source of each sample."""
+
+    def __init__(self, sources: int, device: torch.device | None = None) -> None:
+        self._sums = torch.zeros(2, sources, dtype=torch.float64, device=device)
+        self._of = self._counts = torch.empty(0)
+
+    def start(self, batch: Batch) -> None:
+        """Take what is added next for the losses of `batch`, which has `sources` [batch, 1]."""
+        targets = batch["targets"]
+        self._of = batch["sources"].expand_as(targets).flatten()
+        self._counts = (targets != IGNORED).flatten()
+        self._sums = self._sums.to(targets.device)
+
+    def add(self, rows: slice, losses: torch.Tensor) -> None:
+        """Add the losses of some of its tokens, [n], 0 without a target."""
+        found = torch.stack([losses, self._counts[rows].to(losses.dtype)]).double()
+        self._sums.index_add_(1, self._of[rows], found)
+
+    def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
+        """Return the sums since the last call, [2, sources], over a group. Collective."""
+        found, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
+        if group is not None:
+            dist.all_reduce(found, group=group)
+        return found

@@ -22,8 +22,7 @@ from transformers import masking_utils
 
 from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, Problem
-from trainer.tasks.attention import Borders, blocks
-from trainer.tasks.documents import PackedDocuments
+from trainer.tasks.attention import Borders, PackedDocuments, blocks
 from trainer.tasks.patches import masks_made_by
 
 

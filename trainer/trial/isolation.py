@@ -13,7 +13,7 @@ from torch import nn
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.spec import ModelSpec
 from trainer.trial import setup
-from trainer.trial.draws import observe_draws
+from trainer.trial.findings import observe_draws
 from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, Batch, TrialTask
 
 ROWS = ((9, LENGTH), (1, 5, 13, 2))

@@ -15,8 +15,7 @@ from trainer.models.language_model import blocks_of
 from trainer.models.names import gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.trial import setup
-from trainer.trial.draws import observe_draws
-from trainer.trial.findings import Findings, say_unused
+from trainer.trial.findings import Findings, observe_draws, say_unused
 from trainer.trial.forward_state import check_forward_state
 from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, WIDER, Batch, TrialTask
 

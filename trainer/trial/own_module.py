@@ -16,8 +16,7 @@ from trainer.models.names import gradients_of, pattern_of
 from trainer.models.own.module import LARGEST_BUILT, running_norms
 from trainer.models.own.python_state import snapshot
 from trainer.models.spec import ModelSpec
-from trainer.trial.draws import observe_draws
-from trainer.trial.findings import Findings, say_unused
+from trainer.trial.findings import Findings, observe_draws, say_unused
 from trainer.trial.forward_state import Run, check_forward_state
 from trainer.trial.setup import Alone, Batch, own_randomness
 

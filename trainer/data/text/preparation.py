@@ -16,11 +16,10 @@ from trainer.config import DataSection
 from trainer.data.cache import Check, cached_folder
 from trainer.data.digest import digests, stamps
 from trainer.data.formats import Location, locate
-from trainer.data.mixture import Mixture, samples_an_epoch
+from trainer.data.mixture import Mixture, Source, samples_an_epoch
 from trainer.data.order import KEYED
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import stamp
-from trainer.data.source import Source
 from trainer.data.text import corpus
 from trainer.data.text.chat import Template
 from trainer.data.text.encode import Tokenised, Tokenising, chunks

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.source import Source
+from trainer.data.mixture import Source
 from trainer.errors import printable
 from trainer.tasks.task import IGNORED
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from packaging.version import Version
 from torch import nn
 
-from trainer.engines.deepspeed import machine, patches, pipeline, spread_experts, tensor
+from trainer.engines.deepspeed import machine, patches, pipeline, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
 from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
 from trainer.engines.normalise import NormalisedEngine
@@ -127,7 +127,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
         _gather_once(model, job.spec)
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        spread_experts.mark(model, job.spec, mesh)
+        tensor.mark_experts(model, job.spec, mesh)
         unit = nn.Module()
         for index, parameter in enumerate(parameters):
             unit.register_parameter(str(index), parameter)
@@ -145,7 +145,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
         placement = Placement(storage, dtype, plain=True)
         materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
     module = ModelWithLoss(model, job.task)
-    split = spread_experts.split_of(model, job.spec, mesh)
+    split = tensor.split_of_experts(model, job.spec, mesh)
     engine = initialize(module, module.named_parameters(), job, config, mpu)
     if layout.tensor > 1:
         engine.first_dataloader_check.remove()  # can't compare batches that are dictionaries
@@ -158,7 +158,7 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
     machine.check_precision(layout)
     recipe = in_deepspeed(settings, layout, device.type, grouped=False)
     machine.check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
-    spread_experts.ready(layout, settings)
+    tensor.check_keys(layout, settings)
 
 
 KIND = EngineKind(refusal, in_deepspeed, build, check, ready)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.engines.deepspeed import patches, spread_experts
+from trainer.engines.deepspeed import patches, tensor
 from trainer.engines.deepspeed.forward_backward import initialize
 from trainer.engines.engine import Job, mesh_of
 from trainer.errors import ConfigError, Problem
@@ -57,7 +57,7 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
         blank.append((copy.deepcopy(stage.model), spec))
         placement = Placement(device, getattr(torch, layout.precision), plain=True)
         materialise(stage.model, spec, seed=job.seed_of_values, placement=placement)
-        spread_experts.mark(stage.model, spec, mesh)
+        tensor.mark_experts(stage.model, spec, mesh)
 
     [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
     job.machine.ranks.on_own(lambda: _check_learns(stage, rank, job.spec))
@@ -141,7 +141,7 @@ class PipelinedStep:
     def __post_init__(self, after_update: Callable[[], None]) -> None:
         stage, task, device = self.layer.stage, self.job.task, self.job.machine.device
         self.modules: list[nn.Module] = [stage]
-        self.split = spread_experts.split_of(stage.model, self.blank[1], self.mesh)
+        self.split = tensor.split_of_experts(stage.model, self.blank[1], self.mesh)
         self._shape: tuple[int, ...] | None = None
         self.evaluate = PipelineRun([stage], task, self.mesh, device).evaluate
         self.before_update: list[Callable[[], None]] = []

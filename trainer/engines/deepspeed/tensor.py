@@ -1,4 +1,11 @@
-"""DeepSpeed's AutoTP, configured with the model's own tensor plan instead of guesses from names."""
+"""Matrices and experts that ranks divide under DeepSpeed.
+
+AutoTP splits matrices by the model's own tensor plan instead of guesses from names. Experts are
+transformers' own layers, spread as on the mesh engine: DeepSpeed's AutoEP would put layers of its
+own, with a router of its own, in their place. Its ZeRO shards and reduces what is marked as
+AutoEP's experts are over the ranks that have the same ones, divides their gradients by all data
+ranks, as others are, and adds up the norm over all.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +19,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from trainer.engines.deepspeed import patches
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.splits import matrices
+from trainer.parallel.splits.expert_ranks import stacks
 from trainer.state import Part
 
 NOTE = "AutoTP divides a model that is there: each rank holds all of it in host memory at the start"
@@ -163,3 +172,30 @@ def ranges(
         found.append(Part(rows, offset + row * strides[0] + column, (strides[0], 1)))
         start += len(part)
     return found
+
+
+def check_keys(layout: Layout, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError for keys of ZeRO that DeepSpeed asserts with experts."""
+    zero = settings.get("zero_optimization", {})
+    for key in ("contiguous_gradients", "reduce_scatter"):
+        if layout.expert > 1 and zero.get(key) is False:
+            expected = "true: DeepSpeed reduces gradients of spread experts in no other way"
+            raise ConfigError(Problem(f"zero_optimization.{key}", "false", expected, "Remove it"))
+
+
+def mark_experts(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> list[nn.Parameter]:
+    """Mark the parameters of spread experts for ZeRO, and return them; none if none are."""
+    if mesh.experts is None:
+        return []
+    layers = [model.get_submodule(name) for name in stacks(model, spec)]
+    found = [parameter for layer in layers for parameter in layer.parameters()]
+    patches.mark_experts(found, mesh.experts)
+    return found
+
+
+def split_of_experts(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split:
+    """Return the spread experts of a model as parameters that are split, if any are."""
+    dims: dict[torch.Tensor, int] = dict.fromkeys(mark_experts(model, spec, mesh), 0)
+    if mesh.experts is None:
+        return Split(dims, mesh.device_mesh, "tensor")
+    return Split(dims, mesh.experts, "expert")

@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.dtensor import local, part_of
-from trainer.distributed.words import words_of
+from trainer.distributed.exchange import words_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_rows, replace_forward
 

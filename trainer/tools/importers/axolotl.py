@@ -9,7 +9,7 @@ from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import shared_keys
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles
-from trainer.tools.importers.sources import put_share, put_sources
+from trainer.tools.importers.shared_keys import put_share, put_sources
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 _PLACES = {

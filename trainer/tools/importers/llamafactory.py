@@ -11,7 +11,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside
-from trainer.tools.importers.sources import put_share, put_sources
+from trainer.tools.importers.shared_keys import put_share, put_sources
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 

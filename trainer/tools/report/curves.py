@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
 from trainer.run.timeline import ALONE, PROFILE, TRACE
-from trainer.supervise.phase import Phase
+from trainer.supervise.stall import Phase
 from trainer.tools.report import style
 from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number
 from trainer.tools.report.style import Chapter
