@@ -36,9 +36,8 @@ from trainer.state import MASTER, WEIGHT
 from trainer.storage import imported, installed
 
 IGNORED = -100
-NOT_OF_TORCH = (
-    "adam_w_mode torch_adam bias_correction fp32_optimizer_states fused ns_method".split()
-)
+_OF_DEEPSPEED = "adam_w_mode torch_adam bias_correction fp32_optimizer_states fused ns_method"
+NOT_OF_TORCH = tuple(_OF_DEEPSPEED.split())
 
 
 class MicroBatch(NamedTuple):

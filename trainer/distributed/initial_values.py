@@ -70,8 +70,7 @@ class _BlockDraws(TorchDispatchMode):
 
     def __init__(self, seed: Callable[..., int], wanted: Mapping[torch.Tensor, range]) -> None:
         super().__init__()
-        self._seed, self._drawn = seed, 0
-        self._made = {}
+        self._seed, self._drawn, self._made = seed, 0, dict[int, _Filled]()
         for tensor, rows in wanted.items():
             each = _rows_of_a_block(tensor)
             stop = min(-(-rows.stop // each) * each, len(tensor))
