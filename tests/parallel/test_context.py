@@ -232,5 +232,5 @@ def test_rotary_embeddings_grow_by_the_row(pools, dividing):
 
 
 def _without_growth(case: Case) -> dict[str, torch.Tensor]:
-    with patch("trainer.tasks.patches.GROWING", ()):
+    with patch("trainer.tasks.patches.GROWING", set()):
         return gradients(case)

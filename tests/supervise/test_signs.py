@@ -275,9 +275,8 @@ def test_of_a_gpu_the_compiler_is_named_before_it_is_needed(tmp_path: Path) -> N
 def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: Path) -> None:
     """DeepSpeed's Adam is compiled on the host, PyTorch's is not, as `EngineKind.ready` knows."""
     settings = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
-    layout: Any = SimpleNamespace(
-        offload_optimizer="cpu", offload_param="none", zero_stage=2, precision="float32", pipeline=1
-    )
+    offload = {"offload_optimizer": "cpu", "offload_param": "none", "zero_stage": 2}
+    layout: Any = SimpleNamespace(**offload, precision="float32", pipeline=1, expert=1)
     with patch("shutil.which", lambda name: None), operators_in(tmp_path):
         with pytest.raises(ConfigError, match="compiles its operator cpu_adam"):
             KIND.ready(layout, torch.device("cuda"), settings)

@@ -83,7 +83,7 @@ def _report(draft: Draft) -> Iterator[str]:
         yield f"ask for nothing, or change nothing of what is trained ({len(draft.listed)})"
         yield printable(f"  {', '.join(draft.listed)}")
     absent = [path for path in REQUIRED if draft.get(path) is None]
-    if draft.get("trainer.data.mixtures"):
+    if draft.get("trainer.data.sources"):
         absent.remove("trainer.data.path")
     if absent:
         yield f"still to set: {', '.join(absent)}"

@@ -83,7 +83,7 @@ def _of_data(data: DataSection) -> Iterator[Problem]:
 
 def _of_mixture(data: DataSection) -> Iterator[Problem]:
     """Yield the contradictions in a mixture of sources."""
-    place, sources = "trainer.data.mixtures", data.sources
+    place, sources = "trainer.data.sources", data.sources
     if not sources:
         return
     default = DataSection()

@@ -92,7 +92,7 @@ class Rows(Section):
     """The place of rows, and the columns that are read."""
 
     path: Annotated[
-        Paths | None, Excludes("trainer.data.mixtures", "Each of the sources has its own path.")
+        Paths | None, Excludes("trainer.data.sources", "Each of the sources has its own path.")
     ] = None
     """Files, globs, folders or a hub id."""
     format: Annotated[
