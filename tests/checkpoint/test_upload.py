@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from dataclasses import replace
@@ -23,6 +24,7 @@ from trainer.checkpoint.upload import Upload, check, restore
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DiskError
 from trainer.run.resume import Request, choose
+from trainer.storage import to_json
 
 ADDRESS = "memory://bucket/runs"
 
@@ -162,6 +164,22 @@ def test_a_death_at_any_file_leaves_the_checkpoint_before(tmp_path: Path, dies_a
     upload.finish()  # what is missing is copied
     shutil.rmtree(folder)
     assert restore(ADDRESS, folder) == [f"step-000020 was copied from {ADDRESS}"]
+
+
+@pytest.mark.parametrize("name", ["../../../outside", "/outside", "model/weights.pkl"])
+def test_a_manifest_that_leads_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    folder = begun_at(tmp_path, 10)
+    Upload(ADDRESS, folder).finish()
+    shutil.rmtree(folder)
+    files, at = MemoryFileSystem(), "/bucket/runs/job/checkpoints/step-000010/manifest.json"
+    manifest = json.loads(files.cat_file(at))
+    manifest["files"][name] = {"size": 1, "sha256": "0" * 64}
+    files.pipe_file(at, to_json(manifest))
+    before = content(tmp_path)
+    with pytest.raises(DiskError, match="leaves the folder|pickle"):
+        restore(ADDRESS, folder)
+    assert [path for path in content(tmp_path).keys() - before.keys() if "job" not in path] == []
+    assert not (folder / "checkpoints/step-000010").exists()
 
 
 def test_a_copy_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:

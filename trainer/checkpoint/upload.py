@@ -17,7 +17,7 @@ import fsspec
 
 from trainer.checkpoint.directory import published, step_of
 from trainer.checkpoint.folders import PARTIAL
-from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER
+from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, read_manifest
 from trainer.errors import DiskError, Problem, named_line, refused
 from trainer.storage import rename_folder
 
@@ -103,23 +103,24 @@ def restore(address: str, base: Path) -> list[str]:
         files, root = _opened(address.rstrip("/"))
         names = [Path(path).name for path in _listed(files, root)]
         runs = filter(re.compile(rf"{re.escape(base.name)}(-\d+)?").fullmatch, names)
-        number = {name: int(name[len(base.name) + 1 :] or 1) for name in runs}
-        for name in number:
-            folder = base.with_name(name)
+        known = sorted(runs, key=lambda name: (len(name), name))
+        for name in known:
             for record in (file for file in RECORDS if files.exists(f"{root}/{name}/{file}")):
-                folder.mkdir(parents=True, exist_ok=True)
-                files.get_file(f"{root}/{name}/{record}", str(folder / record))
-        last = max(number, key=lambda name: number[name], default=None)
-        steps = {} if last is None else _steps(files, f"{root}/{last}")
+                base.with_name(name).mkdir(parents=True, exist_ok=True)
+                files.get_file(f"{root}/{name}/{record}", str(base.with_name(name) / record))
+        steps = _steps(files, f"{root}/{known[-1]}") if known else {}
         there = {name: at for name, at in steps.items() if files.exists(f"{at}/{MANIFEST}")}
-        if last is None or not there:
+        if not there:
             return []
         newest = max(there, key=lambda name: step_of(Path(name)))
-        target = base.with_name(last) / "checkpoints" / newest
+        target = base.with_name(known[-1]) / "checkpoints" / newest
         partial = target.with_name(newest + PARTIAL)
         shutil.rmtree(partial, ignore_errors=True)
-        partial.parent.mkdir(exist_ok=True)
-        files.get(there[newest], str(partial), recursive=True)
+        partial.mkdir(parents=True)
+        files.get_file(f"{there[newest]}/{MANIFEST}", str(partial / MANIFEST))
+        for name in read_manifest(partial):  # which names no path that leaves the folder
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            files.get_file(f"{there[newest]}/{name}", str(partial / name))
         rename_folder(partial, target)
     return [f"{newest} was copied from {address}"]
 

@@ -91,8 +91,7 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     # the mean number of tokens that a token sees
     seen = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
-    means = [seen.get(kind, row / 2) for kind in kinds[: len(squares)]]
-    return [square / 2 * mean for square, mean in zip(squares, means, strict=True)]
+    return [q / 2 * seen.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=False)]
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:
