@@ -218,7 +218,7 @@ def test_ranks_connect_where_they_send() -> None:
     before = len(own.net_connections("tcp"))
     with patch.dict(os.environ), ThreadPoolExecutor(count) as pool:
         os.environ.pop("TORCH_GLOO_LAZY_INIT", None)
-        process.lazy_connections()
+        process.set_up_groups()
         patient = timedelta(seconds=60)
         make = lambda rank: dist.ProcessGroupGloo(store, rank, count, patient)  # noqa: E731
         groups = list(pool.map(make, range(count)))

@@ -72,7 +72,9 @@ def job_in(folder: Path, asynchronous: bool = False) -> Path:
     )
 
 
-def command(folder: Path, job: Path, code: str = "", does: str = TRAIN) -> list[str]:
+def command(
+    folder: Path, job: Path, code: str = "", does: str = TRAIN, ranks: int = 2
+) -> list[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT.format(root=str(ROOT), train=does, folder=str(folder), code=code))
     launch = (
@@ -81,7 +83,7 @@ def command(folder: Path, job: Path, code: str = "", does: str = TRAIN) -> list[
     )
     if code != PHASES["imports"]:
         launch += f"sys.executable = {str(warm.PYTHON)!r}; "
-    launch += f"sys.exit(start(2, {[str(script), '--config', str(job)]!r}))"
+    launch += f"sys.exit(start({ranks}, {[str(script), '--config', str(job)]!r}))"
     return [sys.executable, "-c", launch]
 
 

@@ -11,6 +11,7 @@ import re
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support import warm
@@ -108,6 +110,23 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
     assert "stalled: the run stands still" in result.output
     assert len(result.lines) <= 20 + 5, result.output
     assert nothing_left(tmp_path)
+
+
+def test_the_last_collectives_of_all_ranks_are_left_for_pytorch_to_compare(
+    tmp_path: Path, cache: Path
+) -> None:
+    """Three ranks wait for the fourth, which the analyser of PyTorch finds from what they left."""
+    code = AT_STEP_3.format(rank=1, what="threading.Event().wait()")
+    words = command(tmp_path, job(tmp_path), f"import threading\n{code}", ranks=4)
+    result = run(*words, timeout=120, **environment(cache))
+    assert result.code == 77, result.output
+    said = re.search(r"the last collectives: torchfrtrace (\S+) -p rank-\n", result.output)
+    assert said, result.output
+    assert sorted(path.name for path in Path(said[1]).iterdir()) == [f"rank-{n}" for n in range(4)]
+    if torch.__version__ >= "2.15":  # the analyser of older ones knows NCCL alone
+        analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
+        found = run(*analyser, said[1], "-p", "rank-", timeout=60).output
+        assert "Not all ranks joining collective" in found and "missing ranks: {1}" in found, found
 
 
 def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:

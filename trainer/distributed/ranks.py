@@ -34,7 +34,7 @@ class Ranks:
     def on_host(self) -> Ranks:
         """Return the same ranks with an own group on the host, as a thread needs one. Collective.
 
-        Its ranks connect where they first send to one another: see `lazy_connections`.
+        Its ranks connect where they first send to one another: see `set_up_groups`.
         """
         if self.world_size == 1:
             return self

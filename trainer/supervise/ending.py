@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import re
 import socket
 import sys
@@ -151,13 +152,25 @@ class Ending:
         print(text, file=self._terminal, flush=True)
 
     def stalled(self, lines: Sequence[str]) -> None:
-        """Report from a thread that the run hangs; the process ends after that."""
-        again = ["  run the same command again to resume"] if self.folder else []
-        self.tell("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:], *again]), Stalled.exit_code)
+        """Report from a thread that the run hangs, unless another rank does: without `lines`.
+
+        The process ends after that. Its log has all stacks, and the folder `flight-PROCESS` beside
+        it, of rank 0's process, the last collectives of each rank.
+        """
+        records = None
+        if self.log is not None and self.watch is not None and self._world.world_size > 1:
+            records = self.log.with_name(f"flight-{self.watch.first[1]}")
+        if lines:
+            last = [f"  the last collectives: torchfrtrace {records} -p rank-"]
+            again = ["  run the same command again to resume"] if self.folder else []
+            said = [f"{Stalled.kind}: {lines[0]}", *lines[1:], *(last if records else []), *again]
+            self.tell("\n".join(said), Stalled.exit_code)
         faulthandler.dump_traceback(all_threads=True)  # into the log
-        if self.log is not None:
-            write_flight_record(self.log.with_name(f"nccl-rank-{self._world.rank}.pickle"))
-        self.end(Stalled.exit_code)
+        if records is not None:
+            with suppress(Exception):  # it is the end of the run anyway
+                write_flight_record(records, self._world.rank)
+        if lines:
+            self.end(Stalled.exit_code)
 
 
 def _end_at_last(code: int) -> None:
@@ -166,14 +179,23 @@ def _end_at_last(code: int) -> None:
     os._exit(code)
 
 
-def write_flight_record(path: Path) -> None:
-    """Write the record of this process's NCCL collectives, if TORCH_FR_BUFFER_SIZE kept one."""
-    import torch.distributed as dist
+def write_flight_record(folder: Path, rank: int) -> None:
+    """Write this process's last collectives to `folder`, as PyTorch's `torchfrtrace` reads them."""
     from torch._C import _distributed_c10d
+    from torch.distributed.distributed_c10d import _world, get_backend
 
-    with suppress(Exception):  # it is the end of the run anyway
-        if dist.get_backend() == "nccl":
-            path.write_bytes(_distributed_c10d._dump_nccl_trace())  # type: ignore[attr-defined]
+    folder.mkdir(exist_ok=True)
+    if get_backend() == "nccl":
+        content = _distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
+    else:
+        record = pickle.loads(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
+        record["pg_config"] = {  # which gloo's lacks
+            name: {"name": name, "desc": group.group_desc, "ranks": str(sorted(ranks))}
+            for group, name in _world.pg_names.items()
+            for ranks in [_world.pg_group_ranks[group]]
+        }
+        content = pickle.dumps(record)
+    (folder / f"rank-{rank}").write_bytes(content)
 
 
 def watched(config: Config, ranks: Ranks, *reports: Callable[..., None]) -> Watch:
@@ -195,6 +217,8 @@ def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
 
     def stalled(lines: Sequence[str]) -> None:
         machine.signs.close()
+        if not lines:
+            return
         print("\n".join([f"{Stalled.kind}: {lines[0]}", *lines[1:]]), file=sys.stderr, flush=True)
 
     if machine.ranks.world_size == 1:

@@ -62,7 +62,7 @@ def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> 
     if not cuda:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     place_for_operators()
-    lazy_connections()
+    set_up_groups()
     try:
         if not dist.is_initialized():  # by an earlier call of the same script
             dist.init_process_group(
@@ -126,13 +126,15 @@ def grow_segments() -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
-def lazy_connections() -> None:
-    """Have gloo connect two ranks when one first sends to the other, and not each with all others.
+def set_up_groups() -> None:
+    """Have gloo connect two ranks when one first sends to the other, and collectives recorded.
 
-    A group then takes a rank some 2 log2(ranks) sockets, and not one for each rank. A setting in
-    the environment stands as it is.
+    A group then takes a rank some 2 log2(ranks) sockets, and not one for each rank. The record is
+    PyTorch 2.15's default. Settings in the environment stand as they are.
     """
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
 
 
 def place_for_operators() -> None:

@@ -45,9 +45,9 @@ class Watch:
     """Sends beats over a connection and from a thread of its own: no step waits for them.
 
     `processes`: host and process of each rank, exchanged at the rendezvous, which name one that is
-    silent later. `stalled` is called once with the diagnosis, in the one process that reports for
-    all, before each process ends; `progress` at each beat with the status for outside readers, on
-    rank 0 of all ranks; `slow` on rank 0, once for each rank that the others wait for.
+    silent later. `stalled` is called before each process ends, with the diagnosis in the one that
+    reports for all, else without lines; `progress` at each beat with the status for outside
+    readers, on rank 0 of all ranks; `slow` on rank 0, once for each rank that the others wait for.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class Watch:
     ) -> None:
         self._rank, self._given = rank, patience
         self._stalled, self._report_slow, self._progress = stalled, slow, progress
-        self._world_size = len(processes)
+        self._world_size, self.first = len(processes), processes[0]
         self._phase, self._step, self._moved = Phase.PREPARING, 0, time.monotonic()
         self._first: int | None = None
         self._steps: deque[float] = deque(maxlen=101)
@@ -78,7 +78,7 @@ class Watch:
         """True once all beats were read."""
         self._answered = time.monotonic()
         self._closed = threading.Event()
-        self._unanswered = False
+        self._unanswered = self._told = False
         self._planned: int | None = None
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
         self._slow: set[int] = set()
@@ -192,6 +192,8 @@ class Watch:
                 still = time.monotonic() - self._moved
                 if self._rank in READERS or still > self._limit(self._phase, self._step) / 2:
                     self._read()
+                if self._store is not None and still > self._patience():
+                    self._told = self._store.check([f"{KEY}/verdict"])
                 self._answered = time.monotonic()
             except Exception:  # `_judge` sees that there was no answer
                 continue
@@ -267,6 +269,8 @@ class Watch:
             now, patience = time.monotonic(), self._patience()
             if (still := now - self._moved) <= patience:
                 continue
+            if self._told:
+                self._end([])
             least = SILENT_SECONDS + 2 * BEAT_SECONDS
             least = least if still > self._limit(self._phase, self._step) else max(least, patience)
             if self._store is not None and now - self._answered > least:
@@ -296,21 +300,30 @@ class Watch:
         return [f"the run stands still: {reason}", *stall.table([self._mine()], self._silent)]
 
     def _verdict(self, beats: list[Beat]) -> None:
-        speaker = min(beat.rank for beat in beats if not self._silent(beat))
-        if speaker != self._rank and _in_time(self._await_verdict):
-            os._exit(Stalled.exit_code)
-        self._end(stall.diagnosis(beats, self._silent))
+        heard = [beat.rank for beat in beats if not self._silent(beat)]
+        if min(heard) != self._rank and _in_time(self._await_verdict):
+            self._end([])
+        self._end(stall.diagnosis(beats, self._silent), len(heard))
 
     def _await_verdict(self) -> None:
         assert self._store is not None
         while not self._store.check([f"{KEY}/verdict"]):
             time.sleep(BEAT_SECONDS / 4)
 
-    def _end(self, lines: list[str]) -> NoReturn:
+    def _end(self, lines: list[str], ranks: int = 0) -> NoReturn:
+        """End the process: with the diagnosis, once `ranks` have left records, or after another."""
+
         def tell() -> None:
             self._stalled(lines)
-            if self._store is not None and not self._unanswered:
-                self._store.set(f"{KEY}/verdict", "told")
+            if self._store is None or self._unanswered:
+                return
+            with suppress(Exception):  # of the process that serves the store, which may end first
+                if lines:
+                    self._store.set(f"{KEY}/verdict", "told")
+                left = self._store.add(f"{KEY}/left", 1)
+                while left < ranks:  # a launcher kills those that are left when the first one ends
+                    time.sleep(BEAT_SECONDS / 4)
+                    left = self._store.add(f"{KEY}/left", 0)
 
         _in_time(tell)
         os._exit(Stalled.exit_code)
