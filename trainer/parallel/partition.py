@@ -85,13 +85,15 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
         once, twice = _flops(spec, COUNTED), _flops(spec, 2 * COUNTED)
     except Exception:  # whatever a model's own code raises
         return [0.0] * len(spec.blocks)
-    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * len(once)
+    kinds = getattr(config, "layer_types", None) or ()
+    if len(kinds) != len(once):  # not one for each block
+        kinds = ["sliding_attention"] * len(once)
     window = min(getattr(config, "sliding_window", None) or row, row)
     chunk = min(getattr(config, "attention_chunk_size", None) or row, row)
     # the mean number of tokens that a token sees
     seen = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
-    return [q / 2 * seen.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=False)]
+    return [q / 2 * seen.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=True)]
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:
