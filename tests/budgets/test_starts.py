@@ -7,9 +7,11 @@ object collectives would have sent to a rank.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import pickle
+import shutil
 import time
 import tracemalloc
 from collections import Counter
@@ -32,6 +34,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.run.test_interrupted import command, environment
+from tests.support.commands import run as run_command
 from tests.support.commands import write_job
 from tests.support.training import spec_of
 from trainer.config import load
@@ -227,3 +231,51 @@ def test_ranks_connect_where_they_send() -> None:
         each = (len(own.net_connections("tcp")) - before) / count
     print(f"{each} sockets a rank, on average, of {count} ranks")
     assert 1 < each < 2 * math.log2(count)
+
+
+COUNTS_READS = """
+from contextlib import contextmanager
+from importlib import import_module
+m = import_module("trainer.checkpoint.load")
+real = m.safe_open
+
+@contextmanager
+def counted(path, **options):
+    with real(path, **options) as file:
+        yield file
+        kilobytes, inside = 0, False
+        for line in open("/proc/self/smaps"):
+            kind, value = line.split()[:2]
+            if not kind.endswith(":"):
+                inside = line.rstrip().endswith(str(path.name)) and str(path.parent) in line
+            elif inside and kind == "Rss:":
+                kilobytes += int(value)
+        with (folder / f"read-{rank}").open("a") as report:
+            print(kilobytes * 1024, path.stat().st_size, file=report)
+m.safe_open = counted
+"""
+
+
+@pytest.mark.parametrize("engine", ["mesh", "accelerate", "deepspeed"])
+def test_a_load_reads_each_byte_once_over_all_ranks(tmp_path: Path, engine: str) -> None:
+    """Under ZeRO-3: each rank maps the files, and reads the rows that it holds.
+
+    The kernel maps 64 KiB where one byte is read: a fifth more here.
+    """
+    job = write_job(tmp_path, engine=engine, steps=2, checkpoint={"every": 1})
+    config = json.loads(job.read_text())
+    config["trainer"]["model"]["config"] |= {"vocab_size": 32768, "hidden_size": 64}
+    config["zero_optimization"]["stage"] = 3
+    job.write_text(json.dumps(config))
+    for code in ("", COUNTS_READS):
+        for name in ("final", "checkpoints/step-000002"):  # to go on after the first step
+            shutil.rmtree(tmp_path / "runs/job" / name, ignore_errors=True)
+        words = command(tmp_path, job, code, ranks=4)
+        result = run_command(*words, timeout=200, **environment(tmp_path / "cache"))
+        assert result.code == 0, result.output
+    reports = [path.read_text().splitlines() for path in tmp_path.glob("read-*")]
+    rows = [tuple(map(int, line.split())) for report in reports for line in report]
+    whole = sum(size for _, size in rows) / len(reports)
+    print(f"{engine}: {sum(read for read, _ in rows) / whole:.3f} of {whole:,.0f} bytes are read")
+    assert len(reports) == 4
+    assert sum(read for read, _ in rows) <= 1.3 * whole

@@ -12,6 +12,7 @@ import torch.nn.functional as functional
 from deepspeed import utils
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 
 from trainer.distributed.dtensor import coordinate_in
@@ -208,26 +209,26 @@ class MasterState:
             _copy(self._inner.state[parameter][key], value)
 
     def _write_weight(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        with GatheredParameters([parameter], modifier_rank=0, enabled=self._partitioned):
-            group = getattr(parameter, "ds_process_group", None)
-            if not self._partitioned or dist.get_rank(group) == 0:
-                _copy(parameter, value)
+        held: Any = parameter
+        if not self._partitioned:
+            _copy(held, value)
+        elif (held.ds_status, held.ds_tensor.status) == _APART:
+            _copy(held.ds_tensor, _partition_of(held, value))
+        else:
+            with GatheredParameters([held], modifier_rank=0):
+                if dist.get_rank(held.ds_process_group) == 0:
+                    _copy(held, value)
         if not self.low_precision and self._flat is not None and parameter.requires_grad:
             self._write_flat(parameter, value, None)
 
     def _write_flat(self, parameter: torch.Tensor, value: torch.Tensor, key: str | None) -> None:
         """Write the float32 weight, or a part of the optimizer state, into the partitions."""
-        value = value.to(parameter.device, torch.float32).flatten()
         if self._partitioned:  # DeepSpeed's own setter requires a size that the ranks divide evenly
-            own: int = parameter.ds_tensor.ds_numel  # type: ignore[attr-defined]
-            optimizer = self._optimizer
-            start = own * dist.get_rank(parameter.ds_process_group)  # type: ignore[attr-defined]
-            padded = functional.pad(value, (0, max(0, start + own - len(value))))
-            optimizer.set_local_hp_param(padded.narrow(0, start, own), parameter, key)
+            self._optimizer.set_local_hp_param(_partition_of(parameter, value), parameter, key)
         elif key is None:
-            utils.safe_set_full_fp32_param(parameter, value)
+            utils.safe_set_full_fp32_param(parameter, value.flatten())
         else:
-            utils.safe_set_full_optimizer_state(parameter, value, key)
+            utils.safe_set_full_optimizer_state(parameter, value.flatten(), key)
 
     def _put(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
         """Set a scalar: the parameter's own or, in flat partitions, the one that all share."""
@@ -260,6 +261,21 @@ _FLAT = (
     "fp32_groups_flat_partition",
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+
+
+_APART = ZeroParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
+"""The states of a parameter of which each rank has its partition, in memory, and no more."""
+
+
+def _partition_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's partition under ZeRO-3 of whole values, in float32, zeros at its end.
+
+    Of a mapped file only that part is read.
+    """
+    own: int = parameter.ds_tensor.ds_numel
+    start = own * dist.get_rank(parameter.ds_process_group)
+    part = value.flatten()[start : start + own].to(parameter.device, torch.float32)
+    return functional.pad(part, (0, own - len(part)))
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
