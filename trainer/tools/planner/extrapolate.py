@@ -16,7 +16,6 @@ from torch import nn
 
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec, units
-from trainer.parallel.partition import block_ranges
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
 from trainer.tools.planner.ledger import Peak
 from trainer.tools.planner.messages import Message
@@ -153,7 +152,7 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     """
     full = make(None, 0)
     layout, model = full.layout, full.spec.build()
-    held = blocks_held(full, model)
+    held = blocks_held(full)
     depths = depths_of(full, model, held) or (None,)
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
     workloads = [make(*point) for point in grid]
@@ -185,12 +184,9 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
     return [(places[place], layout.ranks_of(place)[0]) for place in sorted(places)]
 
 
-def blocks_held(workload: Workload, model: nn.Module) -> list[int]:
+def blocks_held(workload: Workload) -> list[int]:
     """Count the blocks of each pipeline rank."""
-    layout, spec = workload.layout, workload.spec
-    ranges = [range(0)]
-    if spec.blocks:
-        ranges = block_ranges(model, spec, layout.schedule, layout.stages)
+    layout, ranges = workload.layout, workload.ranges if workload.spec.blocks else [range(0)]
     stages = [layout.stages_of(place) for place in range(layout.pipeline)]
     return [sum(len(ranges[stage]) for stage in held) for held in stages]
 

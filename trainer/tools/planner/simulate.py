@@ -9,7 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -64,11 +64,16 @@ class Workload:
     batch: Callable[[int], Batch]
     """Makes a micro-batch of that many samples, of the trained length and without meaning."""
 
+    @cached_property
+    def ranges(self) -> list[range]:
+        """The blocks of each stage."""
+        schedule, stages = self.layout.schedule, self.layout.stages
+        return block_ranges(self.spec.build(), self.spec, schedule, stages)
+
     def received(self, rank: int) -> torch.Tensor:
         """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
-        layout, spec = self.layout, self.spec
-        ranges = block_ranges(spec.build(), spec, layout.schedule, layout.stages)
-        first = ranges[layout.coordinates(rank)["pipeline"]].start
+        layout = self.layout
+        first = self.ranges[layout.coordinates(rank)["pipeline"]].start
         shape = self.task.hidden_shape(self.batch(layout.micro_batch), first)
         return torch.zeros(shape, dtype=getattr(torch, layout.precision))
 
