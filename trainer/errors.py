@@ -146,26 +146,32 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
 
-def named_line(error: BaseException, most: int = 200) -> str:
+def named_line(error: BaseException, most: int = 300) -> str:
     """Return the first line of a library's error, after its class, shortened."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
 
 
 @contextmanager
 def refused(
-    place: str, expected: str, *kinds: type[Exception], named: bool = False
+    place: str,
+    expected: str,
+    *kinds: type[Exception],
+    named: bool = False,
+    start: str = "",
+    mend: str = "",
+    raises: type[MeshloomError] = ConfigError,
 ) -> Iterator[None]:
-    """Turn a library's errors inside, of these `kinds` or of any, into a ConfigError.
+    """Turn the errors inside, of these `kinds` or any but this project's own, into one it `raises`.
 
-    It has the error's first line; `named`: after its class.
+    What was seen is `start` and the error's first line; `named`: after its class.
     """
     try:
         yield
     except Exception as error:
-        if not isinstance(error, kinds or Exception):
+        if isinstance(error, MeshloomError) or not isinstance(error, kinds or Exception):
             raise
-        seen = named_line(error) if named else first_line(error)
-        raise ConfigError(Problem(place, seen, expected)) from error
+        seen = start + (named_line(error) if named else first_line(error))
+        raise raises(Problem(place, seen, expected, mend)) from error
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.errors import ConfigError, DiskError, Problem, named_line
+from trainer.errors import DiskError, Problem, refused
 
 REFUSED_PICKLE = (
     "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
@@ -31,14 +31,13 @@ def installed(package: str) -> bool:
 
 def imported(module: str, place: str) -> Any:
     """Import a module of an installed package. Raises ConfigError with its reason if it fails."""
-    try:
+    package = module.partition(".")[0]
+    expected = f"a {package} that can be imported"
+    start = f"{package} is installed, but its import fails: "
+    hint = f"Install one that fits your PyTorch, or uninstall it (pip uninstall {package})"
+    # whatever a package built for another version raises
+    with refused(place, expected, named=True, start=start, mend=hint):
         return import_module(module)
-    except Exception as error:  # whatever a package built for another version raises
-        package = module.partition(".")[0]
-        seen = f"{package} is installed, but its import fails: {named_line(error)}"
-        hint = f"Install one that fits your PyTorch, or uninstall it (pip uninstall {package})"
-        expected = f"a {package} that can be imported"
-        raise ConfigError(Problem(place, seen, expected, hint)) from error
 
 
 def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:

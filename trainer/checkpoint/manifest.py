@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.checkpoint.safetensors_stream import FileRecord, Records, Span, read_header, span
 from trainer.distributed.ranks import ALONE, Ranks
-from trainer.errors import DiskError, Problem
+from trainer.errors import DiskError, Problem, refused
 from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
 
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
@@ -93,10 +93,8 @@ def _record(name: str, entry: Any) -> FileRecord:
 def read_description(path: Path) -> dict[str, Any]:
     """Return the description of the run, with its `position`. Raises DiskError."""
     place, expected = str(path / DESCRIPTION), "the description that was saved"
-    try:
+    with refused(place, expected, OSError, ValueError, raises=DiskError):
         found = parse_json(read_file(path / DESCRIPTION))
-    except (OSError, ValueError) as error:
-        raise DiskError(Problem(place, str(error), expected)) from error
     whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
     if not whole or not all(isinstance(found.get(key), of) for key, of in _DESCRIPTION.items()):
         raise DiskError(Problem(place, "not the description of a run", expected))

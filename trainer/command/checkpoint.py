@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, DiskError, Problem, first_line, printable
+from trainer.errors import ConfigError, DiskError, Problem, printable, refused
 
 EPILOG = """
 the checkpoints of a run, and every byte of all of them against their manifests:
@@ -92,13 +92,11 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
 def _copy_model_files(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
-    try:
+    expected = "a folder or name with the model's config and tokenizer"
+    with refused(f"--model: {source}", expected, OSError, ValueError):
         # explicit, since with a default of None the user is asked if the folder's own code may run
         for kind in (AutoConfig, AutoTokenizer):
             kind.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
-    except (OSError, ValueError) as error:
-        expected = "a folder or name with the model's config and tokenizer"
-        raise ConfigError(Problem(f"--model: {source}", first_line(error), expected)) from error
 
 
 def checkpoints(path: Path) -> list[Path]:

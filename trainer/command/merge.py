@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import ConfigError, Problem, refused
 
 DESCRIPTION = """
 Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
@@ -43,7 +43,9 @@ def main(arguments: Sequence[str], name: str) -> int:
     base = options.base or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
-    try:
+    kinds = (OSError, ValueError, TypeError, NotImplementedError, SafetensorError)
+    expected = "an adapter that PEFT opens, and its base with a tokenizer"
+    with refused(f"{folder}, {base}", expected, *kinds, named=True):
         section = ModelSection(name_or_path=base)
         spec = spec_of(read_architecture(section), section)
         merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
@@ -51,9 +53,6 @@ def main(arguments: Sequence[str], name: str) -> int:
         entries = given_tensors(merged(folder), ALONE)
         source = folder if (folder / "tokenizer_config.json").exists() else base
         tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError, TypeError, NotImplementedError, SafetensorError) as error:
-        expected = "an adapter that PEFT opens, and its base with a tokenizer"
-        raise ConfigError(Problem(f"{folder}, {base}", named_line(error), expected)) from error
 
     def save(out: Path) -> None:
         spec.files.save_config(out, entries[0].dtype)

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.models.own import module
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
@@ -168,12 +168,11 @@ class Classifier:
         """Return torchvision's weights, without pickle, from TORCH_HOME or the network."""
         if (entry := self.pretrained) is None:
             return {}
-        try:
+        start = f"{entry} can't be loaded: "
+        expected = f"{entry.url}, or that file in {torch.hub.get_dir()}/checkpoints"
+        # of the network, of the disk, or of a file that is another
+        with refused("trainer.model.weights", expected, named=True, start=start):
             return entry.get_state_dict(progress=False, check_hash=True, weights_only=True)  # type: ignore[no-any-return]
-        except Exception as error:  # of the network, of the disk, or of a file that is another
-            seen = f"{entry} can't be loaded: {named_line(error)}"
-            expected = f"{entry.url}, or that file in {torch.hub.get_dir()}/checkpoints"
-            raise ConfigError(Problem("trainer.model.weights", seen, expected)) from error
 
     def build(self) -> nn.Module:
         arguments = dict(self.arguments)
@@ -190,15 +189,13 @@ def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -
         found = Classifier(name, arguments, weights=weights)
         _ = found.callable, found.pretrained
         return found
-    try:
+    kinds, expected = (OSError, ValueError, KeyError, TypeError), "a folder such as runs/NAME/final"
+    start = f"a folder without a {DESCRIPTION} that says how it is built: "
+    with refused("trainer.model.name_or_path", expected, *kinds, named=True, start=start):
         model = json.loads((folder / DESCRIPTION).read_bytes())["model"]
         found = Classifier(model["name"], {**model["arguments"], **arguments}, folder, weights)
-        _ = found.pretrained
-        return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        seen = f"a folder without a {DESCRIPTION} that says how it is built: {named_line(error)}"
-        expected = "a folder such as runs/NAME/final"
-        raise ConfigError(Problem("trainer.model.name_or_path", seen, expected)) from error
+    _ = found.pretrained
+    return found
 
 
 def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
@@ -321,13 +318,10 @@ def _imported(name: str) -> Callable[..., nn.Module]:
     path, _, attribute = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # a module beside the config, as `python -m` would find it
-    try:
+    place, start = "trainer.model.name_or_path", f'saw "{name}": '
+    # whatever the module's own code raises
+    with refused(place, "a callable that can be imported", named=True, start=start):
         found = getattr(importlib.import_module(path), attribute)
-    except Exception as error:  # whatever the module's own code raises
-        seen = f'saw "{name}": {named_line(error)}'
-        expected = "a callable that can be imported"
-        raise ConfigError(Problem("trainer.model.name_or_path", seen, expected)) from error
     if not callable(found):
-        seen, expected = f'saw "{name}": no callable', "one that builds a model"
-        raise ConfigError(Problem("trainer.model.name_or_path", seen, expected))
+        raise ConfigError(Problem(place, f"{start}no callable", "one that builds a model"))
     return found  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from trainer.errors import ConfigError, Problem, first_line, refused
+from trainer.errors import ConfigError, Problem, refused
 from trainer.models import language_model
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
@@ -111,7 +111,11 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         raise ConfigError(Problem(place, seen, "a decoder", mend))
     stated = list(getattr(config, "architectures", None) or ())
     build = _builder(config, options)
-    model = _built(build, place)
+    fits = "a config that the family's own code builds a model of"
+    known = "an architecture with a causal language model head"
+    # whatever the family's own code raises for the config, and transformers for one that it lacks
+    with refused(place, fits, named=True), refused(place, known, ValueError, ImportError):
+        model = build()
     _check_router(model, place)
     notes = []
     kind = type(model).__name__
@@ -142,18 +146,6 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     )
 
 
-def _built(build: Callable[[], PreTrainedModel], place: str) -> PreTrainedModel:
-    try:
-        return build()
-    except (ValueError, ImportError) as error:
-        expected = "an architecture with a causal language model head"
-        raise ConfigError(Problem(place, first_line(error)[:200], expected)) from error
-    except Exception as error:  # whatever the family's own code raises for the config
-        seen = f"{type(error).__name__}: {error}"[:200]
-        expected = "a config that the family's own code builds a model of"
-        raise ConfigError(Problem(place, seen, expected)) from error
-
-
 def _check_router(model: PreTrainedModel, place: str) -> None:
     """Raise ConfigError for a router's loss in a model without routed experts: it has no value."""
     stated = getattr(language_model.text_config(model), "output_router_logits", False)
@@ -169,18 +161,14 @@ def _tiny_copy(
     def spec_of_tiny(small: Any) -> ModelSpec:
         return _spec_without_weights(name, _builder(small, options, on_cpu=True))
 
-    try:
+    place, expected = f"trainer.model: {name}", "an architecture that can be tried out"
+    # whatever the family's own code raises
+    with refused(place, expected, named=True, start="no tiny copy of it runs: "):
         full = _builder(config, options)()
         if not (blocks := language_model.stated_blocks(full)):
             small, _ = tiny(config, spec_of_tiny, full, (), layers, split, sizes)
             blocks = language_model.blocks_like(full, small.blocks)
         small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever the family's own code raises
-        seen = f"no tiny copy of it runs: {type(error).__name__}: {first_line(error)}"
-        expected = "an architecture that can be tried out"
-        raise ConfigError(Problem(f"trainer.model: {name}", seen, expected)) from error
     return replace(small, tiny=replace(small.tiny, lacks=lacks))
 
 

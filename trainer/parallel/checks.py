@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, refused
 from trainer.layout import Layout, Recompute
 from trainer.models.cut import check_cut, cut, of_tokens
 from trainer.models.names import pattern_of
@@ -69,26 +70,30 @@ def check_layout(
             raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
     if findings.normalises and layout.micro_batch == 1:
         key = "train_micro_batch_size_per_gpu"
-        _try(key, spec, lambda: _check_single(spec, task, findings.normalises))
+        with _trying(key, spec):
+            _check_single(spec, task, findings.normalises)
     check_blocks(spec, layout)
     if layout.world_size > 1 and findings.draws.skips:
         seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
         expected = "one process, or a layerdrop of 0 in the model's config"
         raise _refused(spec, "processes", seen, expected)
     if layout.router_bias_rate:
-        _try(expert_loads.KEY, spec, lambda: expert_loads.check(spec))
+        with _trying(expert_loads.KEY, spec):
+            expert_loads.check(spec)
     if layout.pipeline > 1:
         _check_pipeline(spec, findings)
     if layout.context > 1:
-        key = "sequence_parallel_size"
-        _try(key, spec, lambda: rows.check(spec, task, layout, packed))
+        with _trying("sequence_parallel_size", spec):
+            rows.check(spec, task, layout, packed)
     again = tiles.tried(layout.recompute)
     if again.tile:
         once = Recompute(tile=again.tile)
-        _try(TILED, spec, lambda: _check_recompute(spec, task, once, TILED, packed))
+        with _trying(TILED, spec):
+            _check_recompute(spec, task, once, TILED, packed)
     if again.mode != "none":
         key = "trainer.activation_checkpointing"
-        _try(key, spec, lambda: _check_recompute(spec, task, again, key, packed))
+        with _trying(key, spec):
+            _check_recompute(spec, task, again, key, packed)
 
 
 def _check_pipeline(spec: ModelSpec, findings: Findings) -> None:
@@ -102,7 +107,8 @@ def _check_pipeline(spec: ModelSpec, findings: Findings) -> None:
         seen = f"{draws}, which a stage could only repeat by running those before"
         raise _refused(spec, key, seen, "1 stage, or a model config without that dropout")
     if findings.draws.any:
-        _try(key, spec, lambda: _check_stages(spec))
+        with _trying(key, spec):
+            _check_stages(spec)
 
 
 def check_blocks(spec: ModelSpec, layout: Layout) -> None:
@@ -170,14 +176,10 @@ def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
         raise _refused(spec, key, seen, "at least 2 samples") from error
 
 
-def _try(key: str, spec: ModelSpec, check: Callable[[], None]) -> None:
-    try:
-        check()
-    except ConfigError:
-        raise
-    except Exception as error:  # whatever a model's own code raises
-        seen = f"a tiny copy of the model fails so: {type(error).__name__}: {error}"
-        raise _refused(spec, key, seen.splitlines()[0][:200], "a model that runs") from error
+def _trying(key: str, spec: ModelSpec) -> AbstractContextManager[None]:
+    """Refuse what a model's own code raises, for a layout that needs it to run."""
+    start = "a tiny copy of the model fails so: "
+    return refused(f"{key}: {spec.name}", "a model that runs", named=True, start=start)
 
 
 def _check_stages(spec: ModelSpec) -> None:

@@ -27,7 +27,7 @@ from trainer.data.text.preview import preview
 from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine, Metrics
-from trainer.errors import ConfigError, DataError, Problem, named_line
+from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.finetuning.frozen import frozen
@@ -67,11 +67,10 @@ class Given:
         """Return what a plug-in's task names, or else `given`. Raises ConfigError."""
         if (task := NAMED["task"].get(section.task)) is None:
             return given
-        try:
+        expected = "the arguments of trainer.train for what is trained"
+        # whatever the plug-in's own code raises
+        with refused("trainer.task", expected, named=True):
             return replace(given or Given(), **task(section))
-        except Exception as error:  # whatever the plug-in's own code raises
-            expected = "the arguments of trainer.train for what is trained"
-            raise ConfigError(Problem("trainer.task", named_line(error), expected)) from error
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import default_collate
 
-from trainer.errors import ConfigError, DataError, Problem, named_line, refused
+from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch, changed
 
@@ -80,11 +80,9 @@ class Supervised:
         """Stack `input` (or `input.KEY`) and `target`; add the targets' `count`, `share` 0 or 1."""
         kept = [sample for sample in samples if not isinstance(sample, Blank)]
         pairs = kept or [samples[0].sample]
-        try:
+        expected, kinds = "pairs (input, target) that stack to a batch", (TypeError, ValueError)
+        with refused(PLACE, expected, *kinds, RuntimeError, named=True, raises=DataError):
             given, target = default_collate([tuple(pair) for pair in pairs])
-        except (TypeError, ValueError, RuntimeError) as error:
-            expected = "pairs (input, target) that stack to a batch"
-            raise DataError(Problem(PLACE, named_line(error), expected)) from error
         batch = {**_flat("input", given), **_flat("target", target)}
         count = 0
         if kept:
@@ -193,13 +191,11 @@ class Supervised:
                     entered[index] = tuple(given.shape)
 
             model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True)
-        try:
-            with torch.no_grad():
-                return self.output(model, batch), entered
-        except Exception as error:  # whatever the module's own code raises
-            seen = f"its forward pass fails on the meta device: {named_line(error, 157)}"
-            expected = "a forward pass over this input whose shapes do not depend on values"
-            raise ConfigError(Problem("model", seen, expected)) from error
+        expected = "a forward pass over this input whose shapes do not depend on values"
+        start = "its forward pass fails on the meta device: "
+        # whatever the module's own code raises
+        with refused("model", expected, named=True, start=start), torch.no_grad():
+            return self.output(model, batch), entered
 
 
 def _checked(found: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:

@@ -12,7 +12,7 @@ from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
-from trainer.errors import ConfigError, Problem, first_line, named_line
+from trainer.errors import ConfigError, Problem, named_line, refused
 from trainer.plugins import NAMED
 from trainer.storage import installed
 from trainer.trackers import patches
@@ -91,12 +91,10 @@ class Opened:
         self._name, self._say, self._works = name, say, True
         known = MLflow if name == "mlflow" else partial(Service, name)
         make = NAMED["tracker"].get(name) or known
-        try:
+        hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
+        # a bad key, or a server that does not answer
+        with refused(name, "a login that its server takes", mend=hint):
             self._tracker: Tracker = make(folder)
-        except Exception as error:  # a bad key, or a server that does not answer
-            expected = "a login that its server takes"
-            hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
-            raise ConfigError(Problem(name, first_line(error), expected, hint)) from error
 
     def _call(self, method: str, *items: Logged) -> None:
         try:

@@ -47,7 +47,7 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
         except ConfigError:
             raise
         except Exception as error:  # whatever a model's own code raises about documents
-            wrong = f"packed documents can't be tried: {named_line(error, 300)}"
+            wrong = f"packed documents can't be tried: {named_line(error)}"
     if wrong:
         expected = "documents of one sample that do not see one another"
         raise _refused(spec, f"on a tiny copy of it: {wrong}", expected)

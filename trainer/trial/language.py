@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
 import torch
 from torch import nn
 
 from trainer.distributed.seeding import seed_generators
-from trainer.errors import ConfigError, MeshloomError, Problem, named_line
+from trainer.errors import ConfigError, Problem, named_line, refused
 from trainer.models.language_model import blocks_of
 from trainer.models.names import gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
@@ -65,17 +65,11 @@ def _logits(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
     return logits.float()
 
 
-@contextmanager
-def _trying(spec: ModelSpec, what: str) -> Iterator[None]:
+def _trying(spec: ModelSpec, what: str) -> AbstractContextManager[None]:
     """Raise an error of the model's own code as a ConfigError that says what was not shown."""
-    try:
-        yield
-    except MeshloomError:
-        raise
-    except Exception as error:  # whatever a model's own code raises
-        seen = f"a tiny copy of it does not show {what}: {named_line(error, 300)}"
-        expected = "a model that computes logits and its loss from tokens alone"
-        raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected)) from error
+    expected = "a model that computes logits and its loss from tokens alone"
+    start = f"a tiny copy of it does not show {what}: "
+    return refused(f"trainer.model: {spec.name}", expected, named=True, start=start)
 
 
 # Causal

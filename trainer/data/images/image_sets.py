@@ -15,7 +15,7 @@ from filelock import FileLock
 from trainer.config import DataSection, ImagesSection
 from trainer.data.dataset import check_data_set
 from trainer.data.formats import locate
-from trainer.errors import DataError, Problem, first_line, listed
+from trainer.errors import DataError, Problem, listed, refused
 
 PATIENCE = 20.0
 """The seconds without progress after which a download fails."""
@@ -97,17 +97,16 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
     from torchvision import datasets
 
     kind = getattr(datasets, TORCHVISION[name])
-    try:
-        with _alone(root):
-            try:
-                found = kind(root, train=train, download=False)
-            except RuntimeError:  # not there yet
-                found = kind(root, train=train, download=True)
-    except Exception as error:  # whatever a network, a server or a wrong file raises
-        seen = f"no files of it, and none came by download: {first_line(error)}"
-        there = f"Place them there (from {_sources(kind)})"
-        mend = f"{there}, or set trainer.images.root to where they are"
-        raise DataError(Problem(f"{name}: {root}", seen, _files(kind), mend)) from error
+    start = "no files of it, and none came by download: "
+    there = f"Place them there (from {_sources(kind)})"
+    mend = f"{there}, or set trainer.images.root to where they are"
+    place, expected = f"{name}: {root}", _files(kind)
+    # whatever a network, a server or a wrong file raises
+    with refused(place, expected, start=start, mend=mend, raises=DataError), _alone(root):
+        try:
+            found = kind(root, train=train, download=False)
+        except RuntimeError:  # not there yet
+            found = kind(root, train=train, download=True)
     labels = [int(label) for label in found.targets]
     where = f"{name}, {'training' if train else 'test'} part: image"
     named = lambda index: f"{where} {index}"  # noqa: E731
@@ -173,16 +172,14 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
     from datasets import load_dataset
 
     location = locate(path, data.format)
-    try:
+    start, mend = "can't be opened: ", "Mend path, name or split in trainer.data"
+    # datasets, pyarrow and huggingface_hub raise a dozen kinds
+    with refused(str(location), KNOWN, start=start, mend=mend, raises=DataError):
         if location.hub:
             rows = load_dataset(location.hub, data.name, split=data.split)
         else:
             files = [str(file) for file in location.files]
             rows = load_dataset(location.format, data_files=files, split="train")
-    except Exception as error:  # datasets, pyarrow and huggingface_hub raise a dozen kinds
-        seen = f"can't be opened: {first_line(error)}"
-        mend = "Mend path, name or split in trainer.data"
-        raise DataError(Problem(str(location), seen, KNOWN, mend)) from error
     return _rows(rows, str(location), images)
 
 

@@ -22,7 +22,7 @@ from trainer.data.formats import short
 from trainer.data.text.records import Chat, checked_text
 from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import tokens_of
-from trainer.errors import ConfigError, DataError, Problem, first_line
+from trainer.errors import ConfigError, DataError, Problem, first_line, refused
 
 PLAIN = (
     "{% for message in messages %}"
@@ -62,11 +62,8 @@ class Template:
         if path is None:
             return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", loss_on)
         place = f"trainer.data.chat_template: {path}"
-        try:
+        with refused(place, "a file with a Jinja template", OSError, UnicodeDecodeError):
             text = Path(path).expanduser().read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            expected = "a file with a Jinja template"
-            raise ConfigError(Problem(place, first_line(error), expected)) from error
         _compiled(text, place)
         return cls(tokenizer, text, f"the template of {path}", loss_on)
 

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.data.cache import cached_folder
 from trainer.data.progress import QUIET, Progress
 from trainer.data.text import corpus
-from trainer.errors import DataError, Problem, first_line
+from trainer.errors import DataError, Problem, refused
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -33,14 +33,12 @@ def load_tokenizer(
     """Load the tokenizer of a folder or hub id. Raises DataError if it has no end-of-text token."""
     from transformers import AutoTokenizer
 
-    try:
-        options |= {"trust_remote_code": trust_remote_code, "revision": revision}
+    options |= {"trust_remote_code": trust_remote_code, "revision": revision}
+    expected, start = "a folder with a tokenizer, or a hub id", "no tokenizer could be loaded: "
+    mend = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
+    # a dozen libraries raise what they like
+    with refused(name_or_path, expected, start=start, mend=mend, raises=DataError):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-    except Exception as error:  # a dozen libraries raise what they like
-        seen = f"no tokenizer could be loaded ({first_line(error)})"
-        expected = "a folder with a tokenizer, or a hub id"
-        mend = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
-        raise DataError(Problem(name_or_path, seen, expected, mend)) from error
     end_of_text(tokenizer)
     return tokenizer
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.distributed.seeding import seeded_init
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, refused
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, outermost, tensors_of
 from trainer.models.patches import has_values
@@ -71,11 +71,9 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
 def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
     """Build the module on the meta device. Raises ConfigError if it can't be trained so."""
     expected = "a callable that builds an nn.Module"
-    try:
+    start = "on the meta device: "
+    with refused("model", f"{expected}, on any device", named=True, start=start):
         model = on_meta()
-    except Exception as error:  # whatever the constructor raises
-        seen = f"on the meta device: {type(error).__name__}: {error}".splitlines()[0][:200]
-        raise ConfigError(Problem("model", seen, f"{expected}, on any device")) from error
     if not isinstance(model, nn.Module):
         raise ConfigError(Problem("model", type(model).__name__, expected))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

@@ -11,7 +11,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from trainer import checkpoint
 from trainer.data.formats import may_be_hub_id
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import refused
 from trainer.run.resume import ENVIRONMENT, differences, without_place
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
@@ -77,9 +77,8 @@ def _certificate(folder: Path, named: str | None, request: Any) -> Row | None:
 
 def read_certificate(path: Path) -> Row:
     """Return the content of a certificate's file. Raises ConfigError for another file."""
-    try:
+    kinds = (OSError, ValueError, KeyError, TypeError)
+    expected = "the file that `meshloom verify` writes"
+    with refused(f"certificate: {path}", expected, *kinds, named=True):
         found = parse_json(read_file(path))
         return {key: found[key] for key in ("passed", "layout", "findings")} | found  # type: ignore[no-any-return]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        place, expected = f"certificate: {path}", "the file that `meshloom verify` writes"
-        raise ConfigError(Problem(place, named_line(error), expected)) from error

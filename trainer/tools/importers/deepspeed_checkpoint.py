@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.data.order import KEYED
-from trainer.errors import ConfigError, DataError, Problem, named_line
+from trainer.errors import ConfigError, DataError, Problem, named_line, refused
 from trainer.state import MASTER, WEIGHT, Part, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
@@ -86,12 +86,11 @@ def read_deepspeed(path: Path) -> Imported:
     for a file that is damaged or holds more than data.
     """
     folder = _folder(path)
-    try:
+    kinds = (AttributeError, IndexError, KeyError, TypeError, ValueError)
+    expected = "the files of DeepSpeed's save_checkpoint, 0.8 or later"
+    start = "not what DeepSpeed writes: "
+    with refused(str(folder), expected, *kinds, named=True, start=start, raises=DataError):
         return _imported(folder)
-    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
-        seen = f"not what DeepSpeed writes ({error!r:.200})"
-        expected = "the files of DeepSpeed's save_checkpoint, 0.8 or later"
-        raise DataError(Problem(str(folder), seen, expected)) from error
 
 
 def _imported(folder: Path) -> Imported:

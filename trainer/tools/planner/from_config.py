@@ -16,7 +16,7 @@ import torch
 
 from trainer.config import Config, RuntimeFacts, TrainerSection
 from trainer.distributed.ranks import ALONE
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.classifiers import Images
@@ -180,13 +180,11 @@ def _flops_of_an_image(
 ) -> float:
     """Count FLOPs on the meta device, of two images: batch norm has no statistics of one."""
     two = {name: part.to("meta") for name, part in batch(2).items()}
-    try:
+    expected = "scores of these images in training, as in an evaluation"
+    start = "its training fails on the meta device: "
+    # whatever the model's own code raises
+    with refused(f"trainer.model: {spec.name}", expected, named=True, start=start):
         return counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
-    except Exception as error:  # whatever the model's own code raises
-        reason = f"{type(error).__name__}: {first_line(error)}"
-        actual = f"its training fails on the meta device: {reason}"[:200]
-        expected = "scores of these images in training, as in an evaluation"
-        raise ConfigError(Problem(f"trainer.model: {spec.name}", actual, expected)) from error
 
 
 def batches_of(images: Images) -> Callable[[int], Batch]:
