@@ -42,13 +42,27 @@ def read(path: Path) -> Json:
 
     Raises ConfigError if it is no regular file, no UTF-8, neither JSON nor YAML, or too large.
     """
+    in_yaml = path.suffix.lower() in YAML
+    raw, text = parse(path, in_yaml, "a DeepSpeed JSON config")
+    if not isinstance(raw, dict):
+        expected = "keys with values" if in_yaml else "a JSON object {...}"
+        raise ConfigError(Problem(str(path), f"saw {show(raw)}", expected))
+    if problems := [*unfit(raw, str(path), text)]:
+        raise ConfigError(*problems)
+    return raw
+
+
+def parse(path: Path, in_yaml: bool, wanted: str) -> tuple[Any, str]:
+    """Parse a YAML or JSON file, any value; return also the JSON without comments, for `unfit`.
+
+    `wanted`: what the file should be. Raises ConfigError as `read` does.
+    """
     try:
-        text = re.sub("\r\n?", "\n", _bytes(path).decode().removeprefix("\ufeff"))
-        if path.suffix.lower() in YAML:
-            raw, text = parse_yaml(text, str(path)), ""
-        else:
-            text = _COMMENT.sub(_blank, text)
-            raw = _parse(text)
+        text = re.sub("\r\n?", "\n", _bytes(path, wanted).decode().removeprefix("\ufeff"))
+        if in_yaml:
+            return parse_yaml(text, str(path)), ""
+        text = _COMMENT.sub(_blank, text)
+        raw = _parse(text)
     except UnicodeDecodeError as error:
         seen = f"byte {error.start} is not UTF-8"
         raise ConfigError(Problem(str(path), seen, "a UTF-8 text file")) from None
@@ -60,12 +74,7 @@ def read(path: Path) -> Json:
         raise ConfigError(_too_deep(str(path))) from None
     if twice := [_double(f"{path}:{line}", key) for key, line in _twice(text)]:
         raise ConfigError(*twice)
-    if not isinstance(raw, dict):
-        expected = "keys with values" if path.suffix.lower() in YAML else "a JSON object {...}"
-        raise ConfigError(Problem(str(path), f"saw {show(raw)}", expected))
-    if problems := [*unfit(raw, str(path), text)]:
-        raise ConfigError(*problems)
-    return raw
+    return raw, text
 
 
 _COMMENT = re.compile(
@@ -80,8 +89,8 @@ def _blank(found: re.Match[str]) -> str:
     return found[0] if kept else re.sub(r"[^\n]", " ", found[0])
 
 
-def _bytes(path: Path) -> bytes:
-    place, wanted = str(path), "a DeepSpeed JSON config"
+def _bytes(path: Path, wanted: str) -> bytes:
+    place = str(path)
     try:
         return read_file(path, LARGEST)
     except FileNotFoundError:
@@ -125,22 +134,28 @@ def _lines(text: str) -> Iterator[int]:
             yield text.count("\n", 0, token.start()) + 1
 
 
-def unfit(raw: Json, place: str, text: str = "") -> Iterator[Problem]:
-    """Yield the problems of a tree: too deep, or values that no float, file or terminal takes."""
-    waiting: deque[tuple[str, Any, int]] = deque([("", raw, 0)])
-    lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
+def nodes(tree: Any) -> Iterator[tuple[str, Any, int]]:
+    """Yield (path, value, depth) of a tree, of its sections and lists, and of what they hold."""
+    waiting: deque[tuple[str, Any, int]] = deque([("", tree, 0)])
     while waiting:
         path, value, depth = waiting.popleft()
+        yield path, value, depth
         if isinstance(value, dict | list):
-            if depth > DEEPEST:
-                yield _too_deep(place)
-                return
             named = value if isinstance(value, dict) else {f"[{n}]": v for n, v in enumerate(value)}
             start = f"{path[:SHOWN]}." if path else ""
             waiting += [
                 (f"{start}{str(name)[:SHOWN]}".replace(".[", "["), it, depth + 1)
                 for name, it in named.items()
             ]
+
+
+def unfit(raw: Any, place: str, text: str = "") -> Iterator[Problem]:
+    """Yield the problems of a tree: too deep, or values that no float, file or terminal takes."""
+    lines = dict(enumerate(islice(_lines(text), MOST_SHOWN)))
+    for path, value, depth in nodes(raw):
+        if depth > DEEPEST and isinstance(value, dict | list):
+            yield _too_deep(place)
+            return
         if isinstance(value, _NoNumber):
             line = f":{lines[value.order]}" if value.order in lines else ""
             digits = len(value.text)
