@@ -38,21 +38,21 @@ def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
     """
     model.train()
     outside = _outside_torch()
-    watch, *_ = _observe(model, spec, None)
+    watch, *_ = observe(model, spec)
     if watch.private or _outside_torch() != outside:
         source = "draws random numbers from Python, NumPy or a generator of its own"
         seen, expected = f"{source}: no other layout could replay them", "torch's default generator"
         raise ConfigError(Problem(f"trainer.model: {spec.name}", seen, expected))
     if "between" not in watch.places:
         return Draws(any=bool(watch.places))
-    _, low, ran_low = _observe(model, spec, 0.0)
-    _, high, ran_high = _observe(model, spec, 1.0 - 2.0**-24)
+    _, low, ran_low = observe(model, spec, 0.0)
+    _, high, ran_high = observe(model, spec, 1.0 - 2.0**-24)
     skips = ran_low != ran_high
     return Draws(True, skips or not torch.equal(low, high), skips)
 
 
-def _observe(
-    model: nn.Module, spec: ModelSpec, held: float | None
+def observe(
+    model: nn.Module, spec: ModelSpec, held: float | None = None
 ) -> tuple[DrawWatch, torch.Tensor, list[str]]:
     """Run one forward pass; return where it drew random numbers, its output, the modules that ran.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from contextlib import ExitStack
 from typing import Protocol
 
 import torch
@@ -16,7 +15,7 @@ from trainer.models.names import gradients_of, pattern_of
 from trainer.models.own.module import LARGEST_BUILT, running_norms
 from trainer.models.own.python_state import snapshot
 from trainer.models.spec import ModelSpec
-from trainer.trial.findings import Findings, observe_draws, say_unused
+from trainer.trial.findings import Findings, observe, observe_draws, say_unused
 from trainer.trial.forward_state import Run, check_forward_state
 from trainer.trial.setup import Alone, Batch, own_randomness
 
@@ -45,7 +44,8 @@ def check_module(spec: ModelSpec, task: OwnTask) -> Findings:
         passes = [together, *(_with_gradient(model, task, batch)[1] for batch in single)]
         never, sometimes = _without_gradient(names, passes)
         draws = observe_draws(model, spec)
-        in_order = _runs_once_in_order(model.eval(), spec)
+        ran = observe(model.eval(), spec)[2]
+        in_order = tuple(name for name in ran if name in spec.blocks) == spec.blocks
         del model
         halves = _halves(whole)
         run: Run = lambda model, rows: task.loss_sum(model, halves[rows])  # noqa: E731
@@ -117,14 +117,3 @@ def _with_gradient(model: nn.Module, task: OwnTask, batch: Batch) -> tuple[float
             mend = "Leave sparse=True out of nn.Embedding: the gradients are the same."
             raise ConfigError(Problem("model", seen, "dense ones", mend))
     return float(loss.detach()), set(gradients)
-
-
-def _runs_once_in_order(model: nn.Module, spec: ModelSpec) -> bool:
-    assert spec.tiny.input is not None
-    ran: list[str] = []
-    with ExitStack() as hooks, torch.no_grad():
-        for name in spec.blocks:
-            note = lambda *_, name=name: ran.append(name)  # noqa: E731
-            hooks.enter_context(model.get_submodule(name).register_forward_hook(note))
-        spec.tiny.input.output(model)
-    return bool(spec.blocks) and tuple(ran) == spec.blocks
