@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Self
 
 MOST_SHOWN = 20
@@ -172,6 +173,12 @@ def refused(
             raise
         seen = start + (named_line(error) if named else first_line(error))
         raise raises(Problem(place, seen, expected, mend)) from error
+
+
+def suggestion(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
+    """Return a question with the one or two known names that a wrong one is close to, if any is."""
+    near = get_close_matches(word[:200], known, n=2, cutoff=cutoff)
+    return "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
 
 
 def listed(names: Sequence[str], most: int = 5) -> str:

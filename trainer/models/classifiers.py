@@ -15,14 +15,13 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import ConfigError, Problem, refused, suggestion
 from trainer.models.own import module
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
@@ -308,8 +307,7 @@ def _of_torchvision(name: str) -> Callable[..., nn.Module]:
 
     known = [*models.list_models(module=models), *CLASSES]
     if name not in known:
-        near: Sequence[str] = get_close_matches(name, known, n=1)
-        mend = f'Did you mean "{near[0]}"?' if near else ""
+        mend = suggestion(name, known)
         raise ConfigError(Problem("trainer.model.name_or_path", f'saw "{name}"', NAMES, mend))
     return getattr(models, name) if name in CLASSES else models.get_model_builder(name)  # type: ignore[no-any-return]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from difflib import get_close_matches
 
 import torch
 from torch import nn
@@ -62,12 +61,6 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
     first = {id(parameter): name for name, parameter in model.named_parameters()}
     named = ((name, first[id(p)]) for name, p in model.named_parameters(remove_duplicate=False))
     return {alias: name for alias, name in named if alias != name}
-
-
-def suggestion(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:
-    """Return a question with the one or two known names that a wrong one is close to, if any is."""
-    near = get_close_matches(word[:200], known, n=2, cutoff=cutoff)
-    return "Did you mean " + " or ".join(f'"{name}"' for name in near) + "?" if near else ""
 
 
 def in_short(names: Collection[str], others: Collection[str]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.formats import Location, Row, rows_of, short
 from trainer.data.text import corpus
-from trainer.errors import DataError, Problem
+from trainer.errors import DataError, Problem, suggestion
 from trainer.storage import parse_json
 
 
@@ -380,9 +379,7 @@ def checked_text(place: str, value: str, holds: str = "") -> str:
 
 def missing(row: Row, column: str) -> DataError:
     names = [str(name) for name in row.columns]
-    close = difflib.get_close_matches(column, names, 1)
-    mend = (f'Did you mean "{close[0]}"? ' if close else "") + (
-        "Set trainer.data.text_column, chat_column, or prompt_column and completion_column"
-    )
+    columns = "text_column, chat_column, or prompt_column and completion_column"
+    mend = f"{suggestion(column, names)} Set trainer.data.{columns}".lstrip()
     expected = "one of " + ", ".join(f'"{name}"' for name in names)
     return DataError(Problem(row.place, f'no column "{column}"', expected, mend))

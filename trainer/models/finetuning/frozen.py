@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, listed
-from trainer.models.names import aliases_of, pattern_of, suggestion
+from trainer.errors import ConfigError, Problem, listed, suggestion
+from trainer.models.names import aliases_of, pattern_of
 from trainer.models.spec import ModelSpec
 
 Value = TypeVar("Value")

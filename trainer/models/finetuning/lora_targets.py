@@ -9,8 +9,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.config.grammar import show
-from trainer.errors import ConfigError, Problem, listed
-from trainer.models.names import pattern_of, suggestion
+from trainer.errors import ConfigError, Problem, listed, suggestion
+from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 
 LINEAR = (nn.Linear, Conv1D)
