@@ -138,11 +138,9 @@ class EngineKind:
     parameter groups.
     """
     build: Callable[[Job], Engine]
-    check: Callable[[ModelSpec, Layout], None] = lambda spec, layout: None
+    check: Callable[[ModelSpec, Layout], None]
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
-    ready: Callable[[Layout, torch.device, Mapping[str, Any]], None] = (
-        lambda layout, device, settings: None
-    )
+    ready: Callable[[Layout, torch.device, Mapping[str, Any]], None]
     """Raises ConfigError if this machine lacks something that the engine needs."""
 
 
