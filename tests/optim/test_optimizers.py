@@ -60,7 +60,7 @@ def test_equals_deepspeed(kind):
         optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=base)
         theirs = getattr(lr_schedules, kind)(optimizer, **params)
         ours = schedule_of(
-            {"type": "AdamW", "params": {"lr": base}}, {"type": kind, "params": params}
+            {"optimizer": {"params": {"lr": base}}, "scheduler": {"type": kind, "params": params}}
         )
         for step in range(40):
             group = optimizer.param_groups[0]
@@ -88,7 +88,7 @@ def test_equals_transformers(kind, warmup, total):
         )
         params |= {"cos_min_ratio": least} if least else {}
         ours = schedule_of(
-            {"type": "AdamW", "params": {"lr": 0.5}}, {"type": kind, "params": params}
+            {"optimizer": {"params": {"lr": 0.5}}, "scheduler": {"type": kind, "params": params}}
         )
         for step in range(max(total, warmup)):
             assert ours(step).learning_rate == pytest.approx(
@@ -131,7 +131,7 @@ def test_no_warm_up_is_none_under_transformers_names_and_a_step_under_deepspeeds
 
 
 def test_without_a_scheduler_the_rate_stays():
-    schedule = schedule_of({"type": "AdamW", "params": {"lr": 0.25}}, None)
+    schedule = schedule_of({"optimizer": {"params": {"lr": 0.25}}})
     assert {schedule(step).learning_rate for step in (0, 7, 10**6)} == {0.25}
 
 

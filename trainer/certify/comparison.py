@@ -312,7 +312,7 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
 def compare_schedule(own: Config, steps: int) -> Finding:
     """Compare the optimizer settings of each step of the run with DeepSpeed's scheduler."""
     base = float(own.optimizer.params["lr"])
-    ours = schedule_of(own.settings["optimizer"], own.settings.get("scheduler"))
+    ours = schedule_of(own.settings)
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)
     theirs = scheduler_of(optimizer, own)
     most = TOLERANCES["schedule"]

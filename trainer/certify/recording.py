@@ -254,8 +254,7 @@ def _train(
 
 def _schedule(small: Tiny) -> LRSchedule:
     """Return the config's schedule, followed by the probes, at PROBE_RATE."""
-    settings = small.config.settings
-    schedule = schedule_of(settings["optimizer"], settings.get("scheduler"))
+    schedule = schedule_of(small.config.settings)
 
     def probing(step: int) -> Update:
         update = schedule(step)

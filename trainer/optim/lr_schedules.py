@@ -26,10 +26,10 @@ class Update:
 LRSchedule = Callable[[int], Update]
 
 
-def schedule_of(optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None) -> LRSchedule:
-    """Return the schedule of a resolved config; `type` and `params` as in DeepSpeed's JSON."""
-    base = float(optimizer["params"]["lr"])
-    if scheduler is None:
+def schedule_of(settings: Mapping[str, Any]) -> LRSchedule:
+    """Return the schedule of a config's resolved DeepSpeed JSON."""
+    base = float(settings["optimizer"]["params"]["lr"])
+    if (scheduler := settings.get("scheduler")) is None:
         return lambda step: Update(base)
     return SCHEDULES[scheduler["type"]](base, **scheduler.get("params", {}))
 

@@ -79,8 +79,7 @@ class Prepared:
 
     @property
     def schedule(self) -> LRSchedule:
-        settings = self.config.settings
-        return schedule_of(settings["optimizer"], settings.get("scheduler"))
+        return schedule_of(self.config.settings)
 
     @property
     def form(self) -> ModelForm:

@@ -109,7 +109,6 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     config = composed.knowing(
         hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS
     ).config
-    scheduler = None if config.scheduler is None else vars(config.scheduler)
     full = Workload(
         layout=layout,
         engine_name=name,
@@ -118,7 +117,7 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
         task=trained.task(spec),
         deepspeed=config.deepspeed,
         undecayed=spared(section.weight_decay_excludes, spec),
-        schedule=schedule_of(vars(config.optimizer), scheduler),
+        schedule=schedule_of(config.settings),
         sample=trained.sample,
         batch=trained.batch,
     )
