@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -200,7 +200,10 @@ def _spaced(indices: Sequence[int], most: int) -> list[int]:
 
 def _look(found: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
     """Determine mode, size and normalisation from some images. Raises DataError if they differ."""
-    numbers = _readable(found, indices, options)
+    numbers = [number for number, _ in _readable(found, indices, LOOKED_AT, options, "RGB")]
+    if not numbers:
+        seen = f"none of {LOOKED_AT} images can be read"
+        raise DataError(Problem("trainer.data", seen, "images"))
     mode = _mode(found, numbers, options)
     readable = {number: read(found, number, options.mode, mode)[0] for number in numbers}
     first = tuple(readable[numbers[0]].shape[1:])
@@ -221,23 +224,18 @@ def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> s
     return "L" if set(kinds) <= set(GREY) else "RGB"
 
 
-def _readable(found: Labelled, indices: Sequence[int], options: ImagesSection) -> list[int]:
-    """Choose some images that can be read.
-
-    Raises DataError if there are none, and for one that can't be read, unless it is skipped.
-    """
-    kept = []
-    for number in _spaced(indices, LOOKED_AT):
+def _readable(
+    found: Labelled, indices: Sequence[int], most: int, options: ImagesSection, mode: str
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield some images, evenly spaced. Raises DataError for a bad one, unless it is skipped."""
+    for number in _spaced(indices, most):
         try:
-            read(found, number, "RGB", "RGB")
-            kept.append(number)
+            pixels, _ = read(found, number, options.mode, mode)
         except DataError:
             if options.corrupt == "error":
                 raise
-    if not kept:
-        seen = f"none of {LOOKED_AT} images can be read"
-        raise DataError(Problem("trainer.data", seen, "images"))
-    return kept
+        else:
+            yield number, pixels
 
 
 def _kind(image: Any) -> str:
@@ -265,14 +263,8 @@ def _normalisation(
         mean, std = IMAGENET
         return (mean, std) if channels == 3 else ((sum(mean) / 3,), (sum(std) / 3,))
     total, squares, count = torch.zeros(channels).double(), torch.zeros(channels).double(), 0
-    for number in _spaced(indices, MEASURED):
-        try:
-            pixels = read(found, number, options.mode, plain.mode)[0]
-            values = to_dtype(pixels, torch.float64, scale=True).flatten(1)
-        except DataError:
-            if options.corrupt == "error":
-                raise
-            continue
+    for _, pixels in _readable(found, indices, MEASURED, options, plain.mode):
+        values = to_dtype(pixels, torch.float64, scale=True).flatten(1)
         total += values.sum(1)
         squares += (values**2).sum(1)
         count += values.shape[1]
