@@ -23,8 +23,8 @@ SAMPLED = 1024
 class SafetensorsFolder(Weights):
     """A folder of safetensors, memory-mapped: reading a tensor touches that tensor alone."""
 
-    def __init__(self, folder: Path) -> None:
-        index = folder / "model.safetensors.index.json"
+    def __init__(self, folder: Path, stem: str = "model") -> None:
+        index = folder / f"{stem}.safetensors.index.json"
         if index.is_file():
             expected, kinds = "a weight_map of names to files", (LookupError, TypeError)
             with refused(str(index), expected, OSError, ValueError, *kinds, named=True):
@@ -34,18 +34,19 @@ class SafetensorsFolder(Weights):
                     expected = "names of safetensors files in this folder"
                     raise ConfigError(Problem(str(index), repr(name), expected))
         else:
-            with safe_open(folder / "model.safetensors", "pt") as file:
-                self._file_of = dict.fromkeys(file.keys(), "model.safetensors")
+            with safe_open(folder / f"{stem}.safetensors", "pt") as file:
+                self._file_of = dict.fromkeys(file.keys(), f"{stem}.safetensors")
         self._folder = folder
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def read(self, name: str) -> torch.Tensor | None:
-        if name not in self._file_of:
-            return None
+        return self[name] if name in self._file_of else None
+
+    def __getitem__(self, name: str) -> torch.Tensor:
         with safe_open(self._folder / self._file_of[name], "pt") as file:
-            return file.get_tensor(name)
+            return file.get_tensor(name)  # type: ignore[no-any-return]
 
 
 class StateDict(Weights):

@@ -21,12 +21,13 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, refused
 from trainer.models.finetuning import lora_weights
-from trainer.models.finetuning.lora_folder import STEM, Started, completed
+from trainer.models.finetuning.lora_folder import STEM, completed, started
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.spec import WHOLE, ModelFiles, ModelSpec, NoWeights, Training
 from trainer.models.weights import fingerprint
+from trainer.storage import imported, installed
 
 
 def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
@@ -36,7 +37,10 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     """
     if options is None:
         return spec
-    _require_peft()
+    if not installed("peft"):
+        mend = "Install it: pip install 'meshloom[lora]'"
+        raise ConfigError(Problem("trainer.adapter", "no PEFT here", "the package peft", mend))
+    imported("peft", "trainer.adapter")
     options, model = completed(options), spec.build()
     targets = chosen_targets(model, spec, options.targets)
     check_saved(model, spec, options.modules_to_save, targets)
@@ -62,15 +66,6 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     return replace(described, config={**described.config, "base": base}, tiny=copies)
 
 
-def _require_peft() -> None:
-    try:
-        import peft  # noqa: F401
-    except ImportError as error:
-        mend = "Install it: pip install 'meshloom[lora]'"
-        seen = f"no PEFT here ({error})"
-        raise ConfigError(Problem("trainer.adapter", seen, "the package peft", mend)) from error
-
-
 def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     """Return the spec with the values of the adapter in `trainer.adapter.path`.
 
@@ -80,9 +75,10 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
     published = described.files.published
     wanted = {theirs: shapes[ours] for ours, theirs in published.items()}
-    started = Started(Path(options.path), wanted)
-    start: dict[str, Any] = {"started": started, "published": published}
-    weights = lora_weights.BaseWeights(base.weights, lasting=options.merge, **start)
+    values = started(Path(options.path), wanted)
+    weights = lora_weights.BaseWeights(
+        base.weights, lasting=options.merge, started=values, published=published
+    )
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))
 

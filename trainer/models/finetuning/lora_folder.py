@@ -7,13 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from trainer.config.grammar import show
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused
+from trainer.models.weights import SafetensorsFolder
 from trainer.storage import parse_json, read_file
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"
@@ -81,38 +81,29 @@ def completed(options: AdapterSection) -> AdapterSection:
     return options.model_copy(update=found)
 
 
-class Started:
-    """The values of an existing adapter, by the names in its file."""
+def started(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> SafetensorsFolder:
+    """Open an adapter's values. Raises ConfigError unless they are exactly what the model learns.
 
-    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise ConfigError unless the file has exactly the tensors that the model learns."""
-        self._file = folder / f"{STEM}.safetensors"
-        found, differences = self._shapes(), []
-        missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
-        if missing:
-            differences.append(f"{len(missing)} tensors are not there ({missing[0]}, ...)")
-        if more:
-            differences.append(f"{len(more)} have no place in the model ({more[0]}, ...)")
-        for name in sorted(shapes.keys() & found.keys()):
-            if shapes[name] != found[name]:
-                differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
-                break
-        if differences:
-            expected = "an adapter of this base: trainer.model.name_or_path"
-            raise ConfigError(Problem(f"{PLACE}: {self._file}", "; ".join(differences), expected))
-
-    def read(self, name: str) -> torch.Tensor:
-        with safe_open(self._file, "pt") as file:
-            return file.get_tensor(name)  # type: ignore[no-any-return]
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        place, expected = f"{PLACE}: {self._file}", "the adapter's safetensors"
-        with (
-            refused(place, expected, OSError, SafetensorError),
-            safe_open(self._file, "pt") as file,
-        ):
-            names = file.keys()
-            return {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    `shapes`: those of the tensors that it learns, by their names in the file.
+    """
+    place = f"{PLACE}: {folder / STEM}.safetensors"
+    with refused(place, "the adapter's safetensors", OSError, SafetensorError):
+        weights = SafetensorsFolder(folder, STEM)
+        found = {name: tuple(weights[name].shape) for name in weights.names()}
+    differences = []
+    missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    if missing:
+        differences.append(f"{len(missing)} tensors are not there ({missing[0]}, ...)")
+    if more:
+        differences.append(f"{len(more)} have no place in the model ({more[0]}, ...)")
+    for name in sorted(shapes.keys() & found.keys()):
+        if shapes[name] != found[name]:
+            differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
+            break
+    if differences:
+        expected = "an adapter of this base: trainer.model.name_or_path"
+        raise ConfigError(Problem(place, "; ".join(differences), expected))
+    return weights
 
 
 def read_config(file: Path) -> dict[str, Any]:

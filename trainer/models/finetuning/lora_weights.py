@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.models.finetuning.lora_folder import STEM, Started
+from trainer.models.finetuning.lora_folder import STEM
 from trainer.models.materialise import on_host
 from trainer.models.names import tensors_of
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
+from trainer.models.weights import SafetensorsFolder
 
 ADAPTER = "default"
 """PEFT's name for a single adapter, which its files leave out."""
@@ -39,7 +39,7 @@ class BaseWeights(Weights):
         base: Weights,
         *,
         lasting: bool,
-        started: Started | None = None,
+        started: Weights | None = None,
         published: Mapping[str, str] | None = None,
     ) -> None:
         """Keep them in memory if `lasting`: they are read again after the engine is built.
@@ -70,7 +70,7 @@ class MergedWeights(Weights):
     def __init__(
         self, base: Weights, model: nn.Module, folder: Path, published: Mapping[str, str]
     ) -> None:
-        self._base, self._file = base, folder / f"{STEM}.safetensors"
+        self._base, self._adapter = base, SafetensorsFolder(folder, STEM)
         copies = {name: theirs for name, theirs in published.items() if not is_adapters(name)}
         self._copies = {base_name(name): theirs for name, theirs in copies.items()}
         layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -79,14 +79,13 @@ class MergedWeights(Weights):
     def read(self, name: str) -> torch.Tensor | None:
         if (value := self._base.read(name)) is None:
             return None
-        with safe_open(self._file, "pt") as file:
-            if name in self._copies:
-                return file.get_tensor(self._copies[name]).to(value.dtype)  # type: ignore[no-any-return]
-            if name not in self._layers:
-                return value
-            prefix = f".{name.removesuffix('.weight')}.lora_"
-            names = [key for key in file.keys() if prefix in key]  # noqa: SIM118
-            part = {key.rpartition(prefix)[2]: file.get_tensor(key).float() for key in names}
+        if name in self._copies:
+            return self._adapter[self._copies[name]].to(value.dtype)
+        if name not in self._layers:
+            return value
+        prefix = f".{name.removesuffix('.weight')}.lora_"
+        names = [key for key in self._adapter.names() if prefix in key]
+        part = {key.rpartition(prefix)[2]: self._adapter[key].float() for key in names}
         layer = self._layers[name]
         turned = isinstance(layer.base_layer, Conv1D)
         update = layer.scaling[ADAPTER] * (part["B.weight"] @ part["A.weight"])  # type: ignore[index]
