@@ -11,16 +11,17 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from safetensors import SafetensorError, safe_open
+
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.state import Part
-from trainer.storage import parse_json
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +40,7 @@ _NAMES = {
 }
 """The format's name of each dtype, by name: checkpoints are verified without torch."""
 _DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
+_ITEMSIZES = {name: 1 if name == "BOOL" else int(name.lstrip("BFIU")) // 8 for name in _DTYPES}
 
 _NOT_FINITE = (
     "a value that is not finite",
@@ -219,37 +221,16 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 
     Raises OSError, and ValueError for a file that is not whole.
     """
-    with path.open("rb") as file:
-        length, there = int.from_bytes(file.read(8), "little"), path.stat().st_size
-        if length > there:
-            raise ValueError(f"a header of {length} bytes in a file of {there}")
-        header = parse_json(file.read(length))
+    found = {}
     try:
-        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
-        found = {name: _entry(**entry) for name, entry in entries.items()}
-        places = sorted(entry["data_offsets"] for entry in entries.values())
-    except (AttributeError, KeyError, TypeError) as error:
-        raise ValueError(f"no header of tensors ({error!r:.100})") from error
-    if (data := sum(size for _, _, size in found.values())) != there - 8 - length:
-        raise ValueError(f"tensors of {data} bytes in a file that holds {there - 8 - length}")
-    end = 0
-    for place in places:
-        if place[0] != end:
-            places_of = f"one begins at {place[0]}, the last ended at {end}"
-            raise ValueError(f"tensors that overlap or leave a gap: {places_of}")
-        end = place[1]
+        with safe_open(path, framework="np") as file:
+            for name in file.offset_keys():
+                part = file.get_slice(name)
+                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                found[name] = _DTYPES[dtype], shape, math.prod(shape) * _ITEMSIZES[dtype]
+    except (SafetensorError, KeyError) as error:
+        raise ValueError(f"no whole file of tensors: {error!s:.100}") from error
     return found
-
-
-def _entry(
-    dtype: str, shape: Sequence[int], data_offsets: Sequence[int]
-) -> tuple[str, tuple[int, ...], int]:
-    start, end = data_offsets
-    kind = _DTYPES[dtype]
-    itemsize = 1 if dtype == "BOOL" else int(dtype.lstrip("BFIU")) // 8
-    if end - start != math.prod(shape) * itemsize:
-        raise ValueError(f"{end - start} bytes for {dtype} {list(shape)}")
-    return kind, tuple(shape), end - start
 
 
 def read_types(path: Path) -> dict[str, TensorType]:
