@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +76,19 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     records = ranks.on_each(lambda: read_manifest(path) if ranks.rank == giver else {})[giver]
     ranks.on_keepers(prepare)
     here = path if ranks.rank == giver else partial if wants and at_work else None
-    try:
+    with removed_on_error(partial, wants and at_work):
         writers = {name: [giver] * len(record.parts) for name, record in records.items()}
         spread(here, records, writers, ranks)
         ranks.on_keepers(publish)
+
+
+@contextmanager
+def removed_on_error(partial: Path, removes: bool) -> Iterator[None]:
+    """Leave no partial folder behind on an error; `removes`: True on the rank that does it."""
+    try:
+        yield
     except Exception:
-        if wants and at_work:
+        if removes:
             shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 from trainer.checkpoint import faults, slots
 from trainer.checkpoint import safetensors_stream as stream
 from trainer.checkpoint.directory import DELETING, LATEST, set_aside, step_name, sweep
-from trainer.checkpoint.folders import PARTIAL, spread
+from trainer.checkpoint.folders import PARTIAL, removed_on_error, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, Records, SharedFile, Span
 from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
@@ -64,7 +63,7 @@ def save(
         replace_file(folder / LATEST, f"{final.name}\n".encode())
 
     faults.at("before")
-    with _removed_on_error(partial, ranks):
+    with removed_on_error(partial, ranks.rank == ranks.keeper):
         record = {"stateless": slots.stateless(entries), "position": asdict(state)}
         text = ranks.on_first(lambda: to_json({**description, **record}))
         ranks.on_keepers(prepare)
@@ -102,7 +101,7 @@ def export(
         rename_folder(partial, folder)
         shutil.rmtree(folder.with_name(folder.name + DELETING), ignore_errors=True)
 
-    with _removed_on_error(partial, ranks):
+    with removed_on_error(partial, ranks.rank == ranks.keeper):
         ranks.on_keepers(prepare)
         records = _write_parts(partial, planned, ranks)
         _write_others(partial, partial, write_model_files, records, ranks)
@@ -206,14 +205,3 @@ def _seal(partial: Path, planned: SavePlan, records: Records) -> None:
         (partial / name).write_bytes(to_json(index))
     faults.at("manifest")
     write_manifest(partial, records)
-
-
-@contextmanager
-def _removed_on_error(partial: Path, ranks: Ranks) -> Iterator[None]:
-    """Leave no partial folder behind when the ranks agree that they failed."""
-    try:
-        yield
-    except Exception:
-        if ranks.rank == ranks.keeper:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
