@@ -214,7 +214,7 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
     names = published_names(whole, chain_of(whole)) if spec.name == "Sequential" else {}
     weights, notes = spec.weights, spec.notes
     if classifier.folder is not None:
-        weights = _Published(SafetensorsFolder(classifier.folder), names)
+        weights = SafetensorsFolder(classifier.folder, renamed=names)
     config = module.config_of(whole)
     if (entry := classifier.pretrained) is not None:
         arguments = {**classifier.arguments, "num_classes": len(entry.meta["categories"])}
@@ -234,16 +234,6 @@ def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]
     own = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     tensors = chain.state_dict(keep_vars=True).items() if chain is not None else ()
     return {name: own[id(tensor)] for name, tensor in tensors}
-
-
-class _Published(Weights):
-    """Weights in files that use the model's own names."""
-
-    def __init__(self, files: SafetensorsFolder, names: Mapping[str, str]) -> None:
-        self._files, self._names = files, names
-
-    def read(self, name: str) -> torch.Tensor | None:
-        return self._files.read(self._names.get(name, name))
 
 
 class _Pretrained(MadeWeights):

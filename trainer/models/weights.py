@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -21,9 +21,14 @@ SAMPLED = 1024
 
 
 class SafetensorsFolder(Weights):
-    """A folder of safetensors, memory-mapped: reading a tensor touches that tensor alone."""
+    """A folder of safetensors, memory-mapped: reading a tensor touches that tensor alone.
 
-    def __init__(self, folder: Path, stem: str = "model") -> None:
+    `renamed`: the names in the files of tensors that are read under other names.
+    """
+
+    def __init__(
+        self, folder: Path, stem: str = "model", renamed: Mapping[str, str] | None = None
+    ) -> None:
         index = folder / f"{stem}.safetensors.index.json"
         if index.is_file():
             expected, kinds = "a weight_map of names to files", (LookupError, TypeError)
@@ -36,13 +41,14 @@ class SafetensorsFolder(Weights):
         else:
             with safe_open(folder / f"{stem}.safetensors", "pt") as file:
                 self._file_of = dict.fromkeys(file.keys(), f"{stem}.safetensors")
-        self._folder = folder
+        self._folder, self._renamed = folder, renamed or {}
 
     def names(self) -> set[str]:
         return set(self._file_of)
 
     def read(self, name: str) -> torch.Tensor | None:
-        return self[name] if name in self._file_of else None
+        own = self._renamed.get(name, name)
+        return self[own] if own in self._file_of else None
 
     def __getitem__(self, name: str) -> torch.Tensor:
         with safe_open(self._folder / self._file_of[name], "pt") as file:

@@ -73,12 +73,8 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     """
     parameters = described.build().named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-    published = described.files.published
-    wanted = {theirs: shapes[ours] for ours, theirs in published.items()}
-    values = started(Path(options.path), wanted)
-    weights = lora_weights.BaseWeights(
-        base.weights, lasting=options.merge, started=values, published=published
-    )
+    values = started(Path(options.path), shapes, described.files.published)
+    weights = lora_weights.BaseWeights(base.weights, lasting=options.merge, started=values)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described, weights=weights, notes=(*described.notes, note))
 

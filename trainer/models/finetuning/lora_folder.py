@@ -81,14 +81,17 @@ def completed(options: AdapterSection) -> AdapterSection:
     return options.model_copy(update=found)
 
 
-def started(folder: Path, shapes: Mapping[str, tuple[int, ...]]) -> SafetensorsFolder:
+def started(
+    folder: Path, of_model: Mapping[str, tuple[int, ...]], published: Mapping[str, str]
+) -> SafetensorsFolder:
     """Open an adapter's values. Raises ConfigError unless they are exactly what the model learns.
 
-    `shapes`: those of the tensors that it learns, by their names in the file.
+    `of_model`: the shapes of its tensors; `published`: the names in the file of what it learns.
     """
+    shapes = {theirs: of_model[ours] for ours, theirs in published.items()}
     place = f"{PLACE}: {folder / STEM}.safetensors"
     with refused(place, "the adapter's safetensors", OSError, SafetensorError):
-        weights = SafetensorsFolder(folder, STEM)
+        weights = SafetensorsFolder(folder, STEM, published)
         found = {name: tuple(weights[name].shape) for name in weights.names()}
     differences = []
     missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())

@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.models.finetuning.lora_folder import STEM
 from trainer.models.materialise import on_host
 from trainer.models.names import tensors_of
-from trainer.models.spec import MadeWeights, ModelSpec, Weights
+from trainer.models.spec import MadeWeights, ModelSpec, NoWeights, Weights
 from trainer.models.weights import SafetensorsFolder
 
 ADAPTER = "default"
@@ -40,20 +40,16 @@ class BaseWeights(Weights):
         *,
         lasting: bool,
         started: Weights | None = None,
-        published: Mapping[str, str] | None = None,
     ) -> None:
         """Keep them in memory if `lasting`: they are read again after the engine is built.
 
-        `started` is the adapter to start from, and `published` the names of its tensors in it.
+        `started` is the adapter to start from.
         """
-        self._base, self._lasting = base, lasting
-        self._started, self._published = started, published or {}
+        self._base, self._lasting, self._started = base, lasting, started or NoWeights()
 
     def read(self, name: str) -> torch.Tensor | None:
-        if self._started is not None and name in self._published:
-            return self._started.read(self._published[name])
-        if is_adapters(name):
-            return None
+        if (learned := self._started.read(name)) is not None or is_adapters(name):
+            return learned
         value = self._base.read(base_name(name))
         # the copy that is trained and the original that is not may not share memory
         is_copy = f".modules_to_save.{ADAPTER}." in name
