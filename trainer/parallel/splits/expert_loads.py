@@ -27,9 +27,14 @@ from trainer.trial.setup import tiny
 KEY = "trainer.router_bias_update_rate"
 
 
-def biases_of(spec: ModelSpec) -> dict[str, str]:
-    """Map stacks of experts to their routers' biases: saved numbers, one for each, not learned."""
-    model = spec.build() if spec.language.idle_parameters else nn.Module()
+def biases_of(spec: ModelSpec, built: nn.Module | None = None) -> dict[str, str]:
+    """Map stacks of experts to their routers' biases: saved numbers, one for each, not learned.
+
+    `built`: the whole model, if it is there already.
+    """
+    if not spec.language.idle_parameters:
+        return {}
+    model = spec.build() if built is None else built
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = learned | spec.training.frozen.keys() | spec.training.unsaved
     sizes = {name: t.numel() for name, t in model.state_dict().items() if name not in kept}
@@ -51,7 +56,7 @@ def check(spec: ModelSpec) -> None:
         raise ConfigError(Problem(f"{KEY}: {spec.name}", "it has none", expected, hint))
     small, model = tiny(spec)
     missed: list[str] = []
-    for stack, bias in biases_of(small).items():
+    for stack, bias in biases_of(small, model).items():
         model.state_dict()[bias].flatten()[0] += 1e4
 
         def see(experts: nn.Module, args: Any, kwargs: Any, bias: str = bias) -> None:
@@ -68,7 +73,7 @@ def check(spec: ModelSpec) -> None:
 
 def hold(model: nn.Module, spec: ModelSpec) -> None:
     """Make buffers of biases that are parameters, in place: whole and in float32 on each rank."""
-    for name in biases_of(spec).values():
+    for name in biases_of(spec, model).values():
         owner, _, key = name.rpartition(".")
         module = model.get_submodule(owner)
         if key in module._parameters:
@@ -88,10 +93,11 @@ class ExpertLoads:
         self._real = torch.empty(0)
         """1 for each token of the forward pass that runs, and 0 for padding."""
         self._group = holders_of(mesh)[0] if self._rate else None
+        biases = biases_of(spec) if self._rate else {}
         for module in modules if self._rate else ():
             module.register_forward_pre_hook(self._start, with_kwargs=True)
             named, buffers = dict(module.named_modules()), dict(module.named_buffers())
-            for stack, name in biases_of(spec).items():
+            for stack, name in biases.items():
                 if (experts := named.get(f"model.{stack}")) is not None:
                     self._watch(experts, buffers[f"model.{name}"], name)
 
