@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ import yaml
 
 from trainer.config.grammar import AUTO, show
 from trainer.config.read import Json
-from trainer.errors import ConfigError, Problem, listed
+from trainer.errors import ConfigError, Problem, listed, suggestion
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, is_set, number
 
 
@@ -79,7 +78,8 @@ def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = (
     for key, value in _apart({**defaults, **given}, rules):
         entry, rule = Entry(draft.prefix + key, number(value)), rules.get(key)
         if rule is None:
-            draft.lose(entry, f"not known{_near(key, rules)}")
+            near = suggestion(key, list(rules), cutoff=0.8)
+            draft.lose(entry, f"not known. {near}" if near else "not known")
         elif rule.section == "another" and is_set(value):
             others.setdefault(rule.says, []).append(entry)
         elif rule.section == "carried":
@@ -188,8 +188,3 @@ def _alike(value: Any, values: Iterable[Any]) -> bool:
     converted = number(value)
     same = (converted == known and type(converted) is type(known) for known in values)
     return value is None or any(same)
-
-
-def _near(key: str, rules: Iterable[str]) -> str:
-    near = get_close_matches(key[:100], list(rules), n=1, cutoff=0.8)
-    return f': did you mean "{near[0]}"?' if near else ""
