@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, named_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.models.spec import ModelSpec
 from trainer.trial import setup
 from trainer.trial.findings import observe_draws
@@ -30,27 +30,29 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
     Gradients are compared in training mode unless the model draws random numbers. Leaves the
     generators as they were.
     """
+    place, mend = f"trainer.data.documents: {spec.name}", 'Set it to "pad".'
     if spec.language.own_loss:
         loss = "the router's loss (output_router_logits)"
         seen = f"{loss} is a product of means over all that share a micro-batch"
-        raise _refused(spec, seen, "output_router_logits false")
-    with setup.own_randomness():
-        try:
-            small, model = setup.tiny(spec)
-            draws = observe_draws(copy.deepcopy(model), small)
-            packed = task.prepare(copy.deepcopy(model))
-            wrong = _compare_logits(packed.eval(), model.eval(), small, task)
-            if not wrong:
-                packed.train(not draws.any)
-                model.train(not draws.any)
-                wrong = _compare_gradients(packed, model, small, task)
-        except ConfigError:
-            raise
-        except Exception as error:  # whatever a model's own code raises about documents
-            wrong = f"packed documents can't be tried: {named_line(error)}"
-    if wrong:
-        expected = "documents of one sample that do not see one another"
-        raise _refused(spec, f"on a tiny copy of it: {wrong}", expected)
+        raise ConfigError(Problem(place, seen, "output_router_logits false", mend))
+    expected, start = (
+        "documents of one sample that do not see one another",
+        "on a tiny copy of it: ",
+    )
+    untried = f"{start}packed documents can't be tried: "
+    # whatever a model's own code raises about documents
+    tried = refused(place, expected, named=True, start=untried, mend=mend)
+    with setup.own_randomness(), tried:
+        small, model = setup.tiny(spec)
+        draws = observe_draws(copy.deepcopy(model), small)
+        packed = task.prepare(copy.deepcopy(model))
+        wrong = _compare_logits(packed.eval(), model.eval(), small, task)
+        if not wrong:
+            packed.train(not draws.any)
+            model.train(not draws.any)
+            wrong = _compare_gradients(packed, model, small, task)
+        if wrong:
+            raise ConfigError(Problem(place, f"{start}{wrong}", expected, mend))
 
 
 def packed_batch(spec: ModelSpec, task: Any) -> Batch:
@@ -110,8 +112,3 @@ def _compare_gradients(
         return ""
     gradient = f"the gradient of {found[0]} from packed documents"
     return f"{gradient} is off by {found[1]:.1%} of its largest entry"
-
-
-def _refused(spec: ModelSpec, actual: str, expected: str) -> ConfigError:
-    place = f"trainer.data.documents: {spec.name}"
-    return ConfigError(Problem(place, actual, expected, 'Set it to "pad".'))
