@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from trainer.config import AugmentSection, DataSection, ImagesSection
+from trainer.data.dataset import Pairs
 from trainer.data.images import image_sets, transforms
 from trainer.data.images.image_sets import KNOWN, Labelled
 from trainer.data.order import split
@@ -75,21 +76,15 @@ class ImageSource:
 
 
 @dataclass(frozen=True)
-class ImageData:
+class ImageData(Pairs):
     """The images that a run trains on and is evaluated on."""
 
     train: ImageSource
-    evaluation: ImageSource | None
-    fingerprint: str
     path: str
 
     @property
     def images(self) -> Images:
         return self.train.images
-
-    @property
-    def evaluations(self) -> dict[str, ImageSource]:
-        return {} if self.evaluation is None else {"": self.evaluation}
 
     def describe(self) -> str:
         images = self.images
