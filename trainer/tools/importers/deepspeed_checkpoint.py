@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.data.order import KEYED
-from trainer.errors import ConfigError, DataError, Problem, named_line, refused
+from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.state import MASTER, WEIGHT, Part, RunState, StateTensor
 from trainer.storage import REFUSED_PICKLE, check_regular
 
@@ -200,23 +200,22 @@ def _files(folder: Path, kind: str) -> list[Path]:
 
 def _read(file: Path) -> dict[str, Any]:
     expected = "a file that torch.save wrote"
-    try:
-        check_regular(file)
-        named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
-        if strange := sorted(named - {name for _, name in _STAND_INS}):
-            seen = f"a pickle that names {', '.join(strange[:3])}"
-            raise DataError(Problem(str(file), seen, "data alone"))
-        with torch.serialization.safe_globals(_STAND_INS):
-            content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+    # whatever a damaged archive or pickle raises
+    with refused(str(file), expected, named=True, raises=DataError):
+        try:
+            check_regular(file)
+            named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
+            if strange := sorted(named - {name for _, name in _STAND_INS}):
+                seen = f"a pickle that names {', '.join(strange[:3])}"
+                raise DataError(Problem(str(file), seen, "data alone"))
+            with torch.serialization.safe_globals(_STAND_INS):
+                content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except UnpicklingError as error:
+            wanted = f"{expected}, of data alone"
+            raise DataError(Problem(str(file), REFUSED_PICKLE, wanted)) from error
         if not isinstance(content, dict):
             raise TypeError(f"it holds a {type(content).__name__}")
         return content
-    except DataError:
-        raise
-    except UnpicklingError as error:
-        raise DataError(Problem(str(file), REFUSED_PICKLE, f"{expected}, of data alone")) from error
-    except Exception as error:  # whatever a damaged archive or pickle raises
-        raise DataError(Problem(str(file), named_line(error), expected)) from error
 
 
 def _flat_tensors(
