@@ -21,7 +21,14 @@ from trainer.data.mixture import Mixture
 from trainer.data.order import KEYED, LISTED, held_out
 from trainer.data.text.preparation import Data, open_data, prepare
 from trainer.data.text.preview import preview
-from trainer.data.text.token_files import Arrangement, Encoded, PreparedSource, Summary, write_part
+from trainer.data.text.token_files import (
+    Arrangement,
+    Cut,
+    Encoded,
+    PreparedSource,
+    Summary,
+    write_part,
+)
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 from trainer.tasks.task import IGNORED
@@ -84,7 +91,7 @@ def written(
     parts: list[Encoded], length: int, arrangement: Arrangement
 ) -> tuple[Summary, list[tuple[list[int], list[int]]]]:
     with TemporaryDirectory() as folder:
-        summary = write_part(Path(folder, "part"), iter(parts), length, arrangement)
+        summary = write_part(Path(folder, "part"), iter(parts), Cut(length, arrangement))
         return summary, samples(PreparedSource(Path(folder, "part"))) if summary.samples else []
 
 

@@ -38,7 +38,7 @@ from tests.support.training import (
 from trainer.certify.tiny_run import tiny_run
 from trainer.config.validate import validate
 from trainer.data.text.packing import pack
-from trainer.data.text.token_files import Encoded, PreparedSource, write_part
+from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
@@ -105,7 +105,7 @@ def written(
         Encoded.from_token(range(a, a + n), first)
         for a, (n, first) in zip(ends, parts, strict=False)
     ]
-    summary = write_part(folder / "part", iter(encoded), length, *arguments)
+    summary = write_part(folder / "part", iter(encoded), Cut(length, *arguments))
     source = PreparedSource(folder / "part") if summary.samples else []
     if summary.samples and (arguments[0] == "pack" or arguments[1]):
         filled = sum(len(source[i]["input_ids"]) for i in range(len(source)))
@@ -130,7 +130,7 @@ def test_a_pack_is_the_padded_samples_of_its_documents(tmp_path_factory, parts, 
         document for sample in written(folder, parts, length, "pack") for document in apart(sample)
     ]
     summary = write_part(
-        folder, [Encoded.from_token([1] * n, first) for n, first in parts], length, "pad"
+        folder, [Encoded.from_token([1] * n, first) for n, first in parts], Cut(length, "pad")
     )
     assert len(found) == summary.samples and summary.fill is None
     for inputs, targets in found:

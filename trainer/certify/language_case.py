@@ -16,7 +16,7 @@ from trainer.certify.reference import Reference
 from trainer.certify.text_reference import Documents, LanguageReference, PackedReference
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
-from trainer.data.text.token_files import Encoded, PreparedSource, write_part
+from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
@@ -79,7 +79,7 @@ class LanguageCase:
             model = self._reference(small, spec, drawn)
             documents = drawn._replace(held_out=model.continued(drawn.held_out))
             for name, part in documents._asdict().items():
-                write_part(folder / name, part, small.row, "pack" if small.packed else "pad")
+                write_part(folder / name, part, Cut(small.row, "pack" if small.packed else "pad"))
             return documents
 
         documents = self._machine.ranks.on_first(write_documents)

@@ -316,14 +316,7 @@ class PartWriter:
                 yield np.fromfile(tokens, np.int32, some), np.fromfile(counted, np.bool_, some)
 
 
-def write_part(
-    folder: Path,
-    documents: Iterable[Encoded],
-    sequence_length: int,
-    arrangement: Arrangement,
-    isolate: bool = False,
-    too_long: str = "truncate",
-) -> Summary:
+def write_part(folder: Path, documents: Iterable[Encoded], cut: Cut) -> Summary:
     """Write a part from its documents; a part without samples is only a summary.
 
     A sample without a target is left out. concatenate: the stream of documents is cut every
@@ -334,7 +327,6 @@ def write_part(
     ("truncate"), left out ("drop") or a DataError ("error"). pack: a sample is several such
     documents, by best fit, which do not see one another.
     """
-    cut = Cut(sequence_length, arrangement, isolate, too_long)
     writer = PartWriter(folder)
     for document in documents:
         some = CutDocuments()
