@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,14 +14,10 @@ from trainer.errors import ConfigError, Problem, refused
 from trainer.models.spec import ModelSpec
 from trainer.trial import setup
 from trainer.trial.findings import observe_draws
-from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, Batch, TrialTask
+from trainer.trial.setup import IGNORED, LENGTH, TOLERANCE, Batch
 
 ROWS = ((9, LENGTH), (1, 5, 13, 2))
 """The lengths of the documents in each row; the rows differ in length, so that one is padded."""
-
-
-class TokenTask(TrialTask, Protocol):
-    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
 
 def check_isolation(spec: ModelSpec, task: Any) -> None:
@@ -72,7 +68,7 @@ def _documents(spec: ModelSpec) -> list[list[tuple[np.ndarray, np.ndarray]]]:
     return [[(ids, np.append(ids[1:], IGNORED)) for ids in row] for row in rows]
 
 
-def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask) -> str:
+def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Any) -> str:
     """Return how packed documents' logits differ most from those of each alone; else nothing."""
     with torch.no_grad():
         together = task.logits(packed, packed_batch(spec, task)).float()
@@ -99,9 +95,7 @@ def _logits(model: nn.Module, ids: np.ndarray) -> torch.Tensor:
     return logits[0].float()
 
 
-def _compare_gradients(
-    packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask
-) -> str:
+def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Any) -> str:
     """Return the first gradient of packed documents that differs from each alone; else nothing."""
     task.loss_sum(packed, packed_batch(spec, task)).backward()
     for ids, targets in (document for row in _documents(spec) for document in row):
