@@ -34,13 +34,7 @@ def base_name(name: str) -> str:
 class BaseWeights(Weights):
     """Weights of the base, under the names that its tensors have with an adapter around them."""
 
-    def __init__(
-        self,
-        base: Weights,
-        *,
-        lasting: bool,
-        started: Weights | None = None,
-    ) -> None:
+    def __init__(self, base: Weights, *, lasting: bool, started: Weights | None = None) -> None:
         """Keep them in memory if `lasting`: they are read again after the engine is built.
 
         `started` is the adapter to start from.
