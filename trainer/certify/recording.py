@@ -144,11 +144,8 @@ class RecordingHooks(Hooks):
         self._recording.tokens.append(state.tokens)
 
     def evaluate(self, state: RunState) -> bool:
-        job = self._engine.job
-        batching = Batching.of(job.layout, job.machine.ranks.rank, job.machine.device)
-        self._recording.held_out[state.step] = held_out_loss(
-            self._engine, self._samples, job.task, batching, self._small.held_out
-        )
+        found = held_out_loss(self._engine, self._samples, self._small.held_out)
+        self._recording.held_out[state.step] = found
         return False
 
     def save(self, state: RunState) -> None:

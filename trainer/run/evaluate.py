@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from trainer.engines.engine import Engine
 from trainer.errors import ConfigError
 from trainer.tasks.generation import continued
 from trainer.tasks.supervised import NUMBER
-from trainer.tasks.task import IGNORED, Batch, Task
+from trainer.tasks.task import IGNORED, Batch
 
 FEW = 8
 """The number of tokens at the beginning of a text that a model continues."""
@@ -38,25 +38,19 @@ class HeldOut(NamedTuple):
         return own, {name: own.pop(name) / (own.pop(name + NUMBER) or math.nan) for name in names}
 
 
-def held_out_loss(
-    engine: Engine,
-    source: Source,
-    task: Task,
-    batching: Batching,
-    samples: int,
-    moves: Callable[[], None] = lambda: None,
-) -> HeldOut:
-    """Evaluate the first `samples` samples; `moves` is called for each batch. Collective."""
-    batches = evaluation_batches(source, task.collate, task.blank, batching, samples)
-    sums, targets = engine.evaluate(_announced(batches, moves))
+def held_out_loss(engine: Engine, source: Source, samples: int, workers: int = 0) -> HeldOut:
+    """Evaluate the first `samples` samples, loaded by so many processes. Collective."""
+    task, machine = engine.job.task, engine.job.machine
+    batching = Batching.of(engine.job.layout, machine.ranks.rank, machine.device, workers)
+
+    def batches() -> Iterator[Batch]:
+        for batch in evaluation_batches(source, task.collate, task.blank, batching, samples):
+            machine.watch.moves()
+            yield batch
+
+    sums, targets = engine.evaluate(batches())
     loss, *measures = (sums / targets).tolist()
     return HeldOut(loss, int(targets), dict(zip(task.measures, measures, strict=True)))
-
-
-def _announced(batches: Iterable[Batch], moves: Callable[[], None]) -> Iterator[Batch]:
-    for batch in batches:
-        moves()
-        yield batch
 
 
 def together(found: Sequence[HeldOut]) -> HeldOut:

@@ -16,7 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from trainer import checkpoint
-from trainer.data.loader import Batching, BatchLoader, StepBatches
+from trainer.data.loader import BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
 from trainer.engines.devices import peak_of
@@ -124,11 +124,8 @@ class RunHooks(Hooks):
         return self.callbacks.call("on_log", record)
 
     def evaluate(self, state: RunState) -> bool:
-        subject, layout, machine = self.prepared.subject, self.prepared.layout, self.machine
-        limit = self.prepared.config.trainer.evaluation.samples
-        batching = Batching.of(layout, machine.ranks.rank, machine.device, self.prepared.workers)
-        given = (subject.task, batching, limit, machine.watch.moves)
-        sources = subject.data.evaluations.items()
+        subject, limit = self.prepared.subject, self.prepared.config.trainer.evaluation.samples
+        sources, given = subject.data.evaluations.items(), (limit, self.prepared.workers)
         by_source = {name: held_out_loss(self.engine, source, *given) for name, source in sources}
         if not by_source:
             return False
