@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from trainer.data.loader import Batch, Batching, BatchLoader, evaluation_batches
 from trainer.data.order import KEYED, sample_ids
 from trainer.data.text.token_files import Sample
+from trainer.models.spec import LanguageModel
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import IGNORED
 
@@ -144,7 +145,7 @@ def test_waiting_is_measured(producer: float, consumer: float, waits: bool) -> N
 def test_evaluation_counts_every_sample_once_in_equally_many_batches(
     size: int, limit: int | None, micro_batch: int, ranks: int
 ) -> None:
-    blank = CausalLM(fused_head=False).blank
+    blank = CausalLM(LanguageModel()).blank
     shares = [
         list(
             evaluation_batches(

@@ -29,7 +29,7 @@ from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.cut import check_cut
 from trainer.models.materialise import materialise
-from trainer.models.spec import TinyCopies
+from trainer.models.spec import LanguageModel, TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
@@ -190,7 +190,7 @@ class Faulty(CausalLM):
 )
 def test_a_loss_that_is_not_the_models_own_is_an_error_with_the_numbers(model, fault):
     spec = spec_of(model)
-    task = Faulty(fused_head=spec.language.plain_head and fault != "shifted twice")
+    task = Faulty(LanguageModel(plain_head=spec.language.plain_head and fault != "shifted twice"))
     task.fault = fault
     assert "on a tiny copy of it: " in (text := refused(model, task)) and "its own" in text
 
@@ -199,8 +199,8 @@ def test_a_loss_that_is_not_the_models_own_is_an_error_with_the_numbers(model, f
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_routers_loss_that_is_dropped_is_an_error(model, fused):
     spec = spec_of(model)
-    check_model(spec, CausalLM(fused_head=fused, own_loss=True))
-    assert "expected its own, " in refused(model, CausalLM(fused_head=fused))
+    check_model(spec, CausalLM(LanguageModel(plain_head=fused, own_loss=True)))
+    assert "expected its own, " in refused(model, CausalLM(LanguageModel(plain_head=fused)))
 
 
 def test_a_routers_loss_is_not_asked_for_by_default():
@@ -495,7 +495,7 @@ def test_what_a_models_own_code_raises_is_told(fails, what):
     with pytest.raises(
         ConfigError, match=rf"^trainer.model: llama: .*does not show {what}: IndexError: planted;"
     ):
-        check_model(spec, CausalLM(fused_head=False))
+        check_model(spec, CausalLM(LanguageModel()))
 
 
 def test_a_token_is_in_the_table_and_in_the_head():

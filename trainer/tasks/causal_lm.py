@@ -15,7 +15,7 @@ from torch import nn
 from trainer.distributed.exchange import words_of_head
 from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, Problem
-from trainer.models.spec import ModelSpec
+from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.tasks.attention import Attention, attention_of, documents_of, tested
 from trainer.tasks.cross_entropy import (
     LossBySource,
@@ -41,18 +41,10 @@ class CausalLM:
     measures: tuple[str, ...] = ("accuracy",)
 
     def __init__(
-        self,
-        *,
-        fused_head: bool,
-        padding_id: int = 0,
-        own_loss: bool = False,
-        hidden_size: int | None = None,
-        attention: Callable[[], Attention] = Attention,
+        self, model: LanguageModel, padding: int = 0, attention: Callable[[], Attention] = Attention
     ) -> None:
-        self._fused_head = fused_head
-        self._hidden_size = hidden_size
-        self._own_loss = own_loss
-        self._padding_id = padding_id
+        self._fused_head, self._own_loss = model.plain_head, model.own_loss
+        self._hidden_size, self._padding_id = model.hidden_size, padding
         self.attention = cache(attention)
         self._masks = Masks()
         self._smoothing, self._trains = 0.0, False
@@ -66,14 +58,8 @@ class CausalLM:
         cls, spec: ModelSpec, padding_id: int = 0, attention: Callable[[], Attention] | None = None
     ) -> CausalLM:
         """Build the task of training this model; without `attention`, a tiny copy is tried."""
-        model = spec.language
-        return cls(
-            fused_head=model.plain_head,
-            padding_id=padding_id,
-            own_loss=model.own_loss,
-            hidden_size=model.hidden_size,
-            attention=attention or partial(attention_of, spec, _packed_logits),
-        )
+        tried = partial(attention_of, spec, _packed_logits)
+        return cls(spec.language, padding_id, attention or tried)
 
     def regularised(
         self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
