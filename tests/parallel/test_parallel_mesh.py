@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -75,7 +76,7 @@ def with_a_context_axis(entry: bool) -> list[float]:
     """Cut rows along an axis that the trainer lacks: [loss, targets, scale]. Runs on each rank."""
     from torch.distributed.device_mesh import init_device_mesh
 
-    from trainer.engines.normalise import counted_here, evaluated, gradient_scale
+    from trainer.engines.normalise import NormalisedEngine, counted_here, gradient_scale
     from trainer.parallel import parallel_mesh as module
 
     reductions = {
@@ -95,7 +96,9 @@ def with_a_context_axis(entry: bool) -> list[float]:
         batch = task.collate(samples(0)[rank * share : (rank + 1) * share])
         batch = {name: batch[name].chunk(2, 1)[half] for name in ("input_ids", "targets")}
         targets = mesh.sum(counted_here(task, [batch], mesh), "loss")
-        loss, counted = evaluated(task, mesh, lambda batches: summed(batches)[None], [batch])
+        runner = SimpleNamespace(evaluate=lambda batches: summed(batches)[None])
+        engine: Any = SimpleNamespace(job=SimpleNamespace(task=task), _mesh=mesh, _runner=runner)
+        loss, counted = NormalisedEngine.evaluate(engine, [batch])
         return [float(loss), float(counted), float(targets), float(gradient_scale(targets, mesh))]
 
 

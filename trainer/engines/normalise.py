@@ -7,7 +7,7 @@ multiplied by `gradient_scale`, so that the result is the gradient of this loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -41,22 +41,6 @@ def gradient_scale(targets: torch.Tensor, mesh: ParallelMesh, divided_by: int = 
     `divided_by`: the number by which the engine itself divides each micro-batch's loss.
     """
     return mesh.size("batch") * divided_by / targets
-
-
-def evaluated(
-    task: Task,
-    mesh: ParallelMesh,
-    evaluate: Callable[[Sequence[Batch]], torch.Tensor],
-    micro_batches: Iterable[Batch],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sum the measures and the targets of each rank's micro-batches over all ranks. Collective."""
-    batches, sums = iter(micro_batches), []
-    while part := list(islice(batches, AT_ONCE)):
-        with mesh.dividing_rows():
-            targets = counted_here(task, part, mesh).double()
-            sums.append(torch.cat([evaluate(part).double(), targets[None]]))
-    totals = mesh.sum(torch.stack(sums).sum(0), "loss")
-    return totals[:-1], totals[-1]
 
 
 class TrainingState(Protocol):
@@ -122,7 +106,13 @@ class NormalisedEngine(ABC):
         """Update the weights if `train` did not; return the norm, and True for a skipped step."""
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        return evaluated(self.job.task, self._mesh, self._runner.evaluate, micro_batches)
+        batches, mesh, sums = iter(micro_batches), self._mesh, []
+        while part := list(islice(batches, AT_ONCE)):
+            with mesh.dividing_rows():
+                targets = counted_here(self.job.task, part, mesh).double()
+                sums.append(torch.cat([self._runner.evaluate(part).double(), targets[None]]))
+        totals = mesh.sum(torch.stack(sums).sum(0), "loss")
+        return totals[:-1], totals[-1]
 
     def state_tensors(self) -> list[StateTensor]:
         return self._state.state_tensors()
