@@ -101,9 +101,8 @@ class Supervised:
         for name, metric in metrics.items():
             if name in RESERVED or name.endswith(NUMBER):
                 raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
-            with refused(
-                f"metrics: {name}", PAIR, named=True
-            ):  # whatever a script's own code raises
+            # whatever a script's own code raises
+            with refused(f"metrics: {name}", PAIR, named=True):
                 found = metric(self._zeros(batch), _nested("target", batch))
             _checked(found, f"metrics: {name}")
         names = (each for name in metrics for each in (name, name + NUMBER))
