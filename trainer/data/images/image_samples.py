@@ -19,7 +19,7 @@ from trainer.data.images import image_sets, transforms
 from trainer.data.images.image_sets import KNOWN, Labelled
 from trainer.data.order import split
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DataError, Problem, named_line
+from trainer.errors import DataError, Problem, refused
 from trainer.models.classifiers import Images
 from trainer.tasks.task import IGNORED
 
@@ -276,16 +276,14 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
     """
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    try:
+    start, mend = "can't be read: ", 'Remove it, or set trainer.images.corrupt="skip"'
+    more: Any = {"start": start, "mend": mend, "raises": DataError}
+    with refused(found.name(number), "an image", named=True, **more):  # whatever decoders raise
         image, label = found.load(number)
         if torch.is_tensor(image):
             return _of_tensor(image, mode), int(label)
         kind = image.mode
         pixels = pil_to_tensor(image.convert(mode))
-    except Exception as error:  # Pillow raises whatever its decoders do
-        seen = f"can't be read: {named_line(error)}"
-        mend = 'Remove it, or set trainer.images.corrupt="skip"'
-        raise DataError(Problem(found.name(number), seen, "an image", mend)) from error
     if kind.startswith(("I", "F")):
         seen = f"an image with values of more than 8 bits (Pillow's mode {kind})"
         raise DataError(Problem(found.name(number), seen, "8 bits a channel", "Convert it first"))

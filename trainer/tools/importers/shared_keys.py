@@ -13,7 +13,7 @@ from trainer.config.grammar import AUTO, show
 from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, at, read
 from trainer.config.validate import evaluated_at
-from trainer.errors import ConfigError, Problem, first_line
+from trainer.errors import ConfigError, Problem, refused
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside, checked
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
@@ -30,11 +30,8 @@ def section_of(key: str, value: Any, folder: Path) -> Json:
     if not value or isinstance(value, dict):
         return dict(value or {})
     if str(value).lstrip().startswith("{"):
-        try:
-            section: Json = checked(json.loads(value), key)
-            return section
-        except (ValueError, RecursionError) as error:
-            raise ConfigError(Problem(key, first_line(error), "JSON")) from None
+        with refused(key, "JSON", ValueError, RecursionError):
+            return checked(json.loads(value), key)  # type: ignore[no-any-return]
     if (file := beside(folder, str(value))) is None:
         expected = f"a JSON file, seen from {folder} or from here"
         raise ConfigError(Problem(key, f"no file {show(value)}", expected, "Put it there."))
