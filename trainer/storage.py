@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.errors import DiskError, Problem, refused
+from trainer.errors import ConfigError, DiskError, Problem, refused
 
 REFUSED_PICKLE = (
     "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
@@ -38,6 +38,14 @@ def imported(module: str, place: str) -> Any:
     # whatever a package built for another version raises
     with refused(place, expected, named=True, start=start, mend=hint):
         return import_module(module)
+
+
+def required(module: str, place: str, extra: str) -> Any:
+    """Import a module of an optional package that our `extra` brings. Raises ConfigError."""
+    if not installed(package := module.partition(".")[0]):
+        seen, hint = f"{package} is not installed", f"pip install 'meshloom[{extra}]'"
+        raise ConfigError(Problem(place, seen, f"the package {package}", hint))
+    return imported(module, place)
 
 
 def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:

@@ -383,7 +383,7 @@ def test_a_chat_says_why_there_can_be_none(folder, tmp_path, capsys, monkeypatch
 
 
 def test_evaluating_without_lm_eval_says_how_to_install_it(folder, capsys, monkeypatch):
-    monkeypatch.setattr("trainer.tasks.harness.installed", lambda name: False)
+    monkeypatch.setattr("trainer.storage.installed", lambda name: False)
     assert use.main([str(folder), "--tasks", "arc_easy"], "meshloom evaluate") == 64
     assert "pip install 'meshloom[evaluate]'" in capsys.readouterr().err
 

@@ -27,13 +27,12 @@ from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import PROBE_RATE, Tiny, permutation, seed_of
 from trainer.config import Config
-from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.parallel import float8
 from trainer.parallel.parallel_mesh import division_of
 from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
-from trainer.storage import imported, installed
+from trainer.storage import required
 
 IGNORED = -100
 _OF_DEEPSPEED = "adam_w_mode torch_adam bias_correction fp32_optimizer_states fused ns_method"
@@ -459,11 +458,8 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     if (section := config.scheduler) is None:
         return None
     if section.type[0].isupper():  # transformers' names are in lower case
-        if not installed("deepspeed"):
-            expected = "DeepSpeed, whose own schedule it is compared with"
-            hint = "pip install 'meshloom[deepspeed]'"
-            raise ConfigError(Problem("scheduler.type", section.type, expected, hint))
-        lr_schedules = imported("deepspeed.runtime.lr_schedules", "scheduler.type")
+        place = f"scheduler.type: {section.type}, compared with DeepSpeed's own"
+        lr_schedules = required("deepspeed.runtime.lr_schedules", place, "deepspeed")
         return getattr(lr_schedules, section.type)(optimizer, **section.params)
     steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
     least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, Problem, printable
-from trainer.storage import installed
+from trainer.errors import printable
+from trainer.storage import required
 
 DESCRIPTION = "Write a run as one HTML page with its pictures, and these as PNGs beside it."
 EPILOG = """
@@ -22,9 +22,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     text = "file for the page (default: report.html in the run's folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     options = parser.parse_intermixed_args(arguments)
-    if not installed("matplotlib"):
-        hint = "pip install 'meshloom[report]'"
-        raise ConfigError(Problem(name, "matplotlib is not installed", "it", hint))
+    required("matplotlib", name, "report")
     from trainer.tools.report.page import write
     from trainer.tools.report.run_record import read
 

@@ -17,7 +17,7 @@ from trainer.models import classifiers
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.weights import SafetensorsFolder
-from trainer.storage import installed
+from trainer.storage import required
 
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
 
@@ -60,9 +60,8 @@ def opened_language_model(folder: Path, trust: bool) -> Any:
 def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
     library, name = "transformers", "AutoModelForCausalLM"
     if adapter:
-        library, name, mend = "peft", "AutoPeftModelForCausalLM", "pip install 'meshloom[lora]'"
-        if not installed(library):
-            raise ConfigError(Problem(f"open: {folder}", "an adapter", "the package peft", mend))
+        library, name = "peft", "AutoPeftModelForCausalLM"
+        required(library, f"open: {folder}: an adapter", "lora")
     else:
         options["output_loading_info"] = True
     kinds = (ImportError, OSError, RuntimeError, SafetensorError, ValueError)

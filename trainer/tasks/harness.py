@@ -11,20 +11,16 @@ from typing import Any
 import torch
 
 from trainer.config import TrainerSection
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import refused
 from trainer.models.opened import opened_language_model
-from trainer.storage import installed
+from trainer.storage import required
 
 
 def check_tasks(names: Sequence[str]) -> None:
     """Raise ConfigError without lm-eval, and for a task that can't be loaded with its data."""
-    if not installed("lm_eval"):
-        hint = "pip install 'meshloom[evaluate]'"
-        raise ConfigError(Problem("tasks", "lm-eval is not installed", "it", hint))
-    from lm_eval.tasks import TaskManager
-
+    tasks = required("lm_eval.tasks", "tasks", "evaluate")
     with _refusals(names):
-        TaskManager().load([*names])
+        tasks.TaskManager().load([*names])
 
 
 def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import refused
 from trainer.models.finetuning import lora_weights
 from trainer.models.finetuning.lora_folder import STEM, completed, started
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
@@ -27,7 +27,7 @@ from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.spec import WHOLE, ModelFiles, ModelSpec, NoWeights, Training
 from trainer.models.weights import fingerprint
-from trainer.storage import imported, installed
+from trainer.storage import required
 
 
 def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
@@ -37,10 +37,7 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     """
     if options is None:
         return spec
-    if not installed("peft"):
-        mend = "Install it: pip install 'meshloom[lora]'"
-        raise ConfigError(Problem("trainer.adapter", "no PEFT here", "the package peft", mend))
-    imported("peft", "trainer.adapter")
+    required("peft", "trainer.adapter", "lora")
     options, model = completed(options), spec.build()
     targets = chosen_targets(model, spec, options.targets)
     check_saved(model, spec, options.modules_to_save, targets)
