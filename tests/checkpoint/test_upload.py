@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -14,13 +15,14 @@ from unittest.mock import patch
 import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
-from moto.server import ThreadedMotoServer
 
 from tests.run.test_resume import begun
 from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
 from tests.support.commands import run, write_job
+from tests.support.s3 import served
 from trainer.checkpoint import prune, save, verify
-from trainer.checkpoint.upload import Upload, check, restore
+from trainer.checkpoint import upload as upload_module
+from trainer.checkpoint.upload import Upload, check, mark_at, restore
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DiskError
 from trainer.run.resume import Request, choose
@@ -198,6 +200,128 @@ def test_a_copy_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
     assert len(notes) == 1 and "job/checkpoints/step-000010/manifest.json" in there()
 
 
+# One writer of a copy
+
+
+@pytest.fixture
+def quick() -> Iterator[None]:
+    """Signs of life every 0.02 s, and death after 1.5 s without one."""
+    with patch.multiple(upload_module, SIGN_SECONDS=0.02, PATIENCE_SECONDS=1.5):
+        yield
+
+
+def claimed(folder: Path, token: str, follows: str | None = None) -> Upload:
+    upload = Upload(ADDRESS, folder)
+    upload.claim({"token": token, "follows": follows})
+    return upload
+
+
+def copied_bytes() -> dict[str, bytes]:
+    names = [name for name in there() if not name.endswith("upload.json")]
+    return {name: MemoryFileSystem().cat_file(f"/bucket/runs/{name}") for name in names}
+
+
+def dies(upload: Upload) -> None:
+    upload._ended.set()
+    while (last := mark_at(upload._address)) and not time.sleep(0.3):  # a sign is on its way
+        if mark_at(upload._address) == last:
+            return
+
+
+def test_a_second_machine_is_refused_while_the_first_lives(
+    config: Config, tmp_path: Path, quick: None
+) -> None:
+    first = claimed(begun_at(tmp_path / "first", 10), "first")
+    first.soon(print)
+    assert first._thread is not None
+    first._thread.join()
+    before = there()
+    with pytest.raises(DiskError, match="written by .*, last seen") as caught:
+        choose(config, Request(), ALONE)
+    assert f"{ADDRESS}/job" in str(caught.value) and "or stop the other run" in str(caught.value)
+    assert there() == before and not (Path(config.trainer.run.folder) / "job").exists()
+    first.finish()
+    start = choose(config, Request(), ALONE)  # the first has ended
+    assert start.lines[1] == f"step-000010 was copied from {ADDRESS}"
+
+
+def test_a_dead_machine_is_followed_and_told_if_it_was_not_dead(
+    config: Config, tmp_path: Path, quick: None
+) -> None:
+    folder = begun_at(tmp_path / "first", 10)
+    (folder / "environment.json").write_text(json.dumps({"request": config.raw}))
+    first, notes = claimed(folder, "first"), list[str]()
+    first._update()
+    dies(first)
+    start = choose(config, Request(), ALONE)
+    assert start.source is not None and start.source.name == "step-000010"
+    assert "job is taken over: it was written by" in start.lines[0], start.lines
+    checkpoints(start.folder, 30)
+    assert start.upload is not None and start.upload.finish() == f"{ADDRESS}/job"
+    before = copied_bytes()
+    checkpoints(folder, 20)
+    first.soon(notes.append)
+    assert first._thread is not None
+    first._thread.join()
+    assert len(notes) == 1 and "to which nothing is written now" in notes[0]
+    with pytest.raises(DiskError, match="written by .* expected a copy of this folder alone"):
+        first.finish()
+    assert copied_bytes() == before and "step-000020" not in str(there())
+    with pytest.raises(DiskError, match="moved away, the same command goes on from that copy"):
+        claimed(folder, "first")  # nor does it go on from its older checkpoint, later
+
+
+def test_the_same_folder_goes_on_at_once(config: Config) -> None:
+    folder = begun(config, 10)
+    start = choose(config, Request(), ALONE)
+    assert start.upload is not None
+    dies(start.upload)
+    (folder / ".lock").unlink()
+    again = choose(config, Request(), ALONE)  # waits for nothing
+    assert again.upload is not None and again.source == folder / "checkpoints/step-000010"
+    again.upload.finish()
+
+
+def test_of_two_processes_with_the_same_folder_the_first_stops(tmp_path: Path) -> None:
+    """A run's folder that was copied by hand to another machine has the same mark."""
+    folder = begun_at(tmp_path, 10)
+    first = claimed(folder, "token")
+    with patch("os.getpid", return_value=1):
+        second = claimed(folder, "token")
+    second.finish()
+    with pytest.raises(DiskError, match="written by"):
+        first.finish()
+
+
+@pytest.mark.parametrize("request_", [Request(), Request(fresh=True)])
+def test_another_run_of_the_name_is_not_overwritten(
+    config: Config, tmp_path: Path, request_: Request
+) -> None:
+    claimed(begun_at(tmp_path / "first", 10), "first").finish()
+    before = there()
+    if not request_.fresh:
+        begun(config, 5)
+    with pytest.raises(DiskError, match="Set another trainer.run.name"):
+        choose(config, request_, ALONE)
+    assert there() == before
+
+
+def test_a_copy_that_is_taken_over_meanwhile_gets_no_manifest(tmp_path: Path) -> None:
+    folder, files = begun_at(tmp_path, 10), MemoryFileSystem()
+    upload, put = claimed(folder, "first"), files.put_file
+
+    def taking(*arguments: Any, **options: Any) -> None:
+        put(*arguments, **options)
+        files.pipe_file("/bucket/runs/job/upload.json", b'{"token": "second"}')
+
+    with (
+        patch.object(files, "put_file", taking),
+        pytest.raises(DiskError, match="written by"),
+    ):
+        upload.finish()
+    assert not [name for name in there() if name.endswith(("manifest.json", "job/config.json"))]
+
+
 @pytest.mark.parametrize(
     ("address", "words"),
     [
@@ -220,16 +344,8 @@ def test_an_address_that_cannot_be_written_is_refused_at_the_start(
 
 @pytest.fixture
 def s3() -> Iterator[dict[str, str]]:
-    """Serve S3 with an empty bucket on the loopback; yield the environment of its clients."""
-    server = ThreadedMotoServer(port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    own = {"AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1"}
-    own |= {"AWS_ACCESS_KEY_ID": "here", "AWS_SECRET_ACCESS_KEY": "here"}
-    with patch.dict("os.environ", own):
-        fsspec.filesystem("s3", skip_instance_cache=True).mkdir("bucket")
-        yield own
-    server.stop()
+    with served() as environment:
+        yield environment
 
 
 @pytest.mark.more

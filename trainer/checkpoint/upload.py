@@ -1,16 +1,21 @@
 """Copies of a run at an address of fsspec, such as `s3://bucket/runs`.
 
-They are made behind the training, and read where nothing of the run is left.
+They are made behind the training, and read where nothing of the run is left. One process at a time
+writes the copy of a run: its mark is there, with a sign of life every few seconds.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+import socket
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import fsspec
@@ -18,13 +23,20 @@ import fsspec
 from trainer.checkpoint.directory import published, step_of
 from trainer.checkpoint.folders import PARTIAL
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, read_manifest
-from trainer.errors import DiskError, Problem, named_line, refused
-from trainer.storage import rename_folder
+from trainer.errors import DiskError, MeshloomError, Problem, named_line, refused
+from trainer.storage import parse_json, rename_folder, to_json, write_file
 
 KEY = "trainer.checkpoint.upload"
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
 """The files of a run by which it is known, and goes on where it was."""
 MODELS = ("final", "final-merged")
+MARK = "upload.json"
+"""The file at a copy with the token of the folder that it is of, and with who writes it.
+
+The run's folder has one with its own token, and with that of the copy it was made from.
+"""
+SIGN_SECONDS, PATIENCE_SECONDS = 10.0, 45.0
+"""Seconds between two signs of life, and without one until the writer is taken to be dead."""
 
 
 def check(address: str) -> None:
@@ -47,6 +59,20 @@ class Upload:
         self._address, self._folder = f"{address.rstrip('/')}/{folder.name}", folder
         self._thread: Thread | None = None
         self._asked = False
+        self._mark: dict[str, Any] = {}
+        self._ended = Event()
+
+    def claim(self, own: Mapping[str, Any]) -> None:
+        """Become the only writer of the copy until `finish`; `own` is the mark of the run's folder.
+
+        Raises DiskError if the copy is of another folder.
+        """
+        with _copying(self._address, "Check the address"):
+            if (found := mark_at(self._address)) and found["token"] not in own.values():
+                raise _foreign(self._address, found)
+            self._mark = {"token": own["token"], "by": f"{socket.gethostname()}, {os.getpid()}"}
+            self._sign()
+        Thread(target=self._give_signs, name="signs of life", daemon=True).start()
 
     def soon(self, note: Callable[[str], None]) -> None:
         """Have the copy brought up to date, at once or after the update that goes on.
@@ -64,31 +90,50 @@ class Upload:
             self._thread.join()
         with _copying(self._address, f"All is in {self._folder}: copy it, or start again"):
             self._update(*(name for name in MODELS if (self._folder / name).is_dir()))
+        self._ended.set()
         return self._address
+
+    def _give_signs(self) -> None:
+        while not self._ended.wait(SIGN_SECONDS):
+            with suppress(Exception):  # the network's: the next one may arrive
+                self._check()
+                self._sign()
+
+    def _sign(self) -> None:
+        files, root = _opened(self._address)
+        files.makedirs(root, exist_ok=True)
+        files.pipe_file(f"{root}/{MARK}", to_json({**self._mark, "time": time.time()}))
+
+    def _check(self) -> None:
+        """Raise DiskError if the copy is another folder's, or another process's, by now."""
+        if not self._mark.items() <= (found := mark_at(self._address)).items():
+            raise _foreign(self._address, found)
 
     def _run(self, note: Callable[[str], None]) -> None:
         while self._asked:
             self._asked = False
             try:
                 self._update()
+            except MeshloomError as error:
+                note(f"note: {error}")
             except Exception as error:  # the file system's, its client's or the network's
-                why = named_line(error)
-                note(
-                    f"note: not copied to {self._address} ({why}); the next checkpoint tries again"
-                )
+                why = f"{self._address} ({named_line(error)})"
+                note(f"note: not copied to {why}; the next checkpoint tries again")
 
     def _update(self, *models: str) -> None:
+        self._check()
         files, root = _opened(self._address)
         here, there = published(self._folder / "checkpoints"), _steps(files, root)
         for path in reversed(here):
             if not files.exists(f"{root}/checkpoints/{path.name}/{MANIFEST}"):
                 with suppress(FileNotFoundError):  # removed meanwhile, for a newer one
-                    _put(files, path, f"{root}/checkpoints/{path.name}")
+                    _put(files, path, f"{root}/checkpoints/{path.name}", self._check)
+        self._check()
         gone = [there[name] for name in there.keys() - {path.name for path in here}]
         for old in (*gone, *(f"{root}/{name}" for name in models)):
             _remove(files, old)
         for name in models:
-            _put(files, self._folder / name, f"{root}/{name}")
+            _put(files, self._folder / name, f"{root}/{name}", self._check)
         for record in (self._folder / name for name in RECORDS):
             if record.is_file():
                 files.put_file(str(record), f"{root}/{record.name}")
@@ -97,32 +142,71 @@ class Upload:
 def restore(address: str, base: Path) -> list[str]:
     """Copy what is known of the runs of a name to `base` and its like; return lines for the user.
 
-    The last one comes with its newest checkpoint. Raises DiskError.
+    The last one comes with its newest checkpoint, once nobody else writes it. Raises DiskError.
     """
     with _copying(address, "Check the address, or start a run of its own with --fresh"):
-        files, root = _opened(address.rstrip("/"))
+        files, root = _opened(address := address.rstrip("/"))
         names = [Path(path).name for path in _listed(files, root)]
         runs = filter(re.compile(rf"{re.escape(base.name)}(-\d+)?").fullmatch, names)
         known = sorted(runs, key=lambda name: (len(name), name))
-        for name in known:
-            for record in (file for file in RECORDS if files.exists(f"{root}/{name}/{file}")):
-                base.with_name(name).mkdir(parents=True, exist_ok=True)
-                files.get_file(f"{root}/{name}/{record}", str(base.with_name(name) / record))
-        steps = _steps(files, f"{root}/{known[-1]}") if known else {}
-        there = {name: at for name, at in steps.items() if files.exists(f"{at}/{MANIFEST}")}
-        if not there:
+        if not known:
             return []
-        newest = max(there, key=lambda name: step_of(Path(name)))
-        target = base.with_name(known[-1]) / "checkpoints" / newest
-        partial = target.with_name(newest + PARTIAL)
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        files.get_file(f"{there[newest]}/{MANIFEST}", str(partial / MANIFEST))
-        for name in read_manifest(partial):  # which names no path that leaves the folder
-            (partial / name).parent.mkdir(parents=True, exist_ok=True)
-            files.get_file(f"{there[newest]}/{name}", str(partial / name))
-        rename_folder(partial, target)
-    return [f"{newest} was copied from {address}"]
+        last = base.with_name(known[-1])
+        mark = _left_mark(f"{address}/{last.name}")
+        lines = [f"{address}/{last.name} is taken over: it was {_seen(mark)}"] if mark else []
+        steps = _steps(files, f"{root}/{last.name}")
+        there = {name: at for name, at in steps.items() if files.exists(f"{at}/{MANIFEST}")}
+        if newest := max(there, key=lambda name: step_of(Path(name)), default=None):
+            target = last / "checkpoints" / newest
+            partial = target.with_name(newest + PARTIAL)
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            files.get_file(f"{there[newest]}/{MANIFEST}", str(partial / MANIFEST))
+            for name in read_manifest(partial):  # which names no path that leaves the folder
+                (partial / name).parent.mkdir(parents=True, exist_ok=True)
+                files.get_file(f"{there[newest]}/{name}", str(partial / name))
+            rename_folder(partial, target)
+            lines.append(f"{newest} was copied from {address}")
+        for name in reversed(known):  # then what makes it a run of this machine
+            (folder := base.with_name(name)).mkdir(parents=True, exist_ok=True)
+            own = {"token": uuid.uuid4().hex, "follows": mark.get("token")}
+            write_file(folder / MARK, to_json(own))
+            for record in reversed(RECORDS):
+                if files.exists(f"{root}/{name}/{record}"):
+                    files.get_file(f"{root}/{name}/{record}", str(folder / record))
+    return lines
+
+
+def mark_at(address: str) -> dict[str, Any]:
+    """Return the mark of a copy, or of a run's folder; {} for none."""
+    files, root = _opened(address)
+    with suppress(FileNotFoundError):
+        return dict(parse_json(files.cat_file(f"{root}/{MARK}")))
+    return {}
+
+
+def _left_mark(address: str) -> dict[str, Any]:
+    """Return a copy's mark after PATIENCE_SECONDS without a sign of life; {} for none.
+
+    No clocks of two machines are compared. Raises DiskError at a sign of life.
+    """
+    first, deadline = mark_at(address), time.monotonic() + PATIENCE_SECONDS
+    while first and time.monotonic() < deadline:
+        time.sleep(SIGN_SECONDS / 10)
+        if (found := mark_at(address)) != first:
+            raise _foreign(address, found)
+    return first
+
+
+def _foreign(address: str, mark: Mapping[str, Any]) -> DiskError:
+    own = "Set another trainer.run.name, or stop the other run"
+    hint = f"{own}; with its folder here moved away, the same command goes on from that copy"
+    expected = "a copy of this folder alone, to which nothing is written now"
+    return DiskError(Problem(f"{KEY}: {address}", _seen(mark), expected, hint))
+
+
+def _seen(mark: Mapping[str, Any]) -> str:
+    return f"written by {mark.get('by', 'nobody')}, last seen {time.ctime(mark.get('time', 0))}"
 
 
 def _opened(address: str) -> tuple[Any, str]:
@@ -131,19 +215,17 @@ def _opened(address: str) -> tuple[Any, str]:
     return files, root
 
 
-@contextmanager
-def _copying(address: str, hint: str) -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:  # the file system's, its client's or the network's
-        expected = "a copy that is complete"
-        raise DiskError(Problem(f"{KEY}: {address}", named_line(error), expected, hint)) from error
+def _copying(address: str, hint: str) -> AbstractContextManager[None]:
+    place, expected = f"{KEY}: {address}", "a copy that is complete"
+    return refused(place, expected, named=True, mend=hint, raises=DiskError)
 
 
-def _put(files: Any, folder: Path, target: str) -> None:
-    """Copy a folder's files, the manifest last."""
+def _put(files: Any, folder: Path, target: str, check: Callable[[], None]) -> None:
+    """Copy a folder's files, and after the `check` its manifest."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     for path in sorted(paths, key=lambda path: path == folder / MANIFEST):
+        if path == folder / MANIFEST:
+            check()
         to = f"{target}/{path.relative_to(folder).as_posix()}"
         files.makedirs(to.rpartition("/")[0], exist_ok=True)
         files.put_file(str(path), to)

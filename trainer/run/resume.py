@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 from rich.console import Console
 
 from trainer import checkpoint
 from trainer.checkpoint.directory import check_same
-from trainer.checkpoint.upload import Upload, check, restore
+from trainer.checkpoint.upload import MARK, Upload, check, mark_at, restore
 from trainer.config import Config, leaves
 from trainer.config.sections.trainer import HubSection
 from trainer.data.order import KEYED, LISTED
@@ -24,7 +25,7 @@ from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python
 from trainer.run import folder as folders
 from trainer.run.folder import ENVIRONMENT
 from trainer.run.prepare import Prepared
-from trainer.storage import parse_json, read_file, tail
+from trainer.storage import parse_json, read_file, replace_file, tail, to_json
 from trainer.supervise import status_files as status
 from trainer.trackers.callbacks import Callback
 
@@ -124,7 +125,7 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
         source = _given(request.path, ranks, below)
     elif state == GOES_ON:
         source, lines = _newest(folder, ranks, below)
-    upload = Upload(address, folder) if address else None
+    upload = _upload(address, folder, ranks) if address else None
     ranks.on_keepers(lambda: status.begin(folder))  # its earlier end is forgotten
     if request.script:
         lines = [in_python(line) for line in lines]
@@ -139,6 +140,15 @@ def _brought_back(address: str, base: Path, request: Request, ranks: Ranks) -> l
     if begins or any(ranks.each_keeper(lambda: folders.numbers(base)).values()):
         return []
     return ranks.await_first(lambda: restore(address, base))
+
+
+def _upload(address: str, folder: Path, ranks: Ranks) -> Upload:
+    """Become the only writer of the copy at an address. Collective; raises DiskError."""
+    upload, marks = Upload(address, folder), ranks.each_keeper(lambda: mark_at(str(folder)))
+    mark = ranks.on_first(lambda: next(filter(None, marks.values()), {"token": uuid4().hex}))
+    ranks.on_keepers(lambda: replace_file(folder / MARK, to_json(mark)))
+    ranks.await_first(lambda: upload.claim(mark))
+    return upload
 
 
 def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
