@@ -189,6 +189,17 @@ def test_old_leftovers_go_and_new_ones_stay(tmp_path: Path) -> None:
 # What a start does not read
 
 
+def test_of_many_files_a_start_reads_a_few(tmp_path: Path) -> None:
+    for number in range(300):
+        (tmp_path / f"{number}.png").write_bytes(b"image %d" % number)
+    sealed.seal(tmp_path)
+    with patch.object(sealed, "_hash", side_effect=sealed._hash) as hashed:
+        assert sealed.flaw(tmp_path) == ""
+    assert 50 <= hashed.call_count <= 80
+    (tmp_path / "299.png").unlink()
+    assert "299.png" in sealed.flaw(tmp_path)
+
+
 SMALL_CHUNKS: dict[str, Any] = {"_CHUNK": 64, "LOOKED_AT": 2}
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from trainer.errors import DataError, Problem, named_line
+from trainer.errors import DataError, Problem, refused
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
@@ -136,6 +136,12 @@ def _matching(name: str, format: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
+    if "://" in name:  # before it is copied: of a folder one file alone, for its format
+        from trainer.data.remote import listing_of
+
+        there = listing_of(name)
+        inside = [file for file in map(Path, there.files) if _suffix(file.name) in _SUFFIXES]
+        return inside[:1] if there.folder else list(map(Path, there.files))
     if path.is_dir() and (saved := _saved_by_datasets(path)):
         return saved
     if path.is_dir():
@@ -174,14 +180,13 @@ def _saved_by_datasets(folder: Path) -> list[Path]:
 
 def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
     """Read the names that a JSON file of `datasets` lists. Raises DataError if it is damaged."""
-    try:
+    expected = "what Dataset.save_to_disk writes"
+    mend = "Save the data set again, or name its files in trainer.data.path"
+    kinds = (OSError, ValueError, LookupError, TypeError)
+    with refused(str(path), expected, *kinds, named=True, mend=mend, raises=DataError):
         names = list(names_in(parse_json(read_file(path))))
         if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
             raise ValueError(f"{odd[0]!r} in place of a name in this folder")
-    except (OSError, ValueError, LookupError, TypeError) as error:
-        expected = "what Dataset.save_to_disk writes"
-        mend = "Save the data set again, or name its files in trainer.data.path"
-        raise DataError(Problem(str(path), named_line(error), expected, mend)) from error
     return names
 
 
@@ -378,12 +383,9 @@ def _reader(name: str) -> Format:
         return FORMATS[name]
 
     def read(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
-        try:
+        with refused(str(file), f"rows, from the source {name}", named=True, raises=DataError):
             for number, row in enumerate(source(file), 1):
                 yield _object(f"{file}: row {number}", row)
-        except Exception as error:  # whatever the plug-in's own code raises
-            seen, expected = named_line(error), f"rows, from the source {name}"
-            raise DataError(Problem(str(file), seen, expected)) from error
 
     return Format((f".{name.rpartition(':')[2]}",), read)
 

@@ -16,8 +16,8 @@ SEAL = "seal.json"
 _CHUNK, _READ = 1 << 26, 1 << 20
 """Bytes that one thread hashes as one chunk, and bytes that it reads at once."""
 _THREADS = 8
-LOOKED_AT = 16
-"""The number of chunks, evenly spaced, that a start reads beside the first of each file."""
+LOOKED_AT, MOST_FILES = 16, 64
+"""The chunks that a start reads, and the files of which it reads the first one, too, at most."""
 Block = tuple[str, int]
 """The name of a file, and the number of a chunk of it."""
 Report = Callable[[int, int], object]
@@ -73,9 +73,10 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
 
 
 def _looked_at_first(chunks: Sequence[Block]) -> set[Block]:
-    """Return the chunks that a start reads: the first of each file, and some evenly spaced."""
+    """Return the chunks that a start reads: the first of files, and some, evenly spaced."""
     spaced = {chunks[i * len(chunks) // LOOKED_AT] for i in range(LOOKED_AT if chunks else 0)}
-    return spaced | {chunk for chunk in chunks if chunk[1] == 0}
+    first = [chunk for chunk in chunks if chunk[1] == 0]
+    return spaced | set(first[:: 1 + len(first) // MOST_FILES])
 
 
 def stamp(folder: Path) -> tuple[int, int] | None:

@@ -21,8 +21,9 @@ from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
+from trainer.data.remote import absent
 from trainer.engines import Engine, Job, Machine
-from trainer.errors import MeshloomError
+from trainer.errors import MeshloomError, listed
 from trainer.models.spec import stored
 from trainer.run import describe, resume
 from trainer.run.folder import not_pushed
@@ -37,7 +38,7 @@ from trainer.supervise import status_files
 from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
-from trainer.supervise.process import join, quiet_libraries
+from trainer.supervise.process import cache_folder, join, quiet_libraries
 from trainer.supervise.signals import Signals, StopSignals, preempted, stop_signals
 from trainer.supervise.stall import Phase
 from trainer.supervise.world import World, leave_with_launcher, world_of
@@ -154,6 +155,10 @@ def execute(
             _push(push, start.folder, machine, console, signals)
             return None
     given = Given.by_task(config.trainer, given)
+    data, cache = config.trainer.data, cache_folder()
+    if request.dry_run and (away := machine.ranks.on_first(lambda: absent(data, cache))):
+        say(console, f"data    {listed(away)}: a run copies it to {cache}, and is planned then")
+        return None
     order = start.order if start else KEYED
     prepared = prepare(config, machine, given, console, builds=start is not None, order=order)
     machine.signs.hide()

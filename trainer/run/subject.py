@@ -21,6 +21,7 @@ from trainer.data.cache import NOTHING, Check
 from trainer.data.dataset import pairs_of
 from trainer.data.images.image_samples import open_images
 from trainer.data.progress import Progress
+from trainer.data.remote import fetched
 from trainer.data.text.chat import Template
 from trainer.data.text.preparation import open_data
 from trainer.data.text.preview import preview
@@ -255,6 +256,8 @@ def subject_of(
     Raises ConfigError or DataError for what does not fit together.
     """
     kind, handed_in = subject_class(config.trainer, given), given or Given()
+    data = fetched(config.trainer.data, cache_folder(), ranks, progress)
+    config = replace(config, trainer=config.trainer.model_copy(update={"data": data}))
     if kind is ImageSubject:
         found = image_classifier(config, handed_in, layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))

@@ -94,7 +94,7 @@ class Rows(Section):
     path: Annotated[
         Paths | None, Excludes("trainer.data.sources", "Each of the sources has its own path.")
     ] = None
-    """Files, globs, folders or a hub id."""
+    """Files, globs, folders (also at addresses: "s3://bucket/*.jsonl"), or a hub id."""
     format: Annotated[
         SourceName,
         ROWS,
@@ -124,7 +124,7 @@ class SourceSection(Rows):
     """One of several sources, with a weight or a number of passes over it, by default one pass."""
 
     path: Paths
-    """Files, globs, folders or a hub id."""
+    """Files, globs, folders (also at addresses: "s3://bucket/*.jsonl"), or a hub id."""
     label: FileName | None = None
     """Its name in the log; None: its path."""
     weight: Annotated[Number, Field(gt=0, le=1e9)] | None = None
