@@ -370,6 +370,12 @@ ELSEWHERE: dict[str, str] = {
         f"meshloom push{more}": "test_hub.py::test_parts_of_an_earlier_push_go_and_other_files_stay"
         for more in ("", " runs/NAME", " runs/NAME --repository me/my-model")
     },
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2:4 --nproc-per-node 8 --max-restarts "
+    "20 --shutdown-timeout 540 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
+    f"{TRAIN} my.json train_batch_size=1024 train_micro_batch_size_per_gpu=2 "
+    "gradient_accumulation_steps=auto": (
+        "test_elastic.py::test_a_node_is_lost_and_another_one_joins"
+    ),
     "meshloom merge": "test_merge.py::test_a_run_and_another_base_are_named",
     "meshloom merge runs/NAME OUT": "test_merge.py::test_a_run_and_another_base_are_named",
     f"python {TRAIN} bad.json": (

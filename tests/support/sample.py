@@ -125,6 +125,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "bit[mesh-pipeline x zero3]",
     ),
     "test_earlier_checkpoint.py": ("another engine",),
+    "test_elastic.py": ("does_not_fit", "dry_run"),
     "test_ends.py": ("table_has", "which_parents"),
     "test_families.py": ("no_family", "page"),
     "test_freeze.py": (
@@ -291,6 +292,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_planner_memory.py": ("[mesh-zero2]",),
     "test_planner_proposals.py": ("list_for", "experts_are"),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
+    "test_recipes.py": ("[skypilot]", "runtime"),
     "test_regularised.py": (
         "process[deepspeed-zero2]",
         "process[mesh-zero3, gpt2]",

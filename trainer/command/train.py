@@ -131,12 +131,22 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
 def checked_config(options: argparse.Namespace, world_size: int, local_size: int) -> Config:
     """Compile the config, and check batch sizes and mesh without torch. Raises ConfigError."""
     from trainer.config import RuntimeFacts, load
-    from trainer.run.compose import compose
+    from trainer.run.compose import compose, nodes_for
 
     if (hostfile := worlds.missing_hostfile(os.getppid())) is not None:
         hint = "DeepSpeed would train on this machine alone"
         place = f"--hostfile: {hostfile}"
         raise ConfigError(Problem(place, "no such file", "a list of machines", hint))
     config = load(options.config, options.overrides)
-    compose(config, RuntimeFacts(world_size, None, None, False, "cpu", local_size))
-    return config
+    facts = RuntimeFacts(world_size, None, None, False, "cpu", local_size)
+    try:
+        compose(config, facts)
+    except ConfigError as error:
+        if "TORCHELASTIC_RUN_ID" not in os.environ and world_size == local_size:
+            raise
+        nodes = f"{world_size // local_size} of {local_size} processes"
+        problem = Problem("nodes", nodes, nodes_for(config, facts))
+        raise ConfigError(*error.problems, problem) from None
+    if not options.dry_run:
+        return config
+    return replace(config, notes=(*config.notes, f"nodes can be: {nodes_for(config, facts)}"))

@@ -5,10 +5,12 @@ All commands come through here. Nothing needs torch until an engine is asked for
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import Config, RuntimeFacts, resolve
+from trainer.errors import ConfigError, listed
 from trainer.layout import Layout, layout_of
 
 if TYPE_CHECKING:
@@ -45,3 +47,13 @@ def compose(config: Config, facts: RuntimeFacts) -> Composed:
     """
     config = resolve(config, facts)
     return Composed(config, layout_of(config, facts.world_size), facts)
+
+
+def nodes_for(config: Config, facts: RuntimeFacts) -> str:
+    """List the numbers of nodes like this one, up to 1,024, that mesh and batch sizes fit."""
+    found, local = [], facts.local_world_size or 1
+    for nodes in range(1, 1025):
+        with suppress(ConfigError):
+            compose(config, replace(facts, world_size=nodes * local))
+            found.append(str(nodes))
+    return f"{listed(found, 12) or 'no number'} of {local} processes"
