@@ -376,6 +376,9 @@ ELSEWHERE: dict[str, str] = {
     "gradient_accumulation_steps=auto": (
         "test_elastic.py::test_a_node_is_lost_and_another_one_joins"
     ),
+    "python launch/ray_train.py --workers 16 --config my.json": (
+        "test_ray.py::test_two_workers_train_and_go_on_after_a_rank_was_killed"
+    ),
     "meshloom merge": "test_merge.py::test_a_run_and_another_base_are_named",
     "meshloom merge runs/NAME OUT": "test_merge.py::test_a_run_and_another_base_are_named",
     f"python {TRAIN} bad.json": (

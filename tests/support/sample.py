@@ -292,6 +292,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_planner_memory.py": ("[mesh-zero2]",),
     "test_planner_proposals.py": ("list_for", "experts_are"),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
+    "test_ray.py": ("one_sentence", "otherwise"),
     "test_recipes.py": ("[skypilot]", "runtime"),
     "test_regularised.py": (
         "process[deepspeed-zero2]",
