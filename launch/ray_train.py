@@ -1,8 +1,5 @@
 #!/usr/bin/env python3
-"""Train on a Ray cluster, a worker for each rank: launch/ray_train.py --workers N --config C.json
-
-Other arguments are those of launch/train.py.
-"""
+"""Train on a Ray cluster, a worker for each rank; other arguments are those of launch/train.py."""
 
 import argparse
 import os

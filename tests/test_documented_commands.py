@@ -191,8 +191,8 @@ SMALL: dict[str, tuple[str, ...]] = {
     "meshloom plan --config C.json --nodes 8 --gpus 8": (
         "meshloom plan --config {job} --nodes 1 --gpus 4",
     ),
-    "torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 --rdzv-backend c10d --rdzv-endpoint "
-    "HEAD:29500 "
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2 --nproc-per-node 8 --max-restarts 3 "
+    "--rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
     f"{TRAIN} my.json trainer.checkpoint.every=200": (f"{HOSTS} --max-restarts 3 {TRAIN} {{job}}",),
     "meshloom status runs/NAME": ("meshloom status {run}",),
     "meshloom import --from axolotl full.yml --output full.json": (

@@ -25,7 +25,8 @@ def documents(name: str) -> list[dict[str, Any]]:
 def kubeflow(node: int, port: int, job: Path, tmp_path: Path) -> tuple[list[str], dict[str, str]]:
     """The container of a pod of the job, as Kubeflow's torch plugin and Kubernetes start it."""
     trainer = documents("kubeflow")[1]["spec"]["trainer"]
-    given = {"PET_NNODES": str(NODES), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(node)}
+    given = {each["name"]: each["value"] for each in trainer["env"]}
+    given |= {"PET_NNODES": str(NODES), "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": str(node)}
     given |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
     words = trainer["command"] + trainer["args"]
     words = [re.sub(r"\$\((\w+)\)", lambda name: given[name[1]], word) for word in words]
