@@ -15,7 +15,7 @@ import pytest
 from tests.support.commands import ROOT, TRAIN, metrics, start, train, write_job
 from trainer.command.train import checked_config, options_of
 from trainer.errors import ConfigError
-from trainer.supervise.world import free_port
+from trainer.supervise.world import cant_rejoin, free_port
 
 Begin = Callable[..., subprocess.Popen[str]]
 SCRIPT = """
@@ -147,3 +147,13 @@ def test_a_number_of_nodes_that_does_not_fit_is_told_those_that_do(
 def test_a_dry_run_lists_the_numbers_of_nodes(tmp_path):
     options = options_of(["--config", str(write_job(tmp_path)), *BATCH, "--dry-run"], "train")
     assert "nodes can be: 1; 2 of 2 processes" in checked_config(options, 2, 2).notes
+
+
+def test_torchruns_own_store_is_noted_where_a_node_may_come_back():
+    facts = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    facts |= {"WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}
+    assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in str(cant_rejoin(facts))
+    for other in ("TORCHELASTIC_USE_AGENT_STORE=False", "TORCHELASTIC_MAX_RESTARTS=0"):
+        assert cant_rejoin(facts | dict([other.split("=")])) is None
+    assert cant_rejoin(facts | {"WORLD_SIZE": "8"}) is None
+    assert cant_rejoin({}) is None

@@ -104,7 +104,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
         os.environ.update(worlds.environment_of(0, 1, worlds.free_port()))
         world = worlds.World()
 
-    if note := worlds.drop_accelerate(os.environ):
+    for note in filter(None, (worlds.drop_accelerate(os.environ), worlds.cant_rejoin(os.environ))):
         config = replace(config, notes=(*config.notes, note))
     from trainer.supervise.output import Output
 

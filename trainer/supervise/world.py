@@ -152,6 +152,18 @@ def launchers_above(process: psutil.Process) -> list[psutil.Process]:
     return found
 
 
+def cant_rejoin(environment: Mapping[str, str]) -> str | None:
+    """Return a note if torchrun would restart ranks, but let no new agent in: those of torch 2.15
+    publish the address of their store in the first round alone (dynamic_rendezvous.py).
+    """
+    own = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    several = environment.get("WORLD_SIZE") != environment.get("LOCAL_WORLD_SIZE")
+    if own and several and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        mend = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes"
+        return f"a node that joins or comes back would end this job: {mend}"
+    return None
+
+
 def leave_with_launcher(own: bool) -> None:
     """Ask this process to stop, by SIGTERM, once its launcher is gone, whatever ended that.
 
