@@ -130,7 +130,6 @@ def test_a_node_is_lost_and_another_one_joins(tmp_path, begin, other, local, eng
     [
         (BATCH, 3, 1, "1; 2; 4"),
         (["tensor_parallel.autotp_size=2", *BATCH], 1, 1, "2; 4; 8"),
-        (["pipeline.stages=3", *BATCH], 2, 2, "no number"),
     ],
 )
 def test_a_number_of_nodes_that_does_not_fit_is_told_those_that_do(
@@ -140,13 +139,21 @@ def test_a_number_of_nodes_that_does_not_fit_is_told_those_that_do(
     options = options_of(["--config", str(write_job(tmp_path)), *overrides], "train")
     with pytest.raises(ConfigError) as error:
         checked_config(options, world_size, local)
-    nodes = f"nodes: {world_size // local} of {local} processes; expected {fitting} of {local} proc"
+    nodes = f"nodes (processes on each: {local}): {world_size // local}; expected {fitting}"
     assert nodes in error.value.render()
+
+
+def test_where_no_number_fits_only_the_mistake_is_named(tmp_path):
+    overrides = ["pipeline.stages=3", *BATCH]
+    options = options_of(["--config", str(write_job(tmp_path)), *overrides], "train")
+    with pytest.raises(ConfigError) as error:
+        checked_config(options, 4, 2)
+    assert len(error.value.problems) == 1 and "not divisible by 3" in str(error.value)
 
 
 def test_a_dry_run_lists_the_numbers_of_nodes(tmp_path):
     options = options_of(["--config", str(write_job(tmp_path)), *BATCH, "--dry-run"], "train")
-    assert "nodes can be: 1; 2 of 2 processes" in checked_config(options, 2, 2).notes
+    assert "nodes (processes on each: 2) can be: 1; 2" in checked_config(options, 2, 2).notes
 
 
 def test_torchruns_own_store_is_noted_where_a_node_may_come_back():

@@ -125,7 +125,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "bit[mesh-pipeline x zero3]",
     ),
     "test_earlier_checkpoint.py": ("another engine",),
-    "test_elastic.py": ("does_not_fit", "dry_run", "own_store"),
+    "test_elastic.py": ("does_not_fit", "no_number", "dry_run", "own_store"),
     "test_ends.py": ("table_has", "which_parents"),
     "test_families.py": ("no_family", "page"),
     "test_freeze.py": (

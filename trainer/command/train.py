@@ -139,14 +139,14 @@ def checked_config(options: argparse.Namespace, world_size: int, local_size: int
         raise ConfigError(Problem(place, "no such file", "a list of machines", hint))
     config = load(options.config, options.overrides)
     facts = RuntimeFacts(world_size, None, None, False, "cpu", local_size)
+    each, nodes = f"nodes (processes on each: {local_size})", world_size // local_size
     try:
         compose(config, facts)
     except ConfigError as error:
-        if "TORCHELASTIC_RUN_ID" not in os.environ and world_size == local_size:
+        several = "TORCHELASTIC_RUN_ID" in os.environ or world_size > local_size
+        if not several or not (fitting := nodes_for(config, facts)):
             raise
-        nodes = f"{world_size // local_size} of {local_size} processes"
-        problem = Problem("nodes", nodes, nodes_for(config, facts))
-        raise ConfigError(*error.problems, problem) from None
+        raise ConfigError(*error.problems, Problem(each, f"{nodes}", fitting)) from None
     if not options.dry_run:
         return config
-    return replace(config, notes=(*config.notes, f"nodes can be: {nodes_for(config, facts)}"))
+    return replace(config, notes=(*config.notes, f"{each} can be: {nodes_for(config, facts)}"))
