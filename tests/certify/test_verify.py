@@ -387,17 +387,20 @@ def means_of_means(engine: str) -> Any:
     """The held-out loss as the mean of the micro-batches' own means."""
     import torch
 
-    from trainer.engines import normalise
+    from trainer.engines.normalise import NormalisedEngine
 
-    def means(real, task, mesh, loss_sum, batches):
-        batches = list(batches)
-        total, targets = real(task, mesh, loss_sum, batches)
-        own = [loss_sum([batch]).double() / task.targets(batch).clamp_min(1) for batch in batches]
+    def means(real, self, batches):
+        batches, task, mesh = list(batches), self.job.task, self._mesh
+        total, targets = real(self, batches)
+        own = [
+            self._runner.evaluate([batch])[0].double() / task.targets(batch).clamp_min(1)
+            for batch in batches
+        ]
         mean = torch.stack(own).mean() / mesh.layout.world_size
         torch.distributed.all_reduce(mean)
         return torch.cat([(mean * targets)[None], total[1:]]), targets
 
-    return around(normalise, "evaluated", means)
+    return around(NormalisedEngine, "evaluate", means)
 
 
 # Randomness

@@ -177,13 +177,15 @@ def test_half_a_copy_never_counts(bucket: MemoryFileSystem, tmp_path: Path, faul
         ("nowhere://bucket/a.jsonl", "Protocol not known: nowhere"),
         ("gs://bucket/a.jsonl", "Please install gcsfs"),
         ("memory://bucket/paper.pdf", 'a file ending in ".pdf"'),
+        ("memory://bucket/papers", 'a file ending in ".pdf"'),
     ],
 )
 def test_what_is_wrong_is_said_before_torch_is_imported(
     bucket: MemoryFileSystem, tmp_path: Path, address: str, words: str
 ) -> None:
     bucket.mkdir("/bucket/empty")
-    bucket.pipe_file("/bucket/paper.pdf", b"%PDF")
+    for name in ("paper.pdf", "papers/paper.pdf"):
+        bucket.pipe_file(f"/bucket/{name}", b"%PDF")
     config = load(write_job(tmp_path, data={"path": address, "sequence_length": 16}))
     with pytest.raises(DataError, match=words) as caught:
         check_paths(config.trainer)

@@ -140,8 +140,9 @@ def _matching(name: str, format: str) -> list[Path]:
         from trainer.data.remote import listing_of
 
         there = listing_of(name)
-        inside = [file for file in map(Path, there.files) if _suffix(file.name) in _SUFFIXES]
-        return inside[:1] if there.folder else list(map(Path, there.files))
+        files = list(map(Path, there.files))
+        known = [file for file in files if _suffix(file.name) in _SUFFIXES]
+        return (known or files)[:1] if there.folder else files
     if path.is_dir() and (saved := _saved_by_datasets(path)):
         return saved
     if path.is_dir():
