@@ -31,10 +31,9 @@ RECORDS = ("config.json", "environment.json", "metrics.jsonl")
 """The files of a run by which it is known, and goes on where it was."""
 MODELS = ("final", "final-merged")
 MARK = "upload.json"
-"""The file at a copy with the token of the folder that it is of, and with who writes it.
+"""The file at a copy, with who writes it and the token of the folder that the copy is of.
 
-The run's folder has one with its own token, and with that of the copy it was made from.
-"""
+The run's folder has one with its own token, and that of the copy it was made from."""
 SIGN_SECONDS, PATIENCE_SECONDS = 10.0, 45.0
 """Seconds between two signs of life, and without one until the writer is taken to be dead."""
 

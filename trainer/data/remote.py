@@ -90,9 +90,8 @@ def listing_of(address: str) -> Listing:
 
 def fetched(data: DataSection, cache: Path, ranks: Ranks, progress: Progress) -> DataSection:
     """Copy what has an address once to each machine; return the section with local names.
-    Collective.
 
-    Raises the same DataError (the address) or DiskError (the cache) on every rank.
+    Collective; raises the same DataError (the address) or DiskError (the cache) on every rank.
     """
 
     def copies() -> dict[str, list[str]]:

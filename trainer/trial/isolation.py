@@ -31,10 +31,8 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
         loss = "the router's loss (output_router_logits)"
         seen = f"{loss} is a product of means over all that share a micro-batch"
         raise ConfigError(Problem(place, seen, "output_router_logits false", mend))
-    expected, start = (
-        "documents of one sample that do not see one another",
-        "on a tiny copy of it: ",
-    )
+    expected = "documents of one sample that do not see one another"
+    start = "on a tiny copy of it: "
     untried = f"{start}packed documents can't be tried: "
     # whatever a model's own code raises about documents
     tried = refused(place, expected, named=True, start=untried, mend=mend)

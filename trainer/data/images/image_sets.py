@@ -97,10 +97,9 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
     from torchvision import datasets
 
     kind = getattr(datasets, TORCHVISION[name])
-    start = "no files of it, and none came by download: "
+    start, place = "no files of it, and none came by download: ", f"{name}: {root}"
     there = f"Place them there (from {_sources(kind)})"
-    mend = f"{there}, or set trainer.images.root to where they are"
-    place, expected = f"{name}: {root}", _files(kind)
+    mend, expected = f"{there}, or set trainer.images.root to where they are", _files(kind)
     # whatever a network, a server or a wrong file raises
     with refused(place, expected, start=start, mend=mend, raises=DataError), _alone(root):
         try:

@@ -208,16 +208,15 @@ class MasterState:
         else:
             _copy(self._inner.state[parameter][key], value)
 
-    def _write_weight(self, parameter: torch.Tensor, value: torch.Tensor) -> None:
-        held: Any = parameter
+    def _write_weight(self, parameter: Any, value: torch.Tensor) -> None:
         if not self._partitioned:
-            _copy(held, value)
-        elif (held.ds_status, held.ds_tensor.status) == _APART:
-            _copy(held.ds_tensor, _partition_of(held, value))
+            _copy(parameter, value)
+        elif _is_apart(parameter):
+            _copy(parameter.ds_tensor, _partition_of(parameter, value))
         else:
-            with GatheredParameters([held], modifier_rank=0):
-                if dist.get_rank(held.ds_process_group) == 0:
-                    _copy(held, value)
+            with GatheredParameters([parameter], modifier_rank=0):
+                if dist.get_rank(parameter.ds_process_group) == 0:
+                    _copy(parameter, value)
         if not self.low_precision and self._flat is not None and parameter.requires_grad:
             self._write_flat(parameter, value, None)
 
@@ -263,8 +262,11 @@ _FLAT = (
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-_APART = ZeroParamStatus.NOT_AVAILABLE, PartitionedParamStatus.AVAILABLE
-"""The states of a parameter of which each rank has its partition, in memory, and no more."""
+def _is_apart(parameter: Any) -> bool:
+    """Return True if each rank has its partition alone, in memory, and not quantized."""
+    own, apart = parameter.ds_tensor, parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    here = own.status == PartitionedParamStatus.AVAILABLE
+    return apart and here and not hasattr(own, "ds_quant_scale")
 
 
 def _partition_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
