@@ -86,8 +86,7 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     except Exception:  # whatever a model's own code raises
         return [0.0] * len(spec.blocks)
     kinds = getattr(config, "layer_types", None) or ()
-    if len(kinds) != len(once):  # not one for each block
-        kinds = ["sliding_attention"] * len(once)
+    kinds = kinds if len(kinds) == len(once) else ["sliding_attention"] * len(once)
     window = min(getattr(config, "sliding_window", None) or row, row)
     chunk = min(getattr(config, "attention_chunk_size", None) or row, row)
     # the mean number of tokens that a token sees
