@@ -155,7 +155,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
 
 def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
     """Raise ConfigError without float16 or a compiler, where it is needed, and for hpZ."""
-    size = settings["zero_optimization"].get("zero_hpz_partition_size", 1)
+    size = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if size not in (0, 1, "auto"):  # 0.19.8 sets it up for one module, and fails at the next
         place, hint = "zero_optimization.zero_hpz_partition_size", 'Set trainer.engine to "mesh"'
         raise ConfigError(Problem(place, str(size), "0 or 1: DeepSpeed's hpZ does not run", hint))
