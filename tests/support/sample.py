@@ -293,7 +293,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_planner_proposals.py": ("list_for", "experts_are"),
     "test_predicted.py": ("is_a_line", "says_both", "known_by", "no_rank"),
     "test_ray.py": ("one_sentence", "otherwise"),
-    "test_recipes.py": ("[skypilot]", "runtime"),
+    "test_recipes.py": ("runtime",),
     "test_regularised.py": (
         "process[deepspeed-zero2]",
         "process[mesh-zero3, gpt2]",
@@ -341,6 +341,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "not_still",
         "lines",
     ),
+    "test_starts.py": ("thousand", "one_call", "ranks_connect", "[accelerate]"),
     "test_tensor.py": ("refused", "by_itself", "no_rank", "arithmetic"),
     "test_vocabulary.py": ("no_rank", "tie", "eighth", "said", "one_process[plain head-2]"),
     "test_verify.py": (
