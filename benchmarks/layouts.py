@@ -121,9 +121,7 @@ class Bench:
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
         self.spec = huggingface.spec_of(huggingface.read_config(options), options)
-        self.task = CausalLM(
-            fused_head=self.spec.language.plain_head, hidden_size=sizes["hidden_size"]
-        )
+        self.task = CausalLM(self.spec.language)
 
     def batches(self, count: int = 1) -> list[Batch]:
         ids = torch.randint(0, self.spec.language.vocabulary, (count, BATCH, self.sequence + 1))

@@ -34,7 +34,7 @@ from transformers import (
 )
 
 from trainer.data.loader import Batching, BatchLoader
-from trainer.data.text.token_files import Encoded, PreparedSource, write_part
+from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
 from trainer.distributed.ranks import ALONE
 from trainer.engines import Job, Machine
 from trainer.engines.torch import mesh
@@ -73,7 +73,7 @@ def prepared(folder: Path, options: argparse.Namespace) -> dict[str, PreparedSou
     ]
     encoded = [Encoded.from_token(tokens, 1) for tokens in documents]
     for name in ("pack", "pad"):
-        write_part(folder / name, encoded, options.sequence, name)
+        write_part(folder / name, encoded, Cut(options.sequence, name))
     return {name: PreparedSource(folder / name) for name in ("pack", "pad")}
 
 

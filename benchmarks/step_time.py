@@ -140,7 +140,7 @@ class Bench:
         )
         self.config = huggingface.read_config(self.options)
         self.spec = huggingface.spec_of(self.config, self.options)
-        self.task = CausalLM(fused_head=self.spec.language.plain_head)
+        self.task = CausalLM(self.spec.language)
         self.samples = Samples(sizes["vocab_size"], self.sequence)
         self.world_size, self.rank = world_size, rank
         self.stage = 1 if world_size > 1 else 0
@@ -209,7 +209,7 @@ class Bench:
                 turn()
 
         turn()
-        schedule = schedule_of(self.json["optimizer"], self.scheduler)
+        schedule = schedule_of({"optimizer": self.json["optimizer"], "scheduler": self.scheduler})
         train(
             engine,
             loader,
