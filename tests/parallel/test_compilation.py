@@ -239,4 +239,4 @@ def test_a_plan_compiles_nothing(tmp_path, value):
 
 
 def test_offload_is_the_mode_that_the_compiler_can_not_trace():
-    assert "Unsupported: " in (compilation.broken(spec_of(LLAMA), Recompute("offload")) or "")
+    assert "offload.py" in (compilation.broken(spec_of(LLAMA), Recompute("offload")) or "")

@@ -151,10 +151,10 @@ def broken(spec: ModelSpec, recompute: Recompute) -> str | None:
 
 
 def _reason(error: Exception) -> str:
-    """Return the compiler's error on one line, with the place in the model's code."""
+    """Return the compiler's error on one line, with the last place outside PyTorch's own code."""
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
-    place = f" ({stack[-1].filename}:{stack[-1].lineno})" if stack else ""
-    return named_line(getattr(error, "inner_exception", error)) + place
+    own = [f" ({f.filename}:{f.lineno})" for f in stack if torch.__path__[0] not in f.filename]
+    return named_line(getattr(error, "inner_exception", error)) + "".join(own[-1:])
 
 
 class Reports(logging.Handler):
