@@ -466,7 +466,7 @@ def test_who_falls_silent_has_no_more_time_than_a_step(
         time.sleep(8)
         said = None if ended.empty() else ended.get()
     else:
-        said = ended.get(timeout=20)
+        said, _ = ended.get(timeout=20), ended.get(timeout=20)
     watcher.close()
     other.kill()
     other.wait()
@@ -480,7 +480,7 @@ def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
     process, store = first_rank
     watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()), patience=2.0)
     watcher.at(Phase.FINISHING, 6)
-    said = ended.get(timeout=22)
+    said, _ = ended.get(timeout=22), ended.get(timeout=22)
     watcher.close()
     assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
 

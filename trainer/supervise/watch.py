@@ -311,7 +311,7 @@ class Watch:
             time.sleep(BEAT_SECONDS / 4)
 
     def _end(self, lines: list[str], ranks: int = 0) -> NoReturn:
-        """End the process: with the diagnosis, once `ranks` have left records, or after another."""
+        """End the process, with a diagnosis or after another's, once its `ranks` left records."""
 
         def tell() -> None:
             self._stalled(lines)
@@ -319,11 +319,11 @@ class Watch:
                 return
             with suppress(Exception):  # of the process that serves the store, which may end first
                 if lines:
-                    self._store.set(f"{KEY}/verdict", "told")
-                left = self._store.add(f"{KEY}/left", 1)
-                while left < ranks:  # a launcher kills those that are left when the first one ends
+                    self._store.set(f"{KEY}/verdict", str(ranks))
+                self._store.add(f"{KEY}/left", 1)
+                # a launcher kills the others soon after the first one has ended
+                while self._store.add(f"{KEY}/left", 0) < int(self._store.get(f"{KEY}/verdict")):
                     time.sleep(BEAT_SECONDS / 4)
-                    left = self._store.add(f"{KEY}/left", 0)
 
         _in_time(tell)
         os._exit(Stalled.exit_code)
