@@ -427,6 +427,19 @@ CONFLICTS = [
         'trainer.log.sample_ids: saw "maybe"; expected true or false',
     ),
     (
+        {"trainer": {"data": {"path": "a.jsonl", "stream": True}}},
+        "trainer.steps: saw none, with a stream of unknown length; expected a number",
+    ),
+    (
+        {"trainer": {"steps": 1, "data": {"sources": [{"path": "a.jsonl"}], "stream": True}}},
+        "trainer.data.stream: saw true, with sources; expected one trainer.data.path",
+    ),
+    (
+        {"trainer": {"steps": 1, "data": {"path": "a.jsonl", "stream": True, "max_rows": 3}}},
+        "trainer.data.max_rows: saw 3, with trainer.data.stream; expected no limit: a stream reads "
+        "all rows",
+    ),
+    (
         {"trainer": {"run": {"name": "a/b"}}},
         'trainer.run.name: saw "a/b"; expected a name of at most 100 letters, without a slash',
     ),

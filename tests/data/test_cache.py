@@ -300,7 +300,7 @@ def test_an_error_of_damaged_data_is_named_by_its_cause_and_others_stay(
 
 def test_a_damaged_folder_that_cannot_be_removed_is_remembered(tmp_path: Path) -> None:
     (tmp_path / "tmp").mkdir()
-    discard = cache._discard
+    discard = cache.discard
 
     def refused(path: Path) -> None:
         if path == tmp_path / "name":
@@ -310,7 +310,7 @@ def test_a_damaged_folder_that_cannot_be_removed_is_remembered(tmp_path: Path) -
     with (
         patch.multiple("trainer.data.sealed", **SMALL_CHUNKS),
         patch("tempfile.tempdir", str(tmp_path / "tmp")),
-        patch("trainer.data.cache._discard", refused),
+        patch("trainer.data.cache.discard", refused),
     ):
         flip_quietly(cached(tmp_path) / "file", 200)
         folder = cached(tmp_path)

@@ -32,6 +32,7 @@ _DESCRIPTION |= {
     "evaluation_loss": (float, int, NoneType),
     "stateless": (list, NoneType),
     "since": (dict, NoneType),
+    "place": (list, NoneType),
 }
 """The types of the entries of a description that are read, if present."""
 _HINT = "Resume from an older checkpoint"

@@ -30,6 +30,7 @@ def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]
         *_of_images(section.images),
         *_of_data(section.data),
         *_of_mixture(section.data),
+        *_of_stream(section),
         *_of_parameters(section),
         *_of_intervals(section),
     ]
@@ -100,6 +101,19 @@ def _of_mixture(data: DataSection) -> Iterator[Problem]:
     labels = [source.label or str(source.path) for source in sources]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         yield Problem(place, f"saw {show(twice[0])} twice", "another label for each")
+
+
+def _of_stream(section: TrainerSection) -> Iterator[Problem]:
+    if not (data := section.data).stream:
+        return
+    place = "trainer.data.stream"
+    if data.sources:
+        yield Problem(place, "saw true, with sources", "one trainer.data.path")
+    elif data.path is not None and section.steps is None:
+        yield Problem("trainer.steps", "saw none, with a stream of unknown length", "a number")
+    if data.max_rows is not None:
+        seen = f"saw {data.max_rows}, with trainer.data.stream"
+        yield Problem("trainer.data.max_rows", seen, "no limit: a stream reads all rows")
 
 
 def _of_parameters(section: TrainerSection) -> Iterator[Problem]:

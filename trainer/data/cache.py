@@ -60,7 +60,7 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
     try:
         _write(begun, cache / name, write, progress)
     finally:
-        _discard(begun)  # while it is locked: the next process makes another
+        discard(begun)  # while it is locked: the next process makes another
         lock.release()
     return cache / name
 
@@ -70,7 +70,7 @@ def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
     if _is_whole(final, progress):
         return
     if os.path.lexists(final):
-        _discard(final)
+        discard(final)
     folder = begun / "data"
     _delete(folder)
     folder.mkdir()
@@ -107,7 +107,7 @@ def _found_before(folder: Path) -> str:
     return ""
 
 
-def _discard(path: Path) -> None:
+def discard(path: Path) -> None:
     """Remove a path, under another name first, so that its own name is free at once."""
     gone = path.with_name(f".gone-{uuid.uuid4().hex}")
     with suppress(FileNotFoundError):  # another process was faster
@@ -198,7 +198,7 @@ class Check:
 def _take_away(folder: Path, opened: tuple[int, int] | None) -> None:
     """Remove a damaged folder; if that is not allowed, note for this user that it is damaged."""
     try:
-        _discard(folder)
+        discard(folder)
     except OSError:
         with suppress(OSError):
             _damaged(folder).write_text(str(opened))

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.data.mixture import Source, sample_of
 from trainer.data.order import split
+from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 
 LOOKED_AT = 16
@@ -70,6 +71,14 @@ def check_data_set(name: str, given: Any) -> None:
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
         seen, expected = type(given).__name__, "an object with __len__ and __getitem__"
         raise DataError(Problem(name, seen, expected))
+
+
+def check_alike(ranks: Ranks, samples: Any, place: str) -> None:
+    """Raise DataError unless all ranks have the same samples, by their digest. Collective."""
+    if others := ranks.differing(samples):
+        seen = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
+        same = "the same files, and the same versions of Python and the tokenizer"
+        raise DataError(Problem(place, seen, f"{same}, on every machine"))
 
 
 def _fingerprint(data: Any) -> str:

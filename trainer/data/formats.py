@@ -76,7 +76,7 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     files = tuple(dict.fromkeys(file for name in names for file in _matching(name, format)))
     if not files:
         raise DataError(Problem("trainer.data", "an empty list of paths", WANTED))
-    formats = {file: _format_of(file) if format == "auto" else format for file in files}
+    formats = {file: format_of(file) if format == "auto" else format for file in files}
     if len(set(formats.values())) > 1:
         examples = {kind: file for file, kind in reversed(formats.items())}
         seen = " and ".join(f"{file} ({kind})" for kind, file in sorted(examples.items()))
@@ -191,7 +191,7 @@ def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
     return names
 
 
-def _format_of(file: Path) -> str:
+def format_of(file: Path) -> str:
     suffix = _suffix(file.name)
     if suffix not in _SUFFIXES:
         mend = f"Set trainer.data.format to one of {', '.join(FORMATS)}"

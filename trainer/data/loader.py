@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.mixture import Source, sample_of
 from trainer.data.order import KEYED, Shuffle, micro_batches
+from trainer.data.stream import Place, Stream
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.tasks.task import Batch
@@ -69,6 +71,7 @@ class BatchLoader:
     """The `steps` of one data rank, prepared ahead by a background thread.
 
     `position`: the number of samples seen before the first; `order`: the version of their order.
+    A stream has to have begun where they are.
     Use it as a context manager: leaving it ends the thread. Errors in the thread are raised where
     the steps are read.
     """
@@ -92,18 +95,21 @@ class BatchLoader:
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
-        train_batch, shuffle = math.prod(shape), Shuffle(len(source), order, seed)
+        self._stream = source if isinstance(source, Stream) else None
+        train_batch, shuffle = math.prod(shape), self._stream or Shuffle(len(source), order, seed)
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
-            ahead = max(1, _ORDERED // math.prod(shape[:2]))
+            ahead = 1 if self._stream else max(1, _ORDERED // math.prod(shape[:2]))
             for first in range(0, len(steps), ahead):
                 count, at = len(steps[first : first + ahead]), position + first * train_batch
+                if self._stream:
+                    self._stream.reach(at + count * train_batch)
                 whole = np.arange(at, at + count * train_batch)
                 own = micro_batches(whole, shape[0], count * shape[1], shape[2], batching.data_rank)
-                for ids, places in zip(shuffle.ids(np.array(own)), own, strict=True):
-                    epochs = places // len(source)
-                    sent.append(list(zip(ids.tolist(), epochs.tolist(), strict=True)))
+                found = iter(shuffle.samples(np.concatenate(own)))
+                for part in own:
+                    sent.append(list(islice(found, len(part))))
                     yield sent[-1]
 
         # not in the thread: workers are forked while no other thread runs
@@ -133,9 +139,15 @@ class BatchLoader:
             batches = [_on_device(batch, self._device) for batch in item.micro_batches]
             yield StepBatches(item.step, item.ids, batches)
 
+    def place(self, samples: int) -> Place | None:
+        """Return the place in a stream from which a run goes on after so many samples."""
+        return self._stream.place(samples) if self._stream else None
+
     def close(self) -> None:
         """End the thread and the workers; steps that were prepared and not read are dropped."""
         self._closing.set()
+        if self._stream:
+            self._stream.close()  # for whose next file the thread may wait
         while self._thread.is_alive():
             with contextlib.suppress(queue.Empty):  # makes room for a thread that waits to put
                 self._ready.get_nowait()

@@ -46,6 +46,11 @@ class Shuffle:
             found[turns == turn] = self._permutation(turn)(places[turns == turn])
         return found
 
+    def samples(self, positions: np.ndarray) -> list[tuple[int, int]]:
+        """Return the numbers at these positions, int64 [samples], each with its permutation's."""
+        turns = positions // self._size
+        return list(zip(self.ids(positions).tolist(), turns.tolist(), strict=True))
+
 
 def sample_ids(seed: int, position: int, count: int, size: int, order: int) -> np.ndarray:
     """Return the stream's ids from `position` on, over `size` samples: int64 [count]."""

@@ -45,15 +45,18 @@ class Listing(NamedTuple):
         """Return the folder or the files in the copy, which is made if it is not there."""
         progress.begin(self.address)
         with closing(progress):
-            copy = cached_folder(cache, self.copy, partial(self._write, progress), progress)
+            write = partial(self.write, progress=progress)
+            copy = cached_folder(cache, self.copy, write, progress)
         return [str(copy / _local(path)) for path in ([self.folder] if self.folder else self.files)]
 
-    def _write(self, progress: Progress, folder: Path) -> None:
+    def write(self, folder: Path, progress: Progress) -> list[str]:
+        """Copy the files to a folder, which may be missing; return their names there."""
         from fsspec.callbacks import Callback
 
         def show(size: int, value: int, **_: Any) -> None:
             progress.say(f"copied {value:,} of {size:,} files")
 
+        folder.mkdir(exist_ok=True)
         ensure_writable(folder, sum(count or 0 for count in self.files.values()))
         with _reached(self.address):
             places = [folder / _local(path) for path in self.files]
@@ -63,6 +66,7 @@ class Listing(NamedTuple):
             for place, count in zip(places, self.files.values(), strict=True):
                 if place.stat().st_size != (count or place.stat().st_size):
                     raise OSError(f"{place.stat().st_size} of {count} bytes came of {place.name}")
+        return list(map(str, places))
 
 
 def listing_of(address: str) -> Listing:
@@ -133,7 +137,8 @@ def _localised(data: DataSection, names: Callable[[str], list[str]]) -> DataSect
         one.model_copy(update={"path": local(one.path), "label": one.label or str(one.path)})
         for one in data.sources
     ]
-    keys = "path", "evaluation_path", "tokenizer", "chat_template"
+    keys = ["evaluation_path", "tokenizer", "chat_template"]
+    keys += [] if data.stream else ["path"]  # a stream's files are copied one by one
     own = {key: local(getattr(data, key)) for key in keys}
     return data.model_copy(update={**own, "sources": sources})
 

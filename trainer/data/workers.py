@@ -9,9 +9,10 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -49,21 +50,57 @@ def in_order(
     pool = ProcessPoolExecutor(workers, context, _begin, (work, os.getpid()))
     coming: deque[Future[R]] = deque()
     try:
-        for one in rest:
-            coming.append(pool.submit(_do, one))
-            if len(coming) == 3 * workers:
+        with _killed():
+            for one in rest:
+                coming.append(pool.submit(_do, one))
+                if len(coming) == 3 * workers:
+                    yield coming.popleft().result()
+            while coming:
                 yield coming.popleft().result()
-        while coming:
-            yield coming.popleft().result()
-    except BrokenProcessPool as error:
-        seen = "a process that prepares data was killed; the machine may be out of memory"
-        raise RuntimeError(seen) from error
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _begin(work: Callable[[Any], Any], parent: int) -> None:
+class Beside:
+    """A fork of this process that applies `work` to one input at a time, at the lowest priority.
+
+    It ends with this process.
+    """
+
+    def __init__(self, work: Callable[[Any], Any]) -> None:
+        context = multiprocessing.get_context("fork")
+        self._pool = ProcessPoolExecutor(1, context, _begin, (work, os.getpid(), 19))
+
+    def begin(self, given: Any) -> None:
+        """Have `work` applied to an input."""
+        self._next = self._pool.submit(_do, given)
+
+    def result(self, waits: Callable[[], object]) -> Any:
+        """Return the result, or raise its error; `waits` is called each second until then."""
+        while not wait([self._next], 1.0).done:
+            waits()
+        with _killed():
+            return self._next.result()
+
+    def close(self) -> None:
+        """End the process at once."""
+        for process in self._pool._processes.values():
+            process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _killed() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool as error:
+        seen = "a process that prepares data was killed; the machine may be out of memory"
+        raise RuntimeError(seen) from error
+
+
+def _begin(work: Callable[[Any], Any], parent: int, nice: int = 0) -> None:
     """Set up a worker before its first input."""
+    os.nice(nice)
     signal.set_wakeup_fd(-1)  # else a signal to a worker would be taken for one to its parent
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):

@@ -40,7 +40,8 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     yield f"data    {data.describe()}"
     yield from subject.lines(prepared.workers)
     epochs = samples / len(data.train)
-    amount = f"{samples:,} samples ({epochs:.2f} epochs){subject.amount(samples, section)}"
+    unit = "times the first file" if section.data.stream else "epochs"
+    amount = f"{samples:,} samples ({epochs:.2f} {unit}){subject.amount(samples, section)}"
     yield f"plan    {prepared.steps:,} steps, {amount}"
     yield f"update  {_update_line(prepared)}"
     for note in (*prepared.model_notes, *config.notes, *_rate_notes(prepared)):
@@ -52,7 +53,7 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
         yield f"  {key} = {value}  <- {origin}"
     yield "config"
     yield json.dumps(resolved(prepared), indent=2)
-    if shown := subject.samples([0, 1]):
+    if shown := subject.samples(list(range(min(2, len(data.train))))):
         yield "samples"
         yield shown
     held = [f"{len(source)}{name and f' of {name}'}" for name, source in data.evaluations.items()]
@@ -60,14 +61,15 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
 
 
 def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
-    """Describe the data, and show its first `count` samples in the order of training."""
+    """Describe the data, and show its first `count` samples in the order of training; of a stream,
+    `count` samples of the first file."""
     subject = prepared.subject
     yield f"data    {subject.data.describe()}"
     yield from subject.lines(prepared.workers)
     length = len(subject.data.train)
     seed, order = prepared.config.trainer.seed, prepared.order
-    numbers = sample_ids(seed, 0, min(count, length), length, order)
-    yield from subject.samples(numbers.tolist(), width=PREVIEWED, in_full=True).splitlines()
+    numbers = sample_ids(seed, 0, min(count, length), length, order).tolist()
+    yield from subject.samples(numbers, width=PREVIEWED, in_full=True).splitlines()
 
 
 def _update_line(prepared: Prepared) -> str:

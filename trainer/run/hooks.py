@@ -16,6 +16,7 @@ from typing import Any
 from rich.console import Console
 
 from trainer import checkpoint
+from trainer.data.dataset import check_alike
 from trainer.data.loader import BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
@@ -162,11 +163,13 @@ class RunHooks(Hooks):
         if subject.check.goes_on:
             note = "note: the checkpoint waits until all prepared data has been compared"
             say(self.console, note)
+        place = self.loader.place(state.samples)
         position = replace(state, engine=self.engine.scalars())
         description = {
             **describe.run_description(prepared),
             "evaluation_loss": self._held_out.get(state.step),
             "since": self._since,
+            "place": place,
         }
         form = prepared.form
         files = partial(subject.save, dtype=form.dtype)
@@ -177,6 +180,8 @@ class RunHooks(Hooks):
                 moves()
                 time.sleep(1.0)
             ranks.on_own(subject.check.refuse)
+            if place is not None:
+                check_alike(ranks, place, "trainer.data.stream")
             checkpoint.save(directory, position, entries, description, files, ranks, form)
             ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
             if self.start.upload is not None and ranks.first:

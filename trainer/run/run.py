@@ -198,6 +198,7 @@ def _train(
     engine, position = _built(prepared, request, machine, start.source, console)
     shows = ranks.first and support.has_reports(prepared.config)  # which DeepSpeed prints
     reports = redirect_stdout(console.file) if shows else nullcontext()
+    subject.begin(_place(request, start, machine))
     parts = (prepared, machine, start, position, engine)
     with (
         _loader(prepared, machine, position) as loader,
@@ -289,6 +290,15 @@ def _built(
     state = checkpoint.load(source, entries, ranks, request.weights_only)
     say(console, f"resumed from {source}: step {state.step}, {state.samples:,} samples seen")
     return engine, state
+
+
+def _place(request: Request, start: Start, machine: Machine) -> list[Any]:
+    """Return the place in a stream of data at which a checkpoint was saved. Collective."""
+    if (source := start.source) is None:
+        return []
+    known = machine.ranks.on_first(lambda: checkpoint.read_description(source))
+    place = known.get("place") or []
+    return place[:2] if request.resume_anyway else place  # its files may have changed
 
 
 def _loader(prepared: Prepared, machine: Machine, position: RunState) -> BatchLoader:

@@ -6,7 +6,7 @@ Nobody else asks which task it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from trainer.data.dataset import pairs_of
 from trainer.data.images.image_samples import open_images
 from trainer.data.progress import Progress
 from trainer.data.remote import fetched
+from trainer.data.stream import Place, Stream
 from trainer.data.text.chat import Template
 from trainer.data.text.preparation import open_data
 from trainer.data.text.preview import preview
@@ -95,6 +96,9 @@ class Subject:
         task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
         return replace(self, spec=spec, task=task)
 
+    def begin(self, place: Sequence[Any]) -> None:
+        """Have a stream of data read from a place (`data.stream.Place`), before a loader reads."""
+
     def workers(self, section: TrainerSection, machine: Machine) -> int:
         """Processes of each rank that load samples; 0: a thread."""
         return 0
@@ -157,6 +161,10 @@ class LanguageSubject(Subject):
         task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
         watched = task.watching(len(section.data.sources)) if section.log.by_source else task
         return replace(self, spec=spec, task=watched)
+
+    def begin(self, place: Sequence[Any]) -> None:
+        if isinstance(self.data.train, Stream):
+            self.data.train.begin(Place(*place))
 
     def lines(self, workers: int) -> Iterator[str]:
         yield from (f"source  {line}" for line in self.data.lines())

@@ -152,6 +152,8 @@ class DataSection(Rows):
 
     Skipped ones are counted.
     """
+    stream: Annotated[bool, ROWS, TEXT] = False
+    """True to prepare each file of `path` when its samples are needed, and to remove it after."""
     sequence_length: Annotated[Whole, Field(ge=2, le=2**24), TEXT] = 512
     """Tokens per sample."""
     documents: Annotated[Literal["concatenate", "pad", "pack"], TEXT] = "concatenate"

@@ -8,18 +8,22 @@ import shutil
 import socket
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config import DataSection
 from trainer.data.cache import Check, cached_folder
+from trainer.data.dataset import check_alike
 from trainer.data.digest import digests, stamps
 from trainer.data.formats import Location, locate
 from trainer.data.mixture import Mixture, Source, samples_an_epoch
 from trainer.data.order import KEYED
 from trainer.data.progress import QUIET, Progress
+from trainer.data.remote import listing_of
 from trainer.data.sealed import stamp
+from trainer.data.stream import Stream, stream_files
 from trainer.data.text import corpus
 from trainer.data.text.chat import Template
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
@@ -84,6 +88,9 @@ class Data:
 
     def describe(self) -> str:
         """Describe the data for the user, on one line."""
+        if isinstance(self.train, Stream):
+            first = f"the first has {self.summary.describe()}"
+            return f"{self.train.files:,} files, each prepared when it is needed; {first}"
         if len(self.shares) == 1:
             return self.summary.describe()
         held = f"from {sum(len(share.source) for share in self.shares):,} that they have"
@@ -126,12 +133,16 @@ def open_data(
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
     opening = _Opening(tokenizer, cache_folder, ranks, progress)
+    files = ranks.await_first(lambda: stream_files(options)) if options.stream else {}
     evaluations: dict[str, PreparedSource] = {}
     if (paths := options.evaluation_path) is not None:
         options = options.model_copy(update={"evaluation_fraction": 0.0})
         named = paths if isinstance(paths, dict) else {"": paths}
         for name, path in named.items():
             evaluations[name], _ = opening.open(options.model_copy(update={"path": path}))
+    if files:
+        data = opening.stream(options, files, seed)
+        return replace(data, evaluations=evaluations or data.evaluations)
     if not options.sources:
         train, held = opening.open(options)
         held_out = {} if held is None else {"": held}
@@ -159,6 +170,7 @@ class _Opening:
     def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
         self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
         self._progress = progress if ranks.first else QUIET
+        self._waits = partial(progress.moves, 0.0)
         self._folders: list[Path] = []
         self._prepares = False
         """True if this rank has prepared a source, or compared it with what was written."""
@@ -171,15 +183,34 @@ class _Opening:
         folder = self._locate(options)
         self._folders.append(folder)
         train, evaluation = PreparedSource(folder / "train"), folder / "evaluation"
-        if others := self._ranks.differing(train.summary.fingerprint):
-            place = str(locate(options.path, options.format))
-            seen = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
-            same = "the same files, and the same versions of Python and the tokenizer"
-            raise DataError(Problem(place, seen, f"{same}, on every machine"))
+        where = str(options.path or "the embedded corpus")
+        check_alike(self._ranks, train.summary.fingerprint, where)
         return train, PreparedSource(evaluation) if evaluation.is_dir() else None
 
     def check(self) -> Check:
         return Check(self._folders, begins=self._prepares)
+
+    def stream(self, options: DataSection, files: Mapping[str, int | None], seed: int) -> Data:
+        """Open the stream of files, by their names with their bytes. Collective."""
+        names = list(files)
+
+        def source(file: int) -> DataSection:
+            held = options.evaluation_fraction if file == 0 else 0.0
+            return options.model_copy(update={"path": names[file], "evaluation_fraction": held})
+
+        def prepared(file: int) -> Path:
+            return prepare(source(file), self._tokenizer, self._cache)
+
+        def opened(folder: Path) -> PreparedSource:
+            return PreparedSource(folder / "train")
+
+        first, held = self.open(source(0))
+        train = Stream(len(names), seed, prepared, opened, first, self._waits)
+        known = [(Path(name).name, size) for name, size in files.items()]
+        whole = json.dumps([known, first.summary.fingerprint])
+        fingerprint = hashlib.sha256(whole.encode()).hexdigest()
+        share = Share("", first, len(first))
+        return Data(train, {} if held is None else {"": held}, (share,), fingerprint, self.check())
 
     def _locate(self, options: DataSection) -> Path:
         """Return this rank's folder of a source: rank 0's, or that of its machine. Collective."""
@@ -215,27 +246,35 @@ def prepare(
     """Return the folder of a prepared source, `train` and `evaluation`; it is written if missing.
 
     Deterministic; the folder appears whole or not at all, and a killed process's work is begun
-    anew. Its name is a digest of the input: the files' content, the tokenizer, the options. A data
-    set of the hub is prepared once, even if it changes there later.
+    anew. Its name is a digest of the input: the files' content (of one at an address, what its file
+    system knows of it), the tokenizer, the options. A data set of the hub is prepared once, even if
+    it changes there later.
     """
     end_of_text(tokenizer)
-    location = locate(options.path, options.format)
+    away = listing_of(str(options.path)) if "://" in str(options.path) else None
+    location = locate(None if away else options.path, options.format)
     cut = Cut(options.sequence_length, options.documents, options.isolate, options.too_long)
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
     work = Tokenising(template, cut, options.evaluation_fraction, options.corrupt == "skip")
     before = stamps(location.files)
-    progress.begin(str(location))
+    progress.begin(away.address if away else str(location))
 
     def looked_at(done: int) -> None:
         progress.say(f"looked up {done:,} of {len(location.files):,} files in the cache")
 
     content = [location.hub or corpus.name()]
-    if location.files:
+    if away:  # a file of a stream
+        content = [options.format, away.copy]
+    elif location.files:
         content = [location.format, *digests(location.files, cache_folder, looked_at)]
     key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, *_settings(options, work)])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
     def write(folder: Path) -> None:
+        if away:
+            files = away.write(folder / "away", progress)
+            _write(folder, locate(files, options.format), options, work, progress)
+            return shutil.rmtree(folder / "away")
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
             seen = "changed while it was read"

@@ -26,8 +26,7 @@ def preview(
     `+` marks label tokens, which count in the loss, `.` those that are only read. A line separates
     documents that do not see one another.
     """
-    shown = [index for index in numbers if index < len(source)]
-    samples = (_sample(source, index, tokenizer, width, in_full) for index in shown)
+    samples = (_sample(source, index, tokenizer, width, in_full) for index in numbers)
     return "\n".join(line for lines in samples for line in lines)
 
 

@@ -1,0 +1,275 @@
+"""A corpus whose files are prepared one by one, as their samples are needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+from fsspec.implementations.memory import MemoryFileSystem
+
+from tests.data.test_data_samples import options, tokenizer
+from tests.support.commands import run, write_job
+from tests.support.s3 import served
+from trainer.data.loader import Batching, BatchLoader
+from trainer.data.progress import Progress
+from trainer.data.stream import Place
+from trainer.data.text.preparation import Data, open_data
+from trainer.data.text.tokenizer import embedded_tokenizer
+from trainer.distributed.ranks import ALONE
+from trainer.errors import DataError
+from trainer.supervise.process import cache_folder
+
+SIZES = (5, 9, 3, 7, 4)
+TEXTS = [" ".join(words) for words in product("abcdefg", repeat=3)]
+
+
+def write_files(folder: Path, sizes: tuple[int, ...] = SIZES) -> list[list[str]]:
+    """Write files of so many rows, each of another text; return the texts."""
+    left, found = iter(TEXTS), []
+    for number, size in enumerate(sizes):
+        texts = [next(left) for _ in range(size)]
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{number}.jsonl").write_text(lines)
+        found.append(texts)
+    return found
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> list[list[str]]:
+    return write_files(tmp_path)
+
+
+def opened(tmp_path: Path, path: Any = None, cache: str = "cache", **changes: Any) -> Data:
+    own = {"documents": "pad", "stream": True, **changes}
+    given = options(path or tmp_path / "*.jsonl", **own)
+    return open_data(given, tokenizer(), tmp_path / cache, ALONE, seed=1)
+
+
+def collate(samples: Any) -> Any:
+    return {"input_ids": torch.tensor([sample["input_ids"].tolist() for sample in samples])}
+
+
+def read(
+    data: Data, steps: range, ranks: int = 1, rank: int = 0, place: Place | None = None
+) -> list[list[str]]:
+    """Return the texts of each step of 4 samples, and the place after the last."""
+    batching = Batching(4 // ranks, 1, ranks, rank)
+    found = []
+    data.train.begin(place or Place())
+    with BatchLoader(
+        data.train, collate, batching, steps, seed=1, position=4 * steps.start
+    ) as loader:
+        for step in loader:
+            rows = step.micro_batches[0]["input_ids"].tolist()
+            found.append([tokenizer().decode(row[:3]) for row in rows])
+        found.append(loader.place(4 * steps.stop))
+    return found
+
+
+def folders(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.glob("data-*"))
+
+
+def test_each_epoch_has_each_sample_once_a_file_after_another(
+    tmp_path: Path, texts: list[list[str]]
+) -> None:
+    *steps, _ = read(opened(tmp_path), range(14))
+    order = [text for step in steps for text in step]
+    epochs = [order[:28], order[28:]]
+    for epoch in epochs:
+        files = [next(i for i, part in enumerate(texts) if text in part) for text in epoch]
+        turns = [file for i, file in enumerate(files) if i == 0 or file != files[i - 1]]
+        assert sorted(turns) == [0, 1, 2, 3, 4]
+        assert sorted(epoch) == sorted(sum(texts, []))
+    assert epochs[0] != epochs[1] and order[:28] != sum(texts, [])
+
+
+def test_any_number_of_ranks_has_the_same_stream(tmp_path: Path, texts: list[list[str]]) -> None:
+    *alone, place = read(opened(tmp_path), range(9))
+    of_ranks = [read(opened(tmp_path), range(9), 2, rank) for rank in range(2)]
+    assert [
+        one + other for one, other in zip(*(steps[:-1] for steps in of_ranks), strict=True)
+    ] == alone
+    assert [steps[-1] for steps in of_ranks] == [place, place] and place.fingerprint
+
+
+@pytest.mark.parametrize("stop", range(1, 9))
+def test_it_goes_on_from_any_step_in_an_empty_cache(
+    tmp_path: Path, texts: list[list[str]], stop: int
+) -> None:
+    *whole, _ = read(opened(tmp_path), range(9))
+    *first, place = read(opened(tmp_path), range(stop))
+    saved = Place(*json.loads(json.dumps(place)))
+    *rest, _ = read(opened(tmp_path, cache="other"), range(stop, 9), place=saved)
+    assert first + rest == whole
+
+
+def test_files_that_are_done_leave_the_cache(tmp_path: Path) -> None:
+    write_files(tmp_path, (9,) * 12)
+    data = opened(tmp_path)
+    most = 0
+    data.train.begin(Place())
+    with BatchLoader(data.train, collate, Batching(4), range(25), seed=1, position=0) as loader:
+        for _ in loader:
+            most = max(most, len(folders(tmp_path / "cache")))
+    # the first, the one before, this one, and two that the loader and the preparation have begun
+    assert 3 <= most <= 5, most
+    assert read(data, range(1))[0] == read(opened(tmp_path), range(1))[0]
+
+
+def test_a_file_that_another_run_has_removed_is_prepared_again(
+    tmp_path: Path, texts: list[list[str]]
+) -> None:
+    *whole, _ = read(opened(tmp_path), range(7))
+    data = opened(tmp_path)
+    open_source, removed = data.train._opened, []
+
+    def gone(folder: Path) -> Any:
+        if not removed:
+            removed.append(shutil.rmtree(folder))
+        return open_source(folder)
+
+    data.train._opened = gone
+    *again, _ = read(data, range(7))
+    assert removed and again == whole
+
+
+def test_a_file_that_has_changed_since_the_checkpoint_is_refused(
+    tmp_path: Path, texts: list[list[str]]
+) -> None:
+    *_, place = read(opened(tmp_path), range(4))
+    file = tmp_path / f"{opened(tmp_path).train._file(place.turn)}.jsonl"
+    file.write_text(file.read_text().replace('"a ', '"g '))  # of the same size
+    with pytest.raises(DataError, match="the checkpoint's, "):
+        read(opened(tmp_path), range(4, 5), place=place)
+    assert read(opened(tmp_path), range(4, 5), place=Place(*place[:2]))
+
+
+def test_a_file_that_is_wrong_ends_the_run_where_it_comes(
+    tmp_path: Path, texts: list[list[str]]
+) -> None:
+    files = [opened(tmp_path).train._file(turn) for turn in range(5)]
+    last = tmp_path / f"{files[-1]}.jsonl"
+    last.write_text(last.read_text() + '{"text": 3}\n')
+    data = opened(tmp_path)
+    assert read(data, range(4))
+    with pytest.raises(DataError, match=last.name):
+        read(opened(tmp_path), range(7))
+
+
+def test_a_killed_preparation_is_told(tmp_path: Path, texts: list[list[str]]) -> None:
+    data = opened(tmp_path)
+    data.train._prepare = lambda file: os._exit(1)
+    with pytest.raises(RuntimeError, match="was killed; the machine may be out of memory"):
+        read(data, range(1))
+
+
+def test_who_waits_for_a_file_moves_and_can_be_closed(
+    tmp_path: Path, texts: list[list[str]]
+) -> None:
+    moved: list[float] = []
+    given = options(tmp_path / "*.jsonl", documents="pad", stream=True)
+    progress = Progress(moves=moved.append)
+    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, progress)
+    data.train._prepare = lambda file: time.sleep(600)
+    moved.clear()
+    data.train.begin(Place())
+    loader = BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0)
+    time.sleep(2.5)
+    begun = time.monotonic()
+    loader.close()
+    assert len(moved) >= 2 and time.monotonic() - begun < 5
+
+
+def test_documents_of_the_first_file_are_held_out(tmp_path: Path, texts: list[list[str]]) -> None:
+    data = opened(tmp_path, evaluation_fraction=0.4)
+    held = data.evaluations[""]
+    left = [tokenizer().decode(held[i]["input_ids"][:3]) for i in range(len(held))]
+    assert left and set(left) < set(texts[0])
+    *steps, _ = read(data, range(7))
+    assert sorted(sum(steps, [])[: 28 - len(left)]) == sorted(set(sum(texts, [])) - set(left))
+
+
+@pytest.fixture
+def bucket(tmp_path: Path, texts: list[list[str]]) -> Iterator[MemoryFileSystem]:
+    files = MemoryFileSystem()
+    for path in tmp_path.glob("*.jsonl"):
+        files.pipe_file(f"/bucket/{path.name}", path.read_bytes())
+    yield files
+    MemoryFileSystem.store.clear()
+    MemoryFileSystem.pseudo_dirs[:] = [""]
+
+
+@pytest.mark.parametrize("path", ["memory://bucket/*.jsonl", "memory://bucket"])
+def test_files_at_an_address_are_copied_while_they_are_prepared(
+    tmp_path: Path, bucket: MemoryFileSystem, path: str
+) -> None:
+    *here, _ = read(opened(tmp_path), range(7))
+    *there, _ = read(opened(tmp_path, path, cache="there"), range(7))
+    assert there == here
+    assert not list((tmp_path / "there").rglob("*.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [("x.jsonl", b"", "an empty file"), ("README", b"read", "a file without an ending")],
+)
+def test_what_is_no_file_of_a_stream_is_refused_at_the_start(
+    tmp_path: Path, bucket: MemoryFileSystem, name: str, content: bytes, words: str
+) -> None:
+    bucket.pipe_file(f"/bucket/{name}", content)
+    with pytest.raises(DataError, match=words):
+        opened(tmp_path, "memory://bucket")
+
+
+def test_a_data_set_of_the_hub_is_no_stream(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no files"):
+        opened(tmp_path, "user/name")
+
+
+@pytest.mark.more
+def test_training_on_a_stream_of_a_bucket_goes_on_bit_for_bit(tmp_path: Path) -> None:
+    """Two ranks, files in S3, and a resume from the midst in an empty cache."""
+    two: list[str | Path] = ["torchrun", "--standalone", "--nproc-per-node", "2", "launch/train.py"]
+    words = ["the", "model", "reads", "text", "and", "learns", "what", "follows"]
+    embedded_tokenizer(cache_folder()).save_pretrained(own := tmp_path / "tokenizer")
+    with served() as s3:
+        files = fsspec.filesystem("s3", skip_instance_cache=True)
+        for number in range(6):
+            text = " ".join(words[number % 3 :] * 40)
+            files.pipe_file(f"bucket/{number}.jsonl", json.dumps({"text": text}).encode() + b"\n")
+
+        def job(name: str) -> Path:
+            (tmp_path / name).mkdir()
+            place = {"path": "s3://bucket/*.jsonl", "stream": True, "tokenizer": str(own)}
+            data = {**place, "sequence_length": 16}
+            return write_job(
+                tmp_path / name, data=data, steps=12, checkpoint={"every": 3, "keep_last": 9}
+            )
+
+        def trained(config: Path, cache: str, *begin: str | Path) -> str:
+            found = run(*begin, "--config", config, XDG_CACHE_HOME=str(tmp_path / cache), **s3)
+            assert found.code == 0, found.output
+            return found.output
+
+        whole, parts = job("whole"), job("parts")
+        trained(whole, "1", *two)
+        output = trained(parts, "1", *two)
+        assert "6 files, each prepared when it is needed" in output, output
+        folder = tmp_path / "parts/runs/job"
+        shutil.rmtree(folder / "final")
+        for step in (9, 12):
+            shutil.rmtree(folder / f"checkpoints/step-{step:06}")
+        again = trained(parts, "2", *two)
+        assert "step 6, 48 samples seen" in again, again
+        for path in (tmp_path / "whole/runs/job/final").iterdir():
+            assert (folder / "final" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -1,0 +1,158 @@
+"""A corpus as a stream of files, each prepared when its samples are needed, and removed after."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.config import DataSection
+from trainer.data.cache import discard
+from trainer.data.formats import format_of, locate
+from trainer.data.order import KEYED, Shuffle
+from trainer.data.remote import listing_of
+from trainer.data.workers import Beside
+from trainer.errors import DataError, Problem
+
+_BITS = 40
+"""The bits of a sample's number in its file; those above are the number of the file."""
+
+
+class Place(NamedTuple):
+    """A file of the stream, from which a run goes on."""
+
+    turn: int = 0
+    """The number of files before it, over all epochs."""
+    position: int = 0
+    """The number of samples before its first one."""
+    fingerprint: str = ""
+    """The digest of its samples; empty for one that was not opened, or may have changed."""
+
+
+class Stream:
+    """The samples of one file after another: all files in a shuffled order, then again in another.
+
+    A file's samples are shuffled, too. The order is a function of the seed and of the numbers of
+    samples in the files. A process beside this one prepares the next file; what is two files back
+    is removed from the cache, but for file 0.
+    """
+
+    def __init__(
+        self,
+        files: int,
+        seed: int,
+        prepare: Callable[[int], Path],
+        opened: Callable[[Path], Any],
+        first: Any,
+        waits: Callable[[], object],
+    ) -> None:
+        """Take the number of files, and functions that prepare one and open its folder.
+
+        `first`: the opened file 0; `waits`: called each second in which a file is waited for.
+        """
+        self.files, self._seed = files, seed
+        self._opened, self._first, self._waits = opened, first, waits
+        self._turns = Shuffle(files, KEYED, seed)
+        self._prepare = prepare
+        self._beside: Beside
+        self._sources: dict[int, Any] = {}
+        self._folders: dict[int, Path] = {}
+        self._shuffles: dict[int, Shuffle] = {}
+        self._places: list[Place] = []
+        """Those of the files opened since the start, and of the next one."""
+
+    def __len__(self) -> int:
+        """Return the samples of file 0, of which alone the number is known at once."""
+        return len(self._first)
+
+    def __getitem__(self, index: int) -> Any:
+        file, number = index >> _BITS, index % (1 << _BITS)
+        return self._first[number] if file == 0 else self._sources[file][number]
+
+    def begin(self, place: Place) -> None:
+        """Go on from a place."""
+        self._places, self._beside = [place], Beside(self._prepare)
+        self._beside.begin(self._file(place.turn))
+
+    def reach(self, position: int) -> None:
+        """Open the files up to a position; waits for those that are not prepared yet.
+
+        Raises DataError for a file that can't be read, or has changed.
+        """
+        while self._places[-1].position <= position:
+            self._open_next()
+
+    def samples(self, positions: np.ndarray) -> list[tuple[int, int]]:
+        """Return the ids and epochs of the samples at positions in the stream, int64 [samples].
+
+        Those before the first one can no longer be read.
+        """
+        self._forget(self.place(int(positions.min())).turn)
+        found = []
+        for position in positions.tolist():
+            turn, start, _ = self.place(position)
+            [number] = self._shuffles[turn].ids(np.array([position - start])).tolist()
+            found.append(((self._file(turn) << _BITS) + number, turn // self.files))
+        return found
+
+    def place(self, position: int) -> Place:
+        """Return the place of the file with a sample, from which a run goes on there."""
+        places = self._places
+        return places[bisect_right(places, position, key=lambda place: place.position) - 1]
+
+    def close(self) -> None:
+        """End the process that prepares."""
+        self._beside.close()
+
+    def _file(self, turn: int) -> int:
+        return int(self._turns.ids(np.array([turn]))[0])
+
+    def _open_next(self) -> None:
+        turn, position, expected = self._places[-1]
+        file, source = self._file(turn), None
+        while source is None:
+            folder = self._beside.result(self._waits)
+            with suppress(FileNotFoundError):  # another run has removed it meanwhile
+                source = self._opened(folder)
+            self._beside.begin(file if source is None else self._file(turn + 1))
+        found = source.summary.fingerprint
+        if expected not in ("", found):
+            seen, wanted = f"samples {found[:12]}...", f"the checkpoint's, {expected[:12]}..."
+            hint = "Undo the change, or go on in spite of it with --resume-anyway"
+            raise DataError(Problem(f"file {file} of the stream", seen, wanted, hint))
+        self._sources[file], self._folders[file] = source, folder
+        self._shuffles[turn] = Shuffle(len(source), KEYED, self._seed, turn)
+        after = Place(turn + 1, position + len(source))
+        self._places[-1:] = [Place(turn, position, found), after]
+
+    def _forget(self, turn: int) -> None:
+        """Remove the files before the one that precedes this turn, unless one comes again soon."""
+        kept = {0, *map(self._file, range(max(turn - 1, 0), self._places[-1].turn + 1))}
+        for file in self._folders.keys() - kept:
+            del self._sources[file]
+            with suppress(OSError):  # another user's
+                discard(self._folders.pop(file))
+
+
+def stream_files(data: DataSection) -> dict[str, int | None]:
+    """Return the names of a stream's files, and their bytes if they are known. Raises DataError."""
+    found: dict[str, int | None] = {}
+    for name in [data.path] if isinstance(data.path, str) else data.path or []:
+        if "://" in name:
+            there = listing_of(name)
+            own = {there.system.unstrip_protocol(path): n for path, n in there.files.items()}
+        else:
+            own = {str(file): file.stat().st_size for file in locate(name, data.format).files}
+        found |= own
+    for name, size in found.items():
+        if data.format == "auto":
+            format_of(Path(name))
+        if size == 0:
+            raise DataError(Problem(name, "an empty file", "files of a stream that have samples"))
+    if not found:
+        raise DataError(Problem(f"trainer.data.stream: {data.path}", "no files", "files"))
+    return found
