@@ -1412,6 +1412,7 @@ OTHER: dict[str, Any] = {
     "data.text_column": "body",
     "data.chat_column": "turns",
     "data.max_rows": 5,
+    "data.stream": True,
     "data.loss_on": "all",
     "data.corrupt": "skip",
     "data.chat_template": "t.jinja",
