@@ -242,7 +242,24 @@ def test_a_second_machine_is_refused_while_the_first_lives(
     assert there() == before and not (Path(config.trainer.run.folder) / "job").exists()
     first.finish()
     start = choose(config, Request(), ALONE)  # the first has ended
-    assert start.lines[1] == f"step-000010 was copied from {ADDRESS}"
+    assert start.lines[0] == f"step-000010 was copied from {ADDRESS}"
+
+
+def test_a_copy_whose_run_has_ended_is_followed_at_once(config: Config, tmp_path: Path) -> None:
+    folder = begun_at(tmp_path / "first", 10)
+    (folder / "environment.json").write_text(json.dumps({"request": config.raw}))
+    upload = claimed(folder, "first")
+    upload.finish()
+    begun = time.monotonic()
+    start = choose(config, Request(), ALONE)
+    assert time.monotonic() - begun < 10 and start.lines == [
+        f"step-000010 was copied from {ADDRESS}"
+    ]
+    assert mark_at(f"{ADDRESS}/job")["ended"] is False  # the second one lives
+    with pytest.raises(DiskError, match="of this folder alone"):
+        upload.finish()
+    assert start.upload is not None
+    start.upload.finish()
 
 
 def test_a_dead_machine_is_followed_and_told_if_it_was_not_dead(

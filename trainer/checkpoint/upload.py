@@ -60,6 +60,7 @@ class Upload:
         self._asked = False
         self._mark: dict[str, Any] = {}
         self._ended = Event()
+        self._signs = Thread(target=self._give_signs, name="signs of life", daemon=True)
 
     def claim(self, own: Mapping[str, Any]) -> None:
         """Become the only writer of the copy until `finish`; `own` is the mark of the run's folder.
@@ -71,7 +72,7 @@ class Upload:
                 raise _foreign(self._address, found)
             self._mark = {"token": own["token"], "by": f"{socket.gethostname()}, {os.getpid()}"}
             self._sign()
-        Thread(target=self._give_signs, name="signs of life", daemon=True).start()
+        self._signs.start()
 
     def soon(self, note: Callable[[str], None]) -> None:
         """Have the copy brought up to date, at once or after the update that goes on.
@@ -89,7 +90,10 @@ class Upload:
             self._thread.join()
         with _copying(self._address, f"All is in {self._folder}: copy it, or start again"):
             self._update(*(name for name in MODELS if (self._folder / name).is_dir()))
-        self._ended.set()
+            self._ended.set()
+            if self._mark:
+                self._signs.join()
+                self._sign(ended=True)  # so that another machine need not wait
         return self._address
 
     def _give_signs(self) -> None:
@@ -98,10 +102,11 @@ class Upload:
                 self._check()
                 self._sign()
 
-    def _sign(self) -> None:
+    def _sign(self, ended: bool = False) -> None:
         files, root = _opened(self._address)
         files.makedirs(root, exist_ok=True)
-        files.pipe_file(f"{root}/{MARK}", to_json({**self._mark, "time": time.time()}))
+        own = {"time": time.time(), "ended": ended}
+        files.pipe_file(f"{root}/{MARK}", to_json({**self._mark, **own}))
 
     def _check(self) -> None:
         """Raise DiskError if the copy is another folder's, or another process's, by now."""
@@ -152,7 +157,8 @@ def restore(address: str, base: Path) -> list[str]:
             return []
         last = base.with_name(known[-1])
         mark = _left_mark(f"{address}/{last.name}")
-        lines = [f"{address}/{last.name} is taken over: it was {_seen(mark)}"] if mark else []
+        lines = [f"{address}/{last.name} is taken over: it was {_seen(mark)}"]
+        lines = [] if mark.get("ended", not mark) else lines
         steps = _steps(files, f"{root}/{last.name}")
         there = {name: at for name, at in steps.items() if files.exists(f"{at}/{MANIFEST}")}
         if newest := max(there, key=lambda name: step_of(Path(name)), default=None):
@@ -185,12 +191,12 @@ def mark_at(address: str) -> dict[str, Any]:
 
 
 def _left_mark(address: str) -> dict[str, Any]:
-    """Return a copy's mark after PATIENCE_SECONDS without a sign of life; {} for none.
+    """Return a copy's mark if its run has ended, or there is no sign of life; {} for none.
 
     No clocks of two machines are compared. Raises DiskError at a sign of life.
     """
     first, deadline = mark_at(address), time.monotonic() + PATIENCE_SECONDS
-    while first and time.monotonic() < deadline:
+    while not first.get("ended", not first) and time.monotonic() < deadline:
         time.sleep(SIGN_SECONDS / 10)
         if (found := mark_at(address)) != first:
             raise _foreign(address, found)
