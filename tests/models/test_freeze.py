@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.layouts import DATA, HSDP, LLAMA_4, SPLIT_4, STAGES, STAGES_4, TIED, by_engine
+from tests.support.layouts import (
+    DATA,
+    EXPERTS,
+    HSDP,
+    LLAMA_4,
+    SPLIT_4,
+    SPREAD,
+    STAGES,
+    STAGES_4,
+    TIED,
+    by_engine,
+)
 from tests.support.pool import machine_here
 from tests.support.training import (
     GPT2,
@@ -29,6 +40,8 @@ TABLES = ("lm_head.*", "*.q_proj.*", "model.layers.0.*")
 """One with the input table; a matrix of each block; a block as a whole."""
 FIRST = ("model.embed_tokens.*", "model.layers.[01].*")
 """All that the first of two stages has."""
+BUT_EXPERTS = ("*embed*", "*self_attn*", "*norm*", "lm_head*")
+"""All that comes before the router of the first block, and more."""
 LAYOUTS = {
     "ddp": replace(DATA, zero_stage=0, freeze=TABLES),
     "zero1": replace(DATA, zero_stage=1, freeze=TABLES),
@@ -41,6 +54,8 @@ LAYOUTS = {
     "zero3, all on the host": replace(
         DATA, offload_optimizer="cpu", offload_param="cpu", zero_stage=3, freeze=TABLES
     ),
+    "zero3, router and experts": replace(DATA, zero_stage=3, model=EXPERTS, freeze=BUT_EXPERTS),
+    "zero3, experts alone": replace(SPREAD, zero_stage=3, freeze=(*BUT_EXPERTS, "*.gate.*")),
     "pipeline": replace(STAGES, freeze=TABLES),
     "pipeline, a frozen stage": replace(STAGES, freeze=FIRST),
     "pipeline, DualPipeV": replace(STAGES, schedule="DualPipeV", freeze=FIRST),

@@ -26,6 +26,7 @@ from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.recompute import tiles
 from trainer.parallel.splits.expert_ranks import check as check_experts
+from trainer.parallel.splits.expert_ranks import stacks
 from trainer.storage import installed
 from trainer.tasks.task import ModelWithLoss
 
@@ -105,15 +106,18 @@ def _gather_once(model: nn.Module, spec: ModelSpec) -> None:
     """Let ZeRO-3 gather an MLP as a whole: once a pass, however many tiles a rank's rows have."""
     from deepspeed.utils import set_z3_leaf_module
 
-    def with_gradient(module: nn.Module, inputs: tuple[torch.Tensor]) -> Any:
-        """Let it have one: by it DeepSpeed knows when those of the parameters are complete."""
-        missing = torch.is_grad_enabled() and not inputs[0].requires_grad
-        return inputs[0].detach().requires_grad_() if missing else None
-
     for module in map(model.get_submodule, tiles.mlps(model, spec)):
         set_z3_leaf_module(module, True)
         if any(parameter.requires_grad for parameter in module.parameters()):
-            module.register_forward_pre_hook(with_gradient)
+            module.register_forward_pre_hook(_with_gradient)
+
+
+def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """Let a module's input have a gradient, by which ZeRO-3 knows when its parameters' are complete.
+
+    It does not for parameters that no `nn.Linear` holds, behind those that are frozen."""
+    missing = torch.is_grad_enabled() and not inputs[0].requires_grad
+    return (inputs[0].detach().requires_grad_(), *inputs[1:]) if missing else None
 
 
 def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
@@ -125,6 +129,8 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     model, dropout = wrap_blocks(job.spec, job.task, layout, mesh if layout.expert > 1 else None)
     if layout.zero_stage == 3 and layout.recompute.tile:
         _gather_once(model, job.spec)
+    if layout.zero_stage == 3 and stacks(model, job.spec):
+        model.get_submodule(job.spec.blocks[0]).register_forward_pre_hook(_with_gradient)
 
     def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
         tensor.mark_experts(model, job.spec, mesh)
