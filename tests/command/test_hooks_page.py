@@ -29,6 +29,7 @@ def run(folder: Path, *words: str) -> str:
     return found.stdout
 
 
+@pytest.mark.more
 def test_the_plugin_trains(tmp_path: Path) -> None:
     (tmp_path / "parity.py").write_text(PLUGIN)
     (tmp_path / "parity.json").write_text(CONFIG)

@@ -334,7 +334,8 @@ def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> N
         assert "the bytes of file" in sealed.flaw(folder)
 
 
-@pytest.mark.parametrize("asynchronous", [False, pytest.param(True, marks=pytest.mark.more)])
+@pytest.mark.more
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
     from tests.run.test_interrupted import command
 

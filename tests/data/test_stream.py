@@ -102,7 +102,7 @@ def test_any_number_of_ranks_has_the_same_stream(tmp_path: Path, texts: list[lis
     assert [steps[-1] for steps in of_ranks] == [place, place] and place.fingerprint
 
 
-@pytest.mark.parametrize("stop", range(1, 9))
+@pytest.mark.parametrize("stop", [2, 5, 7])  # with 7, between two files
 def test_it_goes_on_from_any_step_in_an_empty_cache(
     tmp_path: Path, texts: list[list[str]], stop: int
 ) -> None:

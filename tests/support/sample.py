@@ -282,7 +282,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "says_nothing",
     ),
     "test_planner_agreement.py": (
-        *("[skips_one]", "[swaps_two]", "one_order", "any_fault", "across_groups", "exchange"),
+        *("[swaps_two]", "one_order", "any_fault", "across_groups", "exchange"),
         *("odd_one", "long_row", "thousand"),
     ),
     "test_planner_command.py": ("cant_be",),
