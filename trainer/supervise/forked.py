@@ -28,10 +28,8 @@ class ForkedRank(ForkProcess):
 
     wait, returncode = ForkProcess.join, ForkProcess.exitcode
 
-    def __init__(
-        self, work: Callable[[], object], environment: Mapping[str, str], daemon: bool = False
-    ) -> None:
-        super().__init__(target=work, daemon=daemon)
+    def __init__(self, work: Callable[[], object], environment: Mapping[str, str]) -> None:
+        super().__init__(target=work, daemon=False)  # a daemon may not have processes of its own
         self._environment = environment
         self.start()
 
@@ -56,7 +54,7 @@ class _ScriptRank(ForkedRank):
         self.heard = False
         self.result: Any = None
         self.pipe, theirs = Pipe(duplex=False)
-        super().__init__(partial(_send_outcome, work, theirs), environment, daemon=True)
+        super().__init__(partial(_send_outcome, work, theirs), environment)
         theirs.close()
 
     def hear(self) -> None:
