@@ -102,9 +102,12 @@ class Data:
         return [share.describe(len(self.train)) for share in shares]
 
     def description(self) -> dict[str, Any]:
-        """Return the data's numbers, which a checkpoint keeps beside the fingerprint."""
+        """Return the data's numbers, which a checkpoint keeps beside the fingerprint.
+
+        Of a stream: the first file's, and the digest of all files' names and sizes.
+        """
         if len(self.shares) == 1:
-            return self.shares[0].description()
+            return self.shares[0].description() | {"fingerprint": self.fingerprint}
         return {
             share.label: {**share.description(), "samples_an_epoch": share.samples}
             for share in self.shares
