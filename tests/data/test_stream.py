@@ -5,17 +5,24 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
+from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, cast
 
 import fsspec
+import psutil
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
+import trainer
 from tests.data.test_data_samples import options, tokenizer
 from tests.support.commands import run, write_job
 from tests.support.s3 import served
@@ -24,8 +31,10 @@ from trainer.data.progress import Progress
 from trainer.data.stream import Place
 from trainer.data.text.preparation import Data, open_data
 from trainer.data.text.tokenizer import embedded_tokenizer
+from trainer.data.workers import Beside, in_order
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError
+from trainer.run.prepare import Prepared
 from trainer.supervise.process import cache_folder
 
 SIZES = (5, 9, 3, 7, 4)
@@ -154,6 +163,15 @@ def test_a_file_that_has_changed_since_the_checkpoint_is_refused(
     assert read(opened(tmp_path), range(4, 5), place=Place(*place[:2]))
 
 
+@pytest.mark.parametrize("name", ["3.jsonl", "5.jsonl"])
+def test_another_list_of_files_is_other_data_to_a_checkpoint(
+    tmp_path: Path, texts: list[list[str]], name: str
+) -> None:
+    before = opened(tmp_path).description()
+    (tmp_path / name).write_text('{"text": "of another size"}\n')
+    assert opened(tmp_path).description() != before
+
+
 def test_a_file_that_is_wrong_ends_the_run_where_it_comes(
     tmp_path: Path, texts: list[list[str]]
 ) -> None:
@@ -173,6 +191,41 @@ def test_a_killed_preparation_is_told(tmp_path: Path, texts: list[list[str]]) ->
         read(data, range(1))
 
 
+def many(given: int) -> int:
+    """Have workers of the process that prepares work for some seconds."""
+    return sum(in_order(lambda one: time.sleep(0.2) or one, range(given), workers=2))
+
+
+def processes_of(beside: Beside) -> list[psutil.Process]:
+    [own] = map(psutil.Process, beside._pool._processes)
+    return [own, *own.children()]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
+def test_signals_of_a_launcher_to_all_processes_do_not_end_the_preparation(number: int) -> None:
+    with closing(Beside(many)) as beside:
+        beside.begin(20)
+        while len(started := processes_of(beside)) < 3:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        for process in started:
+            process.send_signal(number)
+        assert beside.result() == sum(range(20))
+    assert not any(process.is_running() for process in started)
+
+
+def test_a_preparation_that_is_killed_between_two_files_is_told() -> None:
+    with closing(Beside(abs)) as beside:
+        beside.begin(-1)
+        assert beside.result() == 1
+        processes_of(beside)[0].kill()
+        time.sleep(0.5)
+        with pytest.raises(RuntimeError, match="was killed; the machine may be out of memory"):
+            beside.begin(-2)
+            beside.result()
+
+
 def test_who_waits_for_a_file_moves_and_can_be_closed(
     tmp_path: Path, texts: list[list[str]]
 ) -> None:
@@ -184,6 +237,9 @@ def test_who_waits_for_a_file_moves_and_can_be_closed(
     moved.clear()
     data.train.begin(Place())
     loader = BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0)
+    time.sleep(2.5)
+    assert not moved  # the reader does something else, which may have been given its own time
+    Thread(target=partial(pytest.raises, RuntimeError, next, iter(loader)), daemon=True).start()
     time.sleep(2.5)
     begun = time.monotonic()
     loader.close()
@@ -234,6 +290,24 @@ def test_what_is_no_file_of_a_stream_is_refused_at_the_start(
 def test_a_data_set_of_the_hub_is_no_stream(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no files"):
         opened(tmp_path, "user/name")
+
+
+def test_the_preparation_begins_before_the_model_is_in_memory_and_ends_with_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fork keeps a copy of what its parent changes: weights and moments in host memory."""
+
+    def built(prepared: Prepared, *_: Any) -> Any:
+        [process] = processes_of(cast(Any, prepared.subject).data.train._beside)
+        (tmp_path / "process").write_text(str(process.pid))
+        raise ValueError("stop here, after 1 process")
+
+    monkeypatch.setattr("trainer.run.run._built", built)
+    path = str(tmp_path / "*.jsonl")
+    config = write_job(tmp_path, engine="mesh", data={"path": path, "stream": True})
+    with pytest.raises(RuntimeError, match="stop here, after 1 process"):
+        trainer.train(config, quiet=True)
+    assert not psutil.pid_exists(int((tmp_path / "process").read_text()))
 
 
 @pytest.mark.more

@@ -128,7 +128,7 @@ class BatchLoader:
     def __iter__(self) -> Iterator[StepBatches]:
         while True:
             started = time.perf_counter()
-            item = self._ready.get()
+            item = self._next()
             self.waited_seconds += time.perf_counter() - started
             if item is None:
                 return
@@ -138,6 +138,13 @@ class BatchLoader:
             self.positions += sum(sizes)
             batches = [_on_device(batch, self._device) for batch in item.micro_batches]
             yield StepBatches(item.step, item.ids, batches)
+
+    def _next(self) -> StepBatches | BaseException | None:
+        while True:
+            with contextlib.suppress(queue.Empty):
+                return self._ready.get(timeout=1.0)
+            if self._stream:
+                self._stream.waits()
 
     def place(self, samples: int) -> Place | None:
         """Return the place in a stream from which a run goes on after so many samples."""

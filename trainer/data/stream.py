@@ -48,17 +48,19 @@ class Stream:
         prepare: Callable[[int], Path],
         opened: Callable[[Path], Any],
         first: Any,
-        waits: Callable[[], object],
+        moves: Callable[[], object],
     ) -> None:
         """Take the number of files, and functions that prepare one and open its folder.
 
-        `first`: the opened file 0; `waits`: called each second in which a file is waited for.
+        `first`: the opened file 0; `moves`: called while a reader waits for a file.
         """
         self.files, self._seed = files, seed
-        self._opened, self._first, self._waits = opened, first, waits
+        self._opened, self._first, self._moves = opened, first, moves
         self._turns = Shuffle(files, KEYED, seed)
         self._prepare = prepare
         self._beside: Beside
+        self._awaits = False
+        """True while a file is not prepared yet of which samples are needed."""
         self._sources: dict[int, Any] = {}
         self._folders: dict[int, Path] = {}
         self._shuffles: dict[int, Shuffle] = {}
@@ -104,6 +106,11 @@ class Stream:
         places = self._places
         return places[bisect_right(places, position, key=lambda place: place.position) - 1]
 
+    def waits(self) -> None:
+        """Note that samples are waited for, which is no hang while their file is prepared."""
+        if self._awaits:
+            self._moves()
+
     def close(self) -> None:
         """End the process that prepares."""
         self._beside.close()
@@ -115,7 +122,9 @@ class Stream:
         turn, position, expected = self._places[-1]
         file, source = self._file(turn), None
         while source is None:
-            folder = self._beside.result(self._waits)
+            self._awaits = True
+            folder = self._beside.result()
+            self._awaits = False
             with suppress(FileNotFoundError):  # another run has removed it meanwhile
                 source = self._opened(folder)
             self._beside.begin(file if source is None else self._file(turn + 1))

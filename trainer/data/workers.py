@@ -10,13 +10,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 from trainer.supervise.process import cores
+from trainer.supervise.signals import StopSignals
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -58,7 +59,7 @@ def in_order(
             while coming:
                 yield coming.popleft().result()
     finally:
-        pool.shutdown(cancel_futures=True)
+        _end(pool)
 
 
 class Beside:
@@ -73,20 +74,23 @@ class Beside:
 
     def begin(self, given: Any) -> None:
         """Have `work` applied to an input."""
-        self._next = self._pool.submit(_do, given)
+        with _killed():
+            self._next = self._pool.submit(_do, given)
 
-    def result(self, waits: Callable[[], object]) -> Any:
-        """Return the result, or raise its error; `waits` is called each second until then."""
-        while not wait([self._next], 1.0).done:
-            waits()
+    def result(self) -> Any:
+        """Return the result, or raise its error."""
         with _killed():
             return self._next.result()
 
     def close(self) -> None:
         """End the process at once."""
-        for process in self._pool._processes.values():
-            process.kill()
-        self._pool.shutdown(cancel_futures=True)
+        _end(self._pool)
+
+
+def _end(pool: ProcessPoolExecutor) -> None:
+    for process in list((pool._processes or {}).values()):  # None after a shutdown
+        process.kill()
+    pool.shutdown(cancel_futures=True)
 
 
 @contextmanager
@@ -105,7 +109,8 @@ def _begin(work: Callable[[Any], Any], parent: int, nice: int = 0) -> None:
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends its workers
+    # Ctrl-C and some launchers' signals reach all: the parent ends its workers
+    StopSignals.deliver_to(signal.SIG_IGN)
     os.putenv("TOKENIZERS_PARALLELISM", "false")  # threads of its pool do not exist in a fork
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     _WORK[:] = [work]

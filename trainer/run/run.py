@@ -171,7 +171,10 @@ def execute(
     if start is None:
         return None
     history = History()
-    _train(prepared, request, machine, start, console, signals, [history] if request.script else [])
+    trackers = [history] if request.script else []
+    # before the model is in memory, of which the process that prepares files would keep a copy
+    with prepared.subject.reading(_place(request, start, machine)):
+        _train(prepared, request, machine, start, console, signals, trackers)
     if hub is not None:
         _push(push, start.folder, machine, console, signals)
     if not request.script:  # a command's result is its folder
@@ -198,7 +201,6 @@ def _train(
     engine, position = _built(prepared, request, machine, start.source, console)
     shows = ranks.first and support.has_reports(prepared.config)  # which DeepSpeed prints
     reports = redirect_stdout(console.file) if shows else nullcontext()
-    subject.begin(_place(request, start, machine))
     parts = (prepared, machine, start, position, engine)
     with (
         _loader(prepared, machine, position) as loader,

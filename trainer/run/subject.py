@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -96,8 +97,9 @@ class Subject:
         task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
         return replace(self, spec=spec, task=task)
 
-    def begin(self, place: Sequence[Any]) -> None:
-        """Have a stream of data read from a place (`data.stream.Place`), before a loader reads."""
+    def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
+        """Have a stream of data read from a place (`data.stream.Place`) within the context."""
+        return nullcontext()
 
     def workers(self, section: TrainerSection, machine: Machine) -> int:
         """Processes of each rank that load samples; 0: a thread."""
@@ -162,9 +164,11 @@ class LanguageSubject(Subject):
         watched = task.watching(len(section.data.sources)) if section.log.by_source else task
         return replace(self, spec=spec, task=watched)
 
-    def begin(self, place: Sequence[Any]) -> None:
-        if isinstance(self.data.train, Stream):
-            self.data.train.begin(Place(*place))
+    def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
+        if not isinstance(stream := self.data.train, Stream):
+            return nullcontext()
+        stream.begin(Place(*place))
+        return closing(stream)
 
     def lines(self, workers: int) -> Iterator[str]:
         yield from (f"source  {line}" for line in self.data.lines())

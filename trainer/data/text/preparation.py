@@ -173,7 +173,7 @@ class _Opening:
     def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
         self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
         self._progress = progress if ranks.first else QUIET
-        self._waits = partial(progress.moves, 0.0)
+        self._moves = partial(progress.moves, 0.0)
         self._folders: list[Path] = []
         self._prepares = False
         """True if this rank has prepared a source, or compared it with what was written."""
@@ -208,7 +208,7 @@ class _Opening:
             return PreparedSource(folder / "train")
 
         first, held = self.open(source(0))
-        train = Stream(len(names), seed, prepared, opened, first, self._waits)
+        train = Stream(len(names), seed, prepared, opened, first, self._moves)
         known = [(Path(name).name, size) for name, size in files.items()]
         whole = json.dumps([known, first.summary.fingerprint])
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
