@@ -275,8 +275,12 @@ def prepare(
 
     def write(folder: Path) -> None:
         if away:
-            files = away.write(folder / "away", progress)
-            _write(folder, locate(files, options.format), options, work, progress)
+            [file] = away.write(folder / "away", progress)
+            try:
+                _write(folder, locate(file, options.format), options, work, progress)
+            except DataError as error:  # of a copy that is removed
+                own = [(one, one.place.replace(file, away.address)) for one in error.problems]
+                raise DataError(*(replace(one, place=place) for one, place in own)) from None
             return shutil.rmtree(folder / "away")
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
