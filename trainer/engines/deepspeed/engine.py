@@ -113,9 +113,10 @@ def _gather_once(model: nn.Module, spec: ModelSpec) -> None:
 
 
 def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """Let a module's input have a gradient, by which ZeRO-3 knows when its parameters' are complete.
+    """Let a module's input have a gradient, by which ZeRO-3 sees when those of its parameters end.
 
-    It does not for parameters that no `nn.Linear` holds, behind those that are frozen."""
+    Behind frozen layers there is none, and parameters outside an `nn.Linear` are taken apart early.
+    """
     missing = torch.is_grad_enabled() and not inputs[0].requires_grad
     return (inputs[0].detach().requires_grad_(), *inputs[1:]) if missing else None
 
