@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from functools import partial
+from io import StringIO
 from itertools import product
 from pathlib import Path
 from threading import Thread
@@ -21,6 +22,7 @@ import psutil
 import pytest
 import torch
 from fsspec.implementations.memory import MemoryFileSystem
+from rich.console import Console
 
 import trainer
 from tests.data.test_data_samples import options, tokenizer
@@ -135,6 +137,14 @@ def test_files_that_are_done_leave_the_cache(tmp_path: Path) -> None:
     assert read(data, range(1))[0] == read(opened(tmp_path), range(1))[0]
 
 
+def test_a_file_like_the_first_one_leaves_its_folder(tmp_path: Path) -> None:
+    write_files(tmp_path, (9,) * 5)
+    for number in range(1, 5):
+        shutil.copy(tmp_path / "0.jsonl", tmp_path / f"{number}.jsonl")
+    assert read(data := opened(tmp_path), range(11))
+    assert [folder.is_dir() for folder in data.train._kept] == [True]
+
+
 def test_a_file_that_another_run_has_removed_is_prepared_again(
     tmp_path: Path, texts: list[list[str]]
 ) -> None:
@@ -231,7 +241,8 @@ def test_who_waits_for_a_file_moves_and_can_be_closed(
 ) -> None:
     moved: list[float] = []
     given = options(tmp_path / "*.jsonl", documents="pad", stream=True)
-    progress = Progress(moves=moved.append)
+    shown = StringIO()
+    progress = Progress(Console(file=shown, width=300), moves=moved.append)
     data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, progress)
     data.train._prepare = lambda file: time.sleep(600)
     moved.clear()
@@ -244,6 +255,9 @@ def test_who_waits_for_a_file_moves_and_can_be_closed(
     begun = time.monotonic()
     loader.close()
     assert len(moved) >= 2 and time.monotonic() - begun < 5
+    name = tmp_path / f"{data.train._file(0)}.jsonl"
+    said = f"note: the next samples are of {name}, which is still prepared"
+    assert shown.getvalue().splitlines() == [said]
 
 
 def test_documents_of_the_first_file_are_held_out(tmp_path: Path, texts: list[list[str]]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,15 +47,17 @@ class Stream:
         seed: int,
         prepare: Callable[[int], Path],
         opened: Callable[[Path], Any],
-        first: Any,
-        moves: Callable[[], object],
+        kept: Sequence[Path],
+        awaits: Callable[[int], object],
     ) -> None:
         """Take the number of files, and functions that prepare one and open its folder.
 
-        `first`: the opened file 0; `moves`: called while a reader waits for a file.
+        `kept`: the folders that are never removed, that of file 0 first; `awaits`: called with a
+        file's number while a reader waits for it.
         """
         self.files, self._seed = files, seed
-        self._opened, self._first, self._moves = opened, first, moves
+        self._opened, self._kept, self._first = opened, kept, opened(kept[0])
+        self._reports = awaits
         self._turns = Shuffle(files, KEYED, seed)
         self._prepare = prepare
         self._beside: Beside
@@ -109,7 +111,7 @@ class Stream:
     def waits(self) -> None:
         """Note that samples are waited for, which is no hang while their file is prepared."""
         if self._awaits:
-            self._moves()
+            self._reports(self._file(self._places[-1].turn))
 
     def close(self) -> None:
         """End the process that prepares."""
@@ -143,8 +145,9 @@ class Stream:
         kept = {0, *map(self._file, range(max(turn - 1, 0), self._places[-1].turn + 1))}
         for file in self._folders.keys() - kept:
             del self._sources[file]
-            with suppress(OSError):  # another user's
-                discard(self._folders.pop(file))
+            if (folder := self._folders.pop(file)) not in self._kept:
+                with suppress(OSError):  # another user's
+                    discard(folder)
 
 
 def stream_files(data: DataSection) -> dict[str, int | None]:

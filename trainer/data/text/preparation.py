@@ -9,7 +9,6 @@ import socket
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -173,7 +172,7 @@ class _Opening:
     def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
         self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
         self._progress = progress if ranks.first else QUIET
-        self._moves = partial(progress.moves, 0.0)
+        self._note = progress.note
         self._folders: list[Path] = []
         self._prepares = False
         """True if this rank has prepared a source, or compared it with what was written."""
@@ -207,8 +206,11 @@ class _Opening:
         def opened(folder: Path) -> PreparedSource:
             return PreparedSource(folder / "train")
 
+        def awaits(file: int) -> None:
+            self._note(f"note: the next samples are of {names[file]}, which is still prepared")
+
         first, held = self.open(source(0))
-        train = Stream(len(names), seed, prepared, opened, first, self._moves)
+        train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits)
         known = [(Path(name).name, size) for name, size in files.items()]
         whole = json.dumps([known, first.summary.fingerprint])
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
