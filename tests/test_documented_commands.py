@@ -326,7 +326,7 @@ SAME: dict[str, str] = {
     ),
     "python benchmarks/ends.py faults --times 3 --minutes 21": "python benchmarks/ends.py faults",
     "python benchmarks/ends.py overhead --steps 4400": "python benchmarks/ends.py overhead",
-    "python benchmarks/soak.py --faults 240": "python benchmarks/soak.py --smoke",
+    "python benchmarks/soak.py --faults 340": "python benchmarks/soak.py --smoke",
     "python benchmarks/soak.py --faults 200": "python benchmarks/soak.py --smoke",
     f"{LAYOUTS} pipeline --rounds 10": f"{LAYOUTS} pipeline",
     f"{PREPARATION} speed --megabytes 8": f"{PREPARATION} speed",

@@ -168,7 +168,7 @@ def test_a_file_that_has_changed_since_the_checkpoint_is_refused(
     *_, place = read(opened(tmp_path), range(4))
     file = tmp_path / f"{opened(tmp_path).train._file(place.turn)}.jsonl"
     file.write_text(file.read_text().replace('"a ', '"g '))  # of the same size
-    with pytest.raises(DataError, match="the checkpoint's, "):
+    with pytest.raises(DataError, match="those of before, "):
         read(opened(tmp_path), range(4, 5), place=place)
     assert read(opened(tmp_path), range(4, 5), place=Place(*place[:2]))
 
@@ -180,6 +180,22 @@ def test_another_list_of_files_is_other_data_to_a_checkpoint(
     before = opened(tmp_path).description()
     (tmp_path / name).write_text('{"text": "of another size"}\n')
     assert opened(tmp_path).description() != before
+
+
+def test_a_file_that_changes_between_two_epochs_is_refused(
+    tmp_path: Path, texts: list[list[str]]
+) -> None:
+    data = opened(tmp_path)
+    data.train.begin(Place())
+    data.train.reach(27)  # the first epoch
+    data.train.close()
+    file = tmp_path / f"{data.train._file(6)}.jsonl"
+    file.write_text(file.read_text().replace('"a ', '"g '))
+    data.train._beside = type(data.train._beside)(data.train._prepare)
+    data.train._beside.begin(data.train._file(5))
+    with pytest.raises(DataError, match="those of before, "):
+        data.train.reach(55)
+    data.train.close()
 
 
 def test_a_file_that_is_wrong_ends_the_run_where_it_comes(
@@ -286,6 +302,9 @@ def test_files_at_an_address_are_copied_while_they_are_prepared(
     *here, _ = read(opened(tmp_path), range(7))
     *there, _ = read(opened(tmp_path, path, cache="there"), range(7))
     assert there == here
+    bucket.mv("/bucket/1.jsonl", "/bucket/1[b].jsonl")  # of the same place in the order
+    *again, _ = read(opened(tmp_path, path, cache="again"), range(7))
+    assert again == here
     assert not list((tmp_path / "there").glob("data-*/**/*.jsonl"))  # the next one may be half done
 
 

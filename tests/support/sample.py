@@ -85,7 +85,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "[mesh pipeline x zero3, 4",
         "[mesh tensor x zero3, 1]",
         "[accelerate zero3, 4]",
-        "[deepspeed zero2, 4]",
         "[deepspeed zero3, 1]",
     ),
     "test_compilation.py": ("auto", "refused", "watchdog", "too_many"),

@@ -76,7 +76,7 @@ def listing_of(address: str) -> Listing:
     with _reached(address):
         system, root = fsspec.core.url_to_fs(address)
         system.invalidate_cache()
-        is_glob = any(letter in root for letter in "*?[")
+        is_glob = any(letter in root for letter in "*?[") and not system.isfile(root)
         found = (system.glob if is_glob else system.find)(root, detail=True)
     folder = "" if is_glob or root in found else root
     files, versions = {}, []

@@ -55,17 +55,17 @@ class Stream:
         `kept`: the folders that are never removed, that of file 0 first; `awaits`: called with a
         file's number while a reader waits for it.
         """
-        self.files, self._seed = files, seed
+        self.files, self._seed, self._reports = files, seed, awaits
         self._opened, self._kept, self._first = opened, kept, opened(kept[0])
-        self._reports = awaits
-        self._turns = Shuffle(files, KEYED, seed)
-        self._prepare = prepare
+        self._turns, self._prepare = Shuffle(files, KEYED, seed), prepare
         self._beside: Beside
         self._awaits = False
         """True while a file is not prepared yet of which samples are needed."""
         self._sources: dict[int, Any] = {}
         self._folders: dict[int, Path] = {}
         self._shuffles: dict[int, Shuffle] = {}
+        self._known: dict[int, str] = {}
+        """The digests of the files opened since the start."""
         self._places: list[Place] = []
         """Those of the files opened since the start, and of the next one."""
 
@@ -131,10 +131,11 @@ class Stream:
                 source = self._opened(folder)
             self._beside.begin(file if source is None else self._file(turn + 1))
         found = source.summary.fingerprint
-        if expected not in ("", found):
-            seen, wanted = f"samples {found[:12]}...", f"the checkpoint's, {expected[:12]}..."
+        expected = expected or self._known.setdefault(file, found)
+        if found != expected:
+            place, wanted = f"file {file} of the stream", f"those of before, {expected[:12]}..."
             hint = "Undo the change, or go on in spite of it with --resume-anyway"
-            raise DataError(Problem(f"file {file} of the stream", seen, wanted, hint))
+            raise DataError(Problem(place, f"samples {found[:12]}...", wanted, hint))
         self._sources[file], self._folders[file] = source, folder
         self._shuffles[turn] = Shuffle(len(source), KEYED, self._seed, turn)
         after = Place(turn + 1, position + len(source))
@@ -156,10 +157,9 @@ def stream_files(data: DataSection) -> dict[str, int | None]:
     for name in [data.path] if isinstance(data.path, str) else data.path or []:
         if "://" in name:
             there = listing_of(name)
-            own = {there.system.unstrip_protocol(path): n for path, n in there.files.items()}
+            found |= {there.system.unstrip_protocol(path): n for path, n in there.files.items()}
         else:
-            own = {str(file): file.stat().st_size for file in locate(name, data.format).files}
-        found |= own
+            found |= {str(file): file.stat().st_size for file in locate(name, data.format).files}
     for name, size in found.items():
         if data.format == "auto":
             format_of(Path(name))

@@ -212,10 +212,9 @@ class _Opening:
         first, held = self.open(source(0))
         train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits)
         known = [(Path(name).name, size) for name, size in files.items()]
-        whole = json.dumps([known, first.summary.fingerprint])
+        whole, held_out = json.dumps([known, first.summary.fingerprint]), {"": held} if held else {}
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
-        share = Share("", first, len(first))
-        return Data(train, {} if held is None else {"": held}, (share,), fingerprint, self.check())
+        return Data(train, held_out, (Share("", first, len(first)),), fingerprint, self.check())
 
     def _locate(self, options: DataSection) -> Path:
         """Return this rank's folder of a source: rank 0's, or that of its machine. Collective."""
