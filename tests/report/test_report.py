@@ -519,6 +519,7 @@ def real(tmp_path_factory) -> Path:
     return folder / "job"
 
 
+@pytest.mark.more
 def test_a_real_run_leaves_what_is_drawn(real):
     found = read(real)
     assert found.notes == [] and [row["step"] for row in found.steps] == [1, 2, 3, 4, 5, 6]
