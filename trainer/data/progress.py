@@ -29,7 +29,7 @@ class Progress:
         signs: Signs | None = None,
     ) -> None:
         """Call `moves(seconds)` on progress, with the seconds for which none may follow."""
-        self._console, self.moves, self._signs = console, moves, signs or Signs()
+        self._console, self._moves, self._signs = console, moves, signs or Signs()
         self._bar: Bar | None = None
         self._name, self._begun, self._shown = "", math.inf, 0.0
         self._from: tuple[int, float] | None = None
@@ -57,7 +57,7 @@ class Progress:
 
     def note(self, line: str) -> None:
         """Print a line about something unexpected, at once, and only once."""
-        self.moves(0.0)
+        self._moves(0.0)
         if self._console is not None and line not in self._noted:
             self._noted.add(line)
             self._console.print(printable(line), soft_wrap=True, markup=False)
@@ -66,7 +66,7 @@ class Progress:
         """Say that another process prepares the same data; nothing may follow for long."""
         self._shown = self._begun = time.monotonic() - _BETWEEN
         self.say("another process does it: waiting")
-        self.moves(_OF_OTHERS)
+        self._moves(_OF_OTHERS)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -75,7 +75,7 @@ class Progress:
 
     def _show(self, text: str, share: float | None) -> None:
         now = time.monotonic()
-        self.moves(0.0)
+        self._moves(0.0)
         if self._console is None or now - self._begun < _MOMENT:
             return
         self._signs.hide()

@@ -45,8 +45,7 @@ class Listing(NamedTuple):
         """Return the folder or the files in the copy, which is made if it is not there."""
         progress.begin(self.address)
         with closing(progress):
-            write = partial(self.write, progress=progress)
-            copy = cached_folder(cache, self.copy, write, progress)
+            copy = cached_folder(cache, self.copy, partial(self.write, progress=progress), progress)
         return [str(copy / _local(path)) for path in ([self.folder] if self.folder else self.files)]
 
     def write(self, folder: Path, progress: Progress) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,10 +98,10 @@ class Stream:
         """
         self._forget(self.place(int(positions.min())).turn)
         found = []
-        for position in positions.tolist():
-            turn, start, _ = self.place(position)
-            [number] = self._shuffles[turn].ids(np.array([position - start])).tolist()
-            found.append(((self._file(turn) << _BITS) + number, turn // self.files))
+        for (turn, start, _), some in groupby(positions.tolist(), self.place):
+            numbers = self._shuffles[turn].ids(np.array(list(some)) - start)
+            first, epoch = self._file(turn) << _BITS, turn // self.files
+            found += [(first + number, epoch) for number in numbers.tolist()]
         return found
 
     def place(self, position: int) -> Place:
