@@ -12,6 +12,7 @@ import math
 import os
 import pickle
 import shutil
+import sys
 import time
 import tracemalloc
 from collections import Counter
@@ -231,6 +232,27 @@ def test_ranks_connect_where_they_send() -> None:
         each = (len(own.net_connections("tcp")) - before) / count
     print(f"{each} sockets a rank, on average, of {count} ranks")
     assert 1 < each < 2 * math.log2(count)
+
+
+MEETS = """
+import resource
+from datetime import timedelta
+from trainer.supervise.meeting import reach, serve
+from trainer.supervise.process import set_up_groups
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+set_up_groups()
+store = serve("127.0.0.1", 0, timedelta(seconds=20))
+stores = [reach("127.0.0.1", store.port, rank, timedelta(seconds=20), print) for rank in range(100)]
+for rank, each in enumerate(stores):
+    each.set(str(rank), str(rank))
+print(store.get("99").decode())
+"""
+
+
+def test_more_ranks_meet_than_a_process_usually_may_open_files() -> None:
+    """Shells and Slurm give 1,024; here it is 64, of which two are taken for each rank."""
+    result = run_command(sys.executable, "-c", MEETS, timeout=60)
+    assert result.code == 0 and result.lines[-1] == "99", result.output
 
 
 COUNTS_READS = """

@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support import warm
@@ -483,6 +484,52 @@ def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
     said, _ = ended.get(timeout=22), ended.get(timeout=22)
     watcher.close()
     assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
+
+
+class CountingStore:
+    """A store that counts what each rank's watchdog reads of the others."""
+
+    def __init__(self, store: Any) -> None:
+        self.store, self.read = store, 0
+
+    def clone(self) -> CountingStore:
+        return self
+
+    def multi_get(self, keys: list[str]) -> Any:
+        self.read += len(keys)
+        return self.store.multi_get(keys)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("silent", [0, 12])
+def test_a_rank_that_stands_still_does_not_read_all_others(
+    ended: queue.Queue[str], monkeypatch: pytest.MonkeyPatch, silent: int
+) -> None:
+    """Of many that wait for one, each reads a few others each second, but those that report."""
+    monkeypatch.setattr(watching, "SILENT_SECONDS", 4.0)
+    ranks, stopped = 32, subprocess.Popen(["sleep", "600"])
+    stopped.send_signal(signal.SIGSTOP)
+    processes = [(HERE, stopped.pid if rank < silent else os.getpid()) for rank in range(ranks)]
+    store = dist.HashStore()
+    stores = [CountingStore(store) for _ in range(ranks)]
+    watchers = [
+        watch(ended, rank, stores[rank], *processes, patience=3.0) for rank in range(silent, ranks)
+    ]
+    for watcher in watchers:
+        watcher.at(Phase.TRAINING, 3)
+    said = "".join(ended.get(timeout=60) for _ in range(2 * len(watchers)))  # all of them end
+    beats = max(watcher._number for watcher in watchers)
+    for watcher in watchers:
+        watcher.close()
+    stopped.kill()
+    stopped.wait()
+    named = f"rank 0 on {HERE} (process {stopped.pid}) and 11 more is stopped (SIGSTOP)"
+    assert (named if silent else "all ranks stand at the same place") in said, said
+    often = {rank for rank in range(ranks) if stores[rank].read > (watching.NEIGHBOURS + 1) * beats}
+    assert often == ({silent} if silent else set(watching.READERS))
 
 
 def test_who_is_gone_before_it_was_heard(

@@ -7,6 +7,7 @@ import hashlib
 import logging
 import os
 import re
+import resource
 import sys
 import warnings
 from dataclasses import dataclass, field
@@ -27,6 +28,8 @@ from trainer.supervise.output import Signs
 from trainer.supervise.watch import NoWatch, Watch
 from trainer.supervise.world import World, launchers_above
 
+_FILES = 65536
+"""The files that a process may open, as far as the system lets it."""
 TIMEOUT = datetime.timedelta(minutes=30)
 """The timeout of collectives: longer than any step or save; the watchdog is quicker."""
 
@@ -129,9 +132,14 @@ def grow_segments() -> None:
 def set_up_groups() -> None:
     """Have gloo connect two ranks when one first sends to the other, and collectives recorded.
 
-    A group then takes a rank some 2 log2(ranks) sockets, and not one for each rank. The record is
-    PyTorch 2.15's default. Settings in the environment stand as they are.
+    A group then takes a rank some 2 log2(ranks) sockets, and not one for each rank; the process
+    with the store has two of each rank, and so may open more than the usual 1,024 files. The record
+    is PyTorch 2.15's default. Settings in the environment stand as they are.
     """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")

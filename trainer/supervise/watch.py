@@ -12,7 +12,7 @@ import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +32,8 @@ ANSWER_SECONDS = 8.0
 """Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
+NEIGHBOURS = 8
+"""The ranks before its own that another one reads when it stands still, besides the first."""
 SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
 """Multiples of its patience for which a rank may be silent: to parse may hold the interpreter."""
 KEY = "meshloom/watch"
@@ -74,8 +76,9 @@ class Watch:
             if other != rank
         }
         """Each other rank's last beat, and when it was read; at first, when the ranks met."""
+        self._lower = sorted({0, *range(max(rank - NEIGHBOURS, 0), rank)} - {rank})
         self._complete = False
-        """True once all beats were read."""
+        """True while all beats are read."""
         self._answered = time.monotonic()
         self._closed = threading.Event()
         self._unanswered = self._told = False
@@ -138,7 +141,7 @@ class Watch:
         """Return the ranks that ended on this machine, or have fallen silent on another one."""
         answered = False
         with suppress(Exception):  # earlier beats still count
-            self._read()
+            self._read(self._others)
             answered = True
         gone = []
         for rank, (beat, _) in self._others.items():
@@ -190,8 +193,10 @@ class Watch:
                 self._sample()
                 self._say()
                 still = time.monotonic() - self._moved
-                if self._rank in READERS or still > self._limit(self._phase, self._step) / 2:
-                    self._read()
+                reads_all = self._reads_all(still)
+                if reads_all:
+                    self._read(self._others)
+                self._complete = reads_all
                 if self._store is not None and still > self._patience():
                     self._told = self._store.check([f"{KEY}/verdict"])
                 self._answered = time.monotonic()
@@ -202,6 +207,14 @@ class Watch:
             with suppress(OSError):  # the run itself reports a full disk
                 self._progress(self.status())
 
+    def _reads_all(self, still: float) -> bool:
+        """Return True if this rank has to know all: a reader, or one that stands still, if those
+        that would report before it are silent. The store could not serve all ranks all beats."""
+        if self._rank in READERS or still <= self._limit(self._phase, self._step) / 2:
+            return self._rank in READERS
+        self._read(self._lower)
+        return all(self._silent(self._others[rank][0]) for rank in self._lower)
+
     def _tell_slow(self) -> None:
         slow = stall.straggler(self._beats())
         if slow is not None and slow.rank not in self._slow:
@@ -209,12 +222,12 @@ class Watch:
             reason = "it is slower than they are"
             self._report_slow(f"note: the others wait for {who([slow])} most of the time: {reason}")
 
-    def _read(self) -> None:
-        """Read the others' beats, the last known of silent ranks. Raises the store's errors."""
+    def _read(self, ranks: Collection[int]) -> None:
+        """Read others' beats, the last known of silent ranks. Raises the store's errors."""
         if self._store is None:
             return
-        keys = [f"{KEY}/{rank}" for rank in self._others]
-        unheard = any(beat.number == 0 for beat, _ in self._others.values())
+        keys = [f"{KEY}/{rank}" for rank in ranks]
+        unheard = any(self._others[rank][0].number == 0 for rank in ranks)
         if unheard and not self._store.check(keys):  # getting a missing key would wait for it
             keys = [key for key in keys if self._store.check([key])]
         now = time.monotonic()
@@ -223,7 +236,6 @@ class Watch:
             beat = Beat(**{**row, "phase": Phase(row["phase"]), "stack": tuple(row["stack"])})
             if self._others[beat.rank][0].number != beat.number:
                 self._others[beat.rank] = beat, now
-        self._complete = True
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
