@@ -35,6 +35,7 @@ from layouts import SIZES, Bench, Peak, interleaved, ratio, resident
 from safetensors.torch import load_file, save_file
 
 from trainer import checkpoint
+from trainer.checkpoint.directory import step_name
 from trainer.distributed.ranks import Ranks
 from trainer.optim.lr_schedules import Update
 from trainer.state import RunState
@@ -111,7 +112,7 @@ class Arms:
         dist.barrier()
 
     def loads(self) -> dict[str, Callable[[], object]]:
-        ours = lambda: self.at("ours") / checkpoint.step_name(1)  # noqa: E731
+        ours = lambda: self.at("ours") / step_name(1)  # noqa: E731
         return {
             "ours": lambda: checkpoint.load(ours(), self.state_tensors, self.ranks),
             "verified": lambda: (
@@ -185,7 +186,8 @@ def measure_stall(arms: Arms, bench: Bench, rounds: int) -> list[str]:
                 )
             )
             beside = []
-            while background._thread and arms.ranks.any_soon(background._thread.is_alive())():
+            saves = background._saving
+            while arms.ranks.any_soon(saves is not None and not saves.done())():
                 beside.append(timed(step))
             background.wait()
             if number:  # the first one makes the buffers

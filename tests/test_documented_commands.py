@@ -466,8 +466,12 @@ NOT_HERE: dict[str, str] = {
     },
     **{
         words: ".ci/run runs it"
-        for words in ("ruff check .", "ruff format --check .", "mypy trainer launch tests")
-        + ("ruff format . && ruff check . && mypy trainer launch tests",)
+        for words in (
+            "ruff check .",
+            "ruff format --check .",
+            "mypy trainer launch tests benchmarks",
+        )
+        + ("ruff format . && ruff check . && mypy trainer launch tests benchmarks",)
     },
     "python -m tests.test_rules": "it rewrites tests/rows.json",
     "python -m pytest tests/ROOM": "it stands for any room",
