@@ -87,6 +87,78 @@ def test_each_mode_computes_again_what_it_says(family):
         assert 0 < half["_grouped_mm"] < 4
 
 
+class InPlace(torch.autograd.Function):
+    """A linear layer as DeepSpeed's for ZeRO-3, which adds its bias to the product."""
+
+    @staticmethod
+    def forward(rows: Any, matrix: Any, bias: Any) -> Any:
+        product = rows.matmul(matrix.t())
+        product += bias
+        return product
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        rows, matrix, _ = ctx.saved_tensors
+        flat = gradient.flatten(0, 1)
+        return gradient @ matrix, flat.t() @ rows.flatten(0, 1), flat.sum(0)
+
+
+def added(rows: Any, matrix: Any, bias: Any) -> Any:
+    product = rows @ matrix.t()
+    product += bias
+    return product
+
+
+def chosen(rows: Any, matrix: Any, bias: Any) -> Any:
+    values, places = (rows @ matrix.t() + bias).topk(4)
+    values.view(-1).mul_(2.0)
+    return torch.zeros_like(rows).scatter(-1, places, values)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("layer", [InPlace.apply, added, chosen])
+def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
+    """PyTorch finds no change after a view, and takes the new values for the old ones."""
+    torch.manual_seed(0)
+    rows, matrix, bias = torch.randn(3, 5, 8), torch.randn(8, 8), torch.randn(8)
+    inputs = [tensor.requires_grad_() for tensor in (rows, matrix, bias)]
+
+    def block(values: Any) -> Any:
+        return (torch.tanh(layer(values, matrix, bias)) @ matrix).pow(2)
+
+    written: set[str] = set()
+    kind = Recompute("selective", every)
+    expected = torch.autograd.grad(block(rows).sum(), inputs)
+    # the first one shows it, the others know it
+    passes = [
+        activation_checkpointing._recomputed(block, kind, False, written, rows) for _ in "abc"
+    ]
+    for found in passes:
+        for mine, theirs in zip(torch.autograd.grad(found.sum(), inputs), expected, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert written == ({"topk"} if layer is chosen else {"mm"})
+
+
+@pytest.mark.parametrize(("family", "known"), [("llama", set()), ("qwen3_moe", {"topk"})])
+def test_nothing_is_copied_that_no_block_writes_over(
+    family: str, known: set[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[set[str]] = []
+    real = activation_checkpointing._selective
+
+    def noted(every: int, written: set[str]) -> Any:
+        found.append(written)
+        return real(every, written)
+
+    monkeypatch.setattr(activation_checkpointing, "_selective", noted)
+    step(family, Recompute("selective"))
+    assert found == [known, known]
+
+
 class Kept(saved_tensors_hooks):
     """Collects what a forward pass keeps, parameters included."""
 

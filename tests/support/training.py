@@ -587,13 +587,22 @@ def as_list(value: str | list[str]) -> list[str]:
 
 def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
     """Assert equal losses, norms, gradients and weights, relative to a tensor's largest entry."""
-    torch.testing.assert_close(ours.losses, reference.losses, rtol=tolerance, atol=0)
-    torch.testing.assert_close(ours.norms, reference.norms, rtol=tolerance * 5, atol=0)
-    torch.testing.assert_close(ours.evaluation, reference.evaluation, rtol=tolerance, atol=0)
+    pairs = zip(ours.gradients, reference.gradients, strict=True)
+    differing = [
+        line
+        for step, (mine, theirs) in enumerate(pairs)
+        for line in _differences(mine, theirs, tolerance * 20, f"gradient of step {step}")
+    ]
+    differing += _differences(ours.weights, reference.weights, tolerance * 20, "weight")
+    said = lambda text: "\n".join([text, *differing[:40]])  # noqa: E731
+    for mine, theirs, own in (
+        (ours.losses, reference.losses, tolerance),
+        (ours.norms, reference.norms, tolerance * 5),
+        (ours.evaluation, reference.evaluation, tolerance),
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=own, atol=0, msg=said)
     assert ours.right == reference.right
-    for step, (mine, theirs) in enumerate(zip(ours.gradients, reference.gradients, strict=True)):
-        _assert_close(mine, theirs, tolerance * 20, f"gradient of step {step}")
-    _assert_close(ours.weights, reference.weights, tolerance * 20, "weight")
+    assert not differing, said("")
 
 
 def assert_near(ours: Outcome, reference: Outcome) -> None:
@@ -610,23 +619,25 @@ def assert_near(ours: Outcome, reference: Outcome) -> None:
             assert error < 0.05, f"{name}: {float(error):.3f}"
 
 
-def _assert_close(
+def _differences(
     mine: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor], tolerance: float, what: str
-) -> None:
+) -> list[str]:
+    """Return a line for each tensor that differs."""
     assert mine.keys() == theirs.keys()
     layers: dict[str, torch.Tensor] = {}
     for name, value in theirs.items():
         layers[_layer(name)] = torch.maximum(
             layers.get(_layer(name), torch.zeros(())), value.abs().max()
         )
+    found = []
     for name, value in theirs.items():
         scale, layer = value.abs().max(), layers[_layer(name)]
         # what is zero by symmetry, such as the gradient of a key's bias, is rounding alone
         scale = layer if scale < 1e-5 * layer else scale
         error = (mine[name].reshape(value.shape) - value).abs().max() / scale.clamp_min(1e-12)
-        assert error <= tolerance, (
-            f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}"
-        )
+        if not error <= tolerance:
+            found.append(f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}")
+    return found
 
 
 def _layer(name: str) -> str:

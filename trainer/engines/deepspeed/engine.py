@@ -221,6 +221,7 @@ class DeepSpeedEngine(NormalisedEngine):
 
             deepspeed.comm.log_summary()
         self._engine.destroy()
+        patches.forget_earlier_engines()
 
 
 def _counts(parameter: nn.Parameter, runner: StepRunner) -> bool:

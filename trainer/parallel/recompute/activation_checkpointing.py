@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from trainer.distributed.dtensor import local
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
@@ -42,8 +44,8 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 
             block = model.get_submodule(name)
             routes = spec.language.idle_parameters > 0
             biased = any(getattr(module, "has_bias", False) for module in block.modules())
-            copied = ("topk", "grouped_mm") if biased else ("topk",) if routes else ()
-            kinds = spec.training.draws, copied
+            written = {"topk", "_grouped_mm"} if biased else {"topk"} if routes else set[str]()
+            kinds = spec.training.draws, written
             wrapped = partial(_recomputed, block.forward, recompute, *kinds)
             patches.replace_forward(block, wrapped)
 
@@ -52,7 +54,7 @@ def _recomputed(
     forward: Callable[..., Any],
     recompute: Recompute,
     draws: bool,
-    copied: tuple[str, ...],
+    written: set[str],
     *args: Any,
     **kwargs: Any,
 ) -> Any:
@@ -60,19 +62,21 @@ def _recomputed(
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
-        copied = () if torch.compiler.is_compiling() else copied  # it writes nothing over
-        contexts["context_fn"] = partial(_selective, recompute.every, copied)
+        # compiled code writes nothing over
+        known = None if torch.compiler.is_compiling() else written
+        contexts["context_fn"] = partial(_selective, recompute.every, known)
     with on_host() if recompute.mode == "offload" else nullcontext():
         return checkpoint(
             forward, *args, **contexts, **kwargs, use_reentrant=False, preserve_rng_state=draws
         )
 
 
-def _selective(every: int, copied: tuple[str, ...]) -> Any:
+def _selective(every: int, written: set[str] | None) -> Any:
     """Return the contexts of one block's forward pass and of its recomputation.
 
     They keep what is costly or must not change; of matrix products, with `every` 2, only the first
-    of each two, as torchtitan does.
+    of each two, as torchtitan does. `written`: the operators whose results the block writes over,
+    to which new ones are added; a pass that shows one is recomputed as a whole.
     """
     products: Counter[bool] = Counter()
 
@@ -83,31 +87,68 @@ def _selective(every: int, copied: tuple[str, ...]) -> Any:
             kept = products[context.is_recompute] % every == 1
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = create_selective_checkpoint_contexts(policy)
-    return tuple(_copying(kept, copied) for kept in contexts) if copied else contexts
+    forward, again = create_selective_checkpoint_contexts(policy)
+    if written is None:
+        return forward, again
+    copied = frozenset(written)
+    return _within(forward, _Results(copied, written)), _again(again, copied, written)
 
 
 @contextmanager
-def _copying(kept: Any, operators: tuple[str, ...]) -> Iterator[None]:
-    with kept, _Copies(operators):
+def _within(kept: Any, results: _Results) -> Iterator[None]:
+    with kept, results:
         yield
 
 
-class _Copies(TorchDispatchMode):
+@contextmanager
+def _again(kept: Any, copied: frozenset[str], written: set[str]) -> Iterator[None]:
+    with _within(kept, _Results(copied)) if written == copied else nullcontext():
+        yield
+
+
+class _Results(TorchDispatchMode):
     """Gives a model copies of what some operators return, as it writes into them, not what is kept.
 
     Routers divide the weights of chosen experts in place; transformers adds experts' biases so.
+    PyTorch does not see it if a view was taken before. Operators whose kept results are written
+    over all the same are added to `written`.
     """
 
-    def __init__(self, operators: tuple[str, ...]) -> None:
+    def __init__(self, copied: frozenset[str], written: set[str] | None = None) -> None:
         super().__init__()
-        self._operators = operators
+        self._copied, self._written = copied, written
+        self._kept: dict[int, tuple[str, StorageWeakRef]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
-        if not getattr(func, "_opname", "").endswith(self._operators):
-            return found
-        return tree_map(torch.clone, found)
+        kwargs = kwargs or {}
+        found, name = func(*args, **kwargs), getattr(func, "_opname", "")
+        if name in self._copied:
+            return tree_map_only(torch.Tensor, torch.clone, found)
+        if self._written is not None:
+            schema = getattr(func, "_schema", None)  # flex attention's operator has none
+            if schema is not None and schema.is_mutable:
+                self._written |= self._writes_over(schema, args, kwargs)
+            if is_kept(func):
+                refs = [StorageWeakRef(local(t).untyped_storage()) for t in _tensors(found)]
+                self._kept |= {ref.cdata: (name, ref) for ref in refs}
+        return found
+
+    def _writes_over(self, schema: Any, args: Any, kwargs: Any) -> set[str]:
+        """Return the operators whose results an operator writes over."""
+        given = [*zip(schema.arguments, args, strict=False)]
+        given += [(one, kwargs[one.name]) for one in schema.arguments if one.name in kwargs]
+        found = set()
+        for argument, value in given:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for tensor in _tensors(value):
+                    place = local(tensor).untyped_storage()._cdata
+                    name, ref = self._kept.get(place, ("", None))
+                    found |= {name} if ref is not None and not ref.expired() else set()
+        return found
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
 def is_product(operator: Any) -> bool:
