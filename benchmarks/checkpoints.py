@@ -187,7 +187,7 @@ def measure_stall(arms: Arms, bench: Bench, rounds: int) -> list[str]:
             )
             beside = []
             saves = background._saving
-            while arms.ranks.any_soon(saves is not None and not saves.done())():
+            while arms.ranks.highest_soon(saves is not None and not saves.done())():
                 beside.append(timed(step))
             background.wait()
             if number:  # the first one makes the buffers

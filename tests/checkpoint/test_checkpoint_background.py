@@ -145,12 +145,12 @@ def test_on_two_ranks(tmp_path: Path, pools: Pools, broken_rank: int | None) -> 
     assert (tmp_path / "step-000010").exists() == (broken_rank is None)
 
 
-def _ask(values: list[list[bool]]) -> list[bool]:
+def _ask(values: list[list[int]]) -> list[int]:
     ranks = Ranks(torch.distributed.get_rank(), 2).on_host()
-    return [ranks.any_soon(row[ranks.rank])() for row in values]
+    return [ranks.highest_soon(row[ranks.rank])() for row in values]
 
 
-def test_any_soon(pools: Pools) -> None:
-    values = [[False, False], [False, True], [True, False], [False, False], [True, True]]
-    assert pools[2].run(_ask, values=values) == [[False, True, True, False, True]] * 2
-    assert [ALONE.on_host().any_soon(value)() for value in (False, True)] == [False, True]
+def test_highest_soon(pools: Pools) -> None:
+    values = [[0, 0], [0, 1], [2, 1], [0, 0], [2, 2]]
+    assert pools[2].run(_ask, values=values) == [[0, 1, 2, 0, 2]] * 2
+    assert [ALONE.on_host().highest_soon(value)() for value in (0, 2)] == [0, 2]

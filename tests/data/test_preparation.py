@@ -7,6 +7,7 @@ import io
 import json
 import multiprocessing
 import os
+import queue
 import signal
 import time
 from dataclasses import replace
@@ -188,29 +189,60 @@ def test_a_text_of_over_a_million_characters_has_the_tokens_of_the_whole(tmp_pat
 
 
 class Waits(Progress):
-    def __init__(self, told: Any) -> None:
-        super().__init__()
-        self.told = told
+    def __init__(self, told: Any, waits: Any) -> None:
+        super().__init__(moves=lambda seconds: waits.is_set() and told.put("moves"))
+        self.told, self.is_heard = told, waits
 
     def waits(self) -> None:
         self.told.put("waits")
+        self.is_heard.set()
 
 
-def _slowly(cache: Path, told: Any) -> None:
+def _slowly(cache: Path, told: Any, waits: Any, hangs: float = 0.0) -> None:
+    progress = Waits(told, waits)
+
     def write(folder: Path) -> None:
         told.put("writes")
-        time.sleep(0.5)
+        assert waits.wait(60)  # of the other one
+        for _ in range(int(hangs)):
+            time.sleep(1.2)
+            progress.say("goes on")
+        time.sleep(hangs * 100)
         (folder / "file").write_text("whole")
 
-    told.put((cached_folder(cache, "name", write, Waits(told)) / "file").read_text())
+    told.put((cached_folder(cache, "name", write, progress) / "file").read_text())
+
+
+def test_who_waits_for_another_process_moves_as_long_as_that_does(tmp_path: Path) -> None:
+    other, mine, waits = FORK.Queue(), FORK.Queue(), FORK.Event()
+    writer = FORK.Process(target=_slowly, args=(tmp_path, other, waits, 3))
+    writer.start()
+    assert other.get(timeout=60) == "writes"
+    waiter = FORK.Process(target=_slowly, args=(tmp_path, mine, waits))
+    waiter.start()
+    assert mine.get(timeout=60) == "waits"
+    for _ in range(2):
+        assert mine.get(timeout=60) == "moves"
+    time.sleep(3.0)  # in which it hangs
+    while not mine.empty():
+        mine.get()
+    with pytest.raises(queue.Empty):
+        mine.get(timeout=3.0)
+    writer.kill()
+    found = [mine.get(timeout=60) for _ in range(2)]
+    waiter.join()
+    writer.join()
+    assert "writes" in found
 
 
 def test_two_at_once_write_once(tmp_path: Path) -> None:
-    told = FORK.Queue()
-    both = [FORK.Process(target=_slowly, args=(tmp_path, told)) for _ in range(2)]
+    told, waits = FORK.Queue(), FORK.Event()
+    both = [FORK.Process(target=_slowly, args=(tmp_path, told, waits)) for _ in range(2)]
     for process in both:
         process.start()
-    heard = [told.get(timeout=60) for _ in range(4)]
+    heard: list[str] = []
+    while len(heard) < 4:
+        heard += [word for word in [told.get(timeout=60)] if word != "moves"]
     for process in both:
         process.join()
     assert sorted(heard) == ["waits", "whole", "whole", "writes"]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from io import StringIO
 from pathlib import Path
 from threading import Thread
 from typing import Any
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 from PIL import Image
+from rich.console import Console
 
 from tests.support.commands import run, train, write_job
 from tests.support.pool import Pools
@@ -28,7 +30,7 @@ from trainer.config import DataSection, ImagesSection, load
 from trainer.config.sections.model_and_data import SourceSection
 from trainer.data.formats import check_paths
 from trainer.data.images.image_samples import open_images
-from trainer.data.progress import QUIET
+from trainer.data.progress import QUIET, Progress
 from trainer.data.remote import absent, fetched
 from trainer.data.text.preparation import open_data
 from trainer.data.text.tokenizer import embedded_tokenizer
@@ -137,6 +139,17 @@ def test_an_address_is_copied_once_and_again_when_a_file_changes(
     Path(after[1]).write_bytes(b"damaged")
     assert copies(bucket, data, cache=tmp_path) == ["a.jsonl", "b.jsonl"]
     assert Path(after[1]).read_bytes() == rows("c")
+
+
+def test_each_part_of_a_large_file_is_progress(bucket: MemoryFileSystem, tmp_path: Path) -> None:
+    bucket.pipe_file("/bucket/texts/b.jsonl", b"x" * 20_000_000)
+    moved: list[float] = []
+    shown = StringIO()
+    progress = Progress(Console(file=shown, width=100), moves=moved.append)
+    with patch("trainer.data.progress._MOMENT", 0.0), patch("trainer.data.progress._BETWEEN", 0.0):
+        fetched(DataSection(path=ADDRESS), tmp_path, ALONE, progress)
+    assert len(moved) >= 6  # of 4 MB each
+    assert "copied 8 of 20 MB" in shown.getvalue() and "copied 20 of 20 MB" in shown.getvalue()
 
 
 def test_processes_of_a_machine_copy_once(bucket: MemoryFileSystem, tmp_path: Path) -> None:

@@ -26,8 +26,10 @@ from rich.console import Console
 
 import trainer
 from tests.data.test_data_samples import options, tokenizer
-from tests.support.commands import run, write_job
+from tests.run.test_interrupted import command, environment, nothing_left
+from tests.support.commands import run, start, write_job
 from tests.support.s3 import served
+from trainer.checkpoint import newest
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.progress import Progress
 from trainer.data.stream import Place
@@ -274,6 +276,76 @@ def test_who_waits_for_a_file_moves_and_can_be_closed(
     name = tmp_path / f"{data.train._file(0)}.jsonl"
     said = f"note: the next samples are of {name}, which is still prepared"
     assert shown.getvalue().splitlines() == [said]
+
+
+def test_who_waits_moves_as_long_as_the_file_does(tmp_path: Path, texts: list[list[str]]) -> None:
+    """The process that prepares makes progress once, and then hangs."""
+    moved: list[float] = []
+    given = options(tmp_path / "*.jsonl", documents="pad", stream=True)
+    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, Progress(moves=moved.append))
+    prepare = data.train._prepare
+
+    def hangs(file: int) -> Path:
+        prepare(file)
+        time.sleep(600)
+        raise AssertionError
+
+    data.train._prepare = hangs
+    moved.clear()
+    data.train.begin(Place())
+    with BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0) as loader:
+        assert not loader.is_ready(0)
+        for _ in range(4):
+            loader.rest()
+    assert len(moved) >= 3 and moved[-1] < -2 and moved == sorted(moved, reverse=True), moved
+
+
+HANGS = """
+import os, trainer.data.text.preparation as m
+real, calls = m.prepare, []
+def prepare(*given):
+    calls.append(os.getpid())
+    if calls.count(os.getpid()) == {call} and os.getpid() != calls[0]:
+        (folder / f"reached-{{rank}}").touch()
+        time.sleep(600)
+    return real(*given)
+m.prepare = prepare
+calls.append(os.getpid())
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "ends"),
+    [
+        (3, "signal"),
+        pytest.param(1, "signal", marks=pytest.mark.more),
+        pytest.param(3, "patience", marks=pytest.mark.more),
+    ],
+)
+def test_a_run_that_waits_for_a_file_can_be_stopped(tmp_path: Path, call: int, ends: str) -> None:
+    """It saves at the last step whose samples were there; without a signal it ends as hung."""
+    for number in range(6):
+        text = " ".join(["the", "model", "reads", "text"][number % 3 :] * 40)
+        (tmp_path / f"{number}.of.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    data = {"path": str(tmp_path / "*.of.jsonl"), "stream": True, "sequence_length": 16}
+    own = {"patience": 3} if ends == "patience" else {}
+    job = write_job(tmp_path, engine="mesh", data=data, steps=60, evaluation={}, **own)
+    words = command(tmp_path, job, HANGS.format(call=call))
+    process = start(*words, **environment(tmp_path / "cache"))
+    if ends == "signal":
+        deadline = time.monotonic() + 100
+        while not list(tmp_path.glob("reached-*")) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(4)  # until all wait
+        process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=100)
+    assert process.returncode == (75 if ends == "signal" else 77), output
+    assert "note: the next samples are of" in output and nothing_left(tmp_path)
+    found, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
+    assert bool(found) is (call > 1 and ends == "signal"), output
+    if found:
+        again = run(*command(tmp_path, job), "trainer.steps=9", **environment(tmp_path / "cache"))
+        assert f"resumed from {found}" in again.output and again.code == 0, again.output
 
 
 def test_documents_of_the_first_file_are_held_out(tmp_path: Path, texts: list[list[str]]) -> None:

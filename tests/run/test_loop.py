@@ -49,7 +49,7 @@ def run(
         def save(self, state: RunState) -> None:
             calls.append(("save", state.step, state.samples))
 
-        def stop(self) -> Any:
+        def stop(self, step: int) -> Any:
             return stop()
 
     loader: Any = [

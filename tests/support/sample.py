@@ -55,7 +55,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "state_at_the_call",
         "overlap",
         "on_two_ranks[None]",
-        "any_soon",
+        "highest_soon",
     ),
     "test_checkpoint_faults.py": (
         "[flush-0-both]",

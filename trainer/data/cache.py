@@ -27,6 +27,7 @@ from trainer.storage import private_folder, rename_folder
 Write = Callable[[Path], object]
 EXPLAINED_SECONDS = 60.0
 """Seconds that an unexpected error waits for the comparison, which may explain it."""
+_POLL_SECONDS = 1.0
 _OLD_SECONDS = 7 * 86_400
 """The age in seconds at which an unfinished folder is taken to be abandoned."""
 
@@ -52,17 +53,30 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
             lock.acquire(blocking=False)
         if not lock.is_locked:
             progress.waits()
-            lock.acquire()
+            _acquire(lock, begun / "progress", progress)
     except OSError:  # no locks on this file system, or another process has just ended
         with tempfile.TemporaryDirectory(dir=cache, prefix=".partial-") as own:
             _write(Path(own), cache / name, write, progress)
         return cache / name
     try:
-        _write(begun, cache / name, write, progress)
+        with progress.marking(begun / "progress"):
+            _write(begun, cache / name, write, progress)
     finally:
         discard(begun)  # while it is locked: the next process makes another
         lock.release()
     return cache / name
+
+
+def _acquire(lock: FileLock, mark: Path, progress: Progress) -> None:
+    """Wait for a lock; its owner shows progress in the time of a file, which is progress here."""
+    seen = 0
+    while not lock.is_locked:
+        with suppress(FileNotFoundError):  # before the first, and after the end
+            if (touched := mark.stat().st_mtime_ns) != seen:
+                seen = touched
+                progress.moves()
+        with suppress(Timeout):
+            lock.acquire(timeout=_POLL_SECONDS)
 
 
 def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:

@@ -31,6 +31,7 @@ Collate = Callable[[Sequence[Any]], Batch]
 Blank = Callable[[Any], Any]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
+_MOMENT = 1.0  # seconds
 _ORDERED = 1024  # samples whose order is computed at once: one costs as much
 
 Part = list[tuple[int, int | None]]
@@ -97,6 +98,8 @@ class BatchLoader:
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
         self._stream = source if isinstance(source, Stream) else None
         train_batch, shuffle = math.prod(shape), self._stream or Shuffle(len(source), order, seed)
+        self._ends = lambda step: position + (step - steps.start + 1) * train_batch
+        self._steps = steps
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
@@ -139,10 +142,23 @@ class BatchLoader:
             batches = [_on_device(batch, self._device) for batch in item.micro_batches]
             yield StepBatches(item.step, item.ids, batches)
 
+    def is_ready(self, step: int) -> bool:
+        """Return False while a file of a stream is prepared from which a step has samples."""
+        if self._stream is None or step not in self._steps or not self._thread.is_alive():
+            return True
+        return self._stream.reaches(self._ends(step))
+
+    def rest(self) -> None:
+        """Wait a moment for data."""
+        time.sleep(_MOMENT)
+        self.waited_seconds += _MOMENT
+        if self._stream:
+            self._stream.waits()
+
     def _next(self) -> StepBatches | BaseException | None:
         while True:
             with contextlib.suppress(queue.Empty):
-                return self._ready.get(timeout=1.0)
+                return self._ready.get(timeout=_MOMENT)
             if self._stream:
                 self._stream.waits()
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -15,8 +17,8 @@ from trainer.supervise.output import Signs
 
 _MOMENT, _BETWEEN = 2.0, 30.0
 """Seconds before anything is shown, and between lines without a terminal."""
-_OF_OTHERS = 7 * 86_400.0
-"""Seconds for which another process may prepare while this one waits."""
+_MARKED = 1.0
+"""The least seconds between two touches of the file that shows progress to other processes."""
 
 
 class Progress:
@@ -34,6 +36,8 @@ class Progress:
         self._name, self._begun, self._shown = "", math.inf, 0.0
         self._from: tuple[int, float] | None = None
         self._noted: set[str] = set()
+        self._mark: Path | None = None
+        self._marked = 0.0
 
     def begin(self, name: str) -> None:
         self._name, self._begun, self._from = name, time.monotonic(), None
@@ -55,18 +59,37 @@ class Progress:
         size = f"{done / 1e9:.1f} of {all / 1e9:.1f} GB"
         self._show(f"checking what is prepared, {size}", done / max(all, 1))
 
+    def moves(self, seconds: float = 0.0) -> None:
+        """Note progress; none may follow for so many seconds."""
+        self._moves(seconds)
+        mark, now = self._mark, time.monotonic()
+        if mark is not None and now - self._marked > _MARKED:
+            self._marked = now
+            with suppress(OSError):  # a full disk is told by who writes data
+                mark.touch()
+
+    @contextmanager
+    def marking(self, mark: Path) -> Iterator[None]:
+        """Touch a file on progress in the context, for other processes that wait for this one."""
+        self._mark = mark
+        try:
+            yield
+        finally:
+            self._mark = None
+
     def note(self, line: str) -> None:
         """Print a line about something unexpected, at once, and only once."""
-        self._moves(0.0)
-        if self._console is not None and line not in self._noted:
-            self._noted.add(line)
+        if line in self._noted:
+            return
+        self._noted.add(line)
+        self.moves()
+        if self._console is not None:
             self._console.print(printable(line), soft_wrap=True, markup=False)
 
     def waits(self) -> None:
-        """Say that another process prepares the same data; nothing may follow for long."""
+        """Say that another process prepares the same data."""
         self._shown = self._begun = time.monotonic() - _BETWEEN
         self.say("another process does it: waiting")
-        self._moves(_OF_OTHERS)
 
     def close(self) -> None:
         if self._bar is not None:
@@ -75,7 +98,7 @@ class Progress:
 
     def _show(self, text: str, share: float | None) -> None:
         now = time.monotonic()
-        self._moves(0.0)
+        self.moves()
         if self._console is None or now - self._begun < _MOMENT:
             return
         self._signs.hide()

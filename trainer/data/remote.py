@@ -52,16 +52,25 @@ class Listing(NamedTuple):
         """Copy the files to a folder, which may be missing; return their names there."""
         from fsspec.callbacks import Callback
 
-        def show(size: int, value: int, **_: Any) -> None:
-            progress.say(f"copied {value:,} of {size:,} files")
+        whole, copied = sum(count or 0 for count in self.files.values()), 0
+
+        class OfOne(Callback):
+            def relative_update(self, inc: int = 1) -> None:
+                nonlocal copied
+                copied += inc
+                progress.say(f"copied {copied / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
+
+        class OfAll(Callback):
+            def branched(self, path_1: str, path_2: str, **_: Any) -> Callback:
+                return OfOne()
 
         folder.mkdir(exist_ok=True)
-        ensure_writable(folder, sum(count or 0 for count in self.files.values()))
+        ensure_writable(folder, whole)
         with _reached(self.address):
             places = [folder / _local(path) for path in self.files]
             for parent in {place.parent for place in places}:
                 parent.mkdir(parents=True, exist_ok=True)
-            self.system.get([*self.files], [*map(str, places)], callback=Callback(hooks={"": show}))
+            self.system.get([*self.files], [*map(str, places)], callback=OfAll())
             for place, count in zip(places, self.files.values(), strict=True):
                 if place.stat().st_size != (count or place.stat().st_size):
                     raise OSError(f"{place.stat().st_size} of {count} bytes came of {place.name}")

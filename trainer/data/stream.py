@@ -88,8 +88,12 @@ class Stream:
 
         Raises DataError for a file that can't be read, or has changed.
         """
-        while self._places[-1].position <= position:
+        while not self.reaches(position):
             self._open_next()
+
+    def reaches(self, position: int) -> bool:
+        """Return True if the files up to a position are open."""
+        return self._places[-1].position > position
 
     def samples(self, positions: np.ndarray) -> list[tuple[int, int]]:
         """Return the ids and epochs of the samples at positions in the stream, int64 [samples].

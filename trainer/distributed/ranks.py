@@ -120,10 +120,10 @@ class Ranks:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
         return int(found)
 
-    def any_soon(self, value: bool) -> Callable[[], bool]:
-        """Begin to ask if `value` is true on any rank; the returned function waits for the answer.
+    def highest_soon(self, value: int) -> Callable[[], int]:
+        """Begin to ask for the highest value of all ranks; the returned function waits for it.
 
-        On the host: these ranks have to be `on_host`.
+        On the host: these ranks have to be `on_host`. Values of 0 to 255.
         """
         if self.world_size == 1:
             return lambda: value
@@ -133,9 +133,9 @@ class Ranks:
         found = torch.tensor([value], dtype=torch.uint8)
         work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
-        def answer() -> bool:
+        def answer() -> int:
             work.wait()
-            return bool(found)
+            return int(found)
 
         return answer
 

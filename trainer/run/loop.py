@@ -39,8 +39,8 @@ class Hooks:
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
         """Note a step, each time, without waiting for the device."""
 
-    def stop(self) -> Callable[[], bool]:
-        """Begin to ask, before a step, if the run must stop; the result is called after it."""
+    def stop(self, step: int) -> Callable[[], bool]:
+        """Begin to ask, before a step, from 0, if the run must stop; the result is called after."""
         return lambda: False
 
     def at(self, phase: Phase, step: int) -> None:
@@ -60,7 +60,7 @@ def train(
     hooks.at(Phase.WAITING, state.step + 1)
     for batches in loader:
         hooks.at(Phase.TRAINING, batches.step + 1)
-        stop = hooks.stop()
+        stop = hooks.stop(batches.step)
         update = schedule(batches.step)
         metrics = engine.step(batches.step, batches.micro_batches, update)
         hooks.on_step(batches, metrics)

@@ -206,6 +206,8 @@ def _train(
         _loader(prepared, machine, position) as loader,
         RunHooks(*parts, loader, console, signals, trackers, request.callbacks) as hooks,
     ):
+        while ranks.any(not loader.is_ready(position.step)):
+            loader.rest()
         signals.saving()
         hooks.callbacks.call("on_train_begin", folder, engine.modules)
         machine.signs.at("making the first step")

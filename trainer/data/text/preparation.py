@@ -6,9 +6,11 @@ import hashlib
 import json
 import shutil
 import socket
+import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import astuple, dataclass, replace
+from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -172,7 +174,7 @@ class _Opening:
     def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
         self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
         self._progress = progress if ranks.first else QUIET
-        self._note = progress.note
+        self._own = progress
         self._folders: list[Path] = []
         self._prepares = False
         """True if this rank has prepared a source, or compared it with what was written."""
@@ -200,14 +202,22 @@ class _Opening:
             held = options.evaluation_fraction if file == 0 else 0.0
             return options.model_copy(update={"path": names[file], "evaluation_fraction": held})
 
+        moved = RawArray("d", 1)
+        """When the process that prepares the next file has last made progress."""
+
+        def moves(seconds: float) -> None:
+            moved[0] = time.monotonic() + seconds
+
         def prepared(file: int) -> Path:
-            return prepare(source(file), self._tokenizer, self._cache)
+            moves(0.0)
+            return prepare(source(file), self._tokenizer, self._cache, Progress(moves=moves))
 
         def opened(folder: Path) -> PreparedSource:
             return PreparedSource(folder / "train")
 
         def awaits(file: int) -> None:
-            self._note(f"note: the next samples are of {names[file]}, which is still prepared")
+            self._own.note(f"note: the next samples are of {names[file]}, which is still prepared")
+            self._own.moves(moved[0] - time.monotonic())
 
         first, held = self.open(source(0))
         train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits)
