@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -102,7 +102,9 @@ def _within(kept: Any, results: _Results) -> Iterator[None]:
 
 @contextmanager
 def _again(kept: Any, copied: frozenset[str], written: set[str]) -> Iterator[None]:
-    with _within(kept, _Results(copied)) if written == copied else nullcontext():
+    if copied:
+        kept = _within(kept, _Results(copied))
+    with kept if written == copied else nullcontext():
         yield
 
 
@@ -125,38 +127,38 @@ class _Results(TorchDispatchMode):
         if name in self._copied:
             return tree_map_only(torch.Tensor, torch.clone, found)
         if self._written is not None:
-            schema = getattr(func, "_schema", None)  # flex attention's operator has none
-            if schema is not None and schema.is_mutable:
-                self._written |= self._writes_over(schema, args, kwargs)
+            for place, argument in _written_over(func):
+                given = args[place] if place < len(args) else kwargs.get(argument)
+                for tensor in _tensors(given):
+                    kept = self._kept.get(local(tensor).untyped_storage()._cdata)
+                    if kept is not None and not kept[1].expired():
+                        self._written.add(kept[0])
             if is_kept(func):
                 refs = [StorageWeakRef(local(t).untyped_storage()) for t in _tensors(found)]
                 self._kept |= {ref.cdata: (name, ref) for ref in refs}
         return found
 
-    def _writes_over(self, schema: Any, args: Any, kwargs: Any) -> set[str]:
-        """Return the operators whose results an operator writes over."""
-        given = [*zip(schema.arguments, args, strict=False)]
-        given += [(one, kwargs[one.name]) for one in schema.arguments if one.name in kwargs]
-        found = set()
-        for argument, value in given:
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                for tensor in _tensors(value):
-                    place = local(tensor).untyped_storage()._cdata
-                    name, ref = self._kept.get(place, ("", None))
-                    found |= {name} if ref is not None and not ref.expired() else set()
-        return found
+
+@cache
+def _written_over(operator: Any) -> list[tuple[int, str]]:
+    """Return the places and names of the arguments that an operator writes over."""
+    schema = getattr(operator, "_schema", None)  # flex attention's operator has none
+    arguments = enumerate(schema.arguments if schema else ())
+    return [(n, one.name) for n, one in arguments if one.alias_info and one.alias_info.is_write]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 
+@cache
 def is_product(operator: Any) -> bool:
     """Return True for a matrix product, also that of all experts at once."""
     name = getattr(operator, "_opname", "")  # flex attention's operator has none
     return operator.namespace == "aten" and (name in PRODUCTS or name.endswith("grouped_mm"))
 
 
+@cache
 def is_kept(operator: Any) -> bool:
     """Return True for what `selective` keeps; it recomputes all else.
 
