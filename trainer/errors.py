@@ -100,6 +100,10 @@ class DataError(MeshloomError):
     kind = "data error"
 
 
+class NoSamples(DataError):
+    """A source has no sample."""
+
+
 class DiskError(MeshloomError):
     """The run folder can't be written, or is full."""
 

@@ -212,6 +212,31 @@ def test_a_file_that_is_wrong_ends_the_run_where_it_comes(
         read(opened(tmp_path), range(7))
 
 
+def test_files_without_a_sample_are_left_out_where_bad_rows_are(tmp_path: Path) -> None:
+    (tmp_path / "all").mkdir()
+    texts = write_files(tmp_path / "all")
+    (tmp_path / "all/bad.jsonl").write_text("no json\n")
+    (tmp_path / "all/blank.jsonl").write_text('{"text": ""}\n')
+    path = tmp_path / "all/*.jsonl"
+    shown = StringIO()
+    progress = Progress(Console(file=shown, width=300))
+    given = options(path, documents="pad", stream=True, corrupt="skip")
+    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, progress)
+    *steps, place = read(data, range(14))
+    found = [text for step in steps for text in step]
+    assert sorted(found[:28]) == sorted(found[28:]) == sorted(sum(texts, []))
+    notes = shown.getvalue().splitlines()
+    assert sorted(line for line in notes if "waits" not in line and "still" not in line) == [
+        f"note: {tmp_path / 'all' / name} has no samples and is left out"
+        for name in ("bad.jsonl", "blank.jsonl")
+    ]
+    *rest, _ = read(opened(tmp_path, path, corrupt="skip"), range(14, 16), place=place)
+    *whole, _ = read(opened(tmp_path, path, corrupt="skip"), range(16))
+    assert whole[:14] == steps and whole[14:] == rest
+    with pytest.raises(DataError, match=r"bad\.jsonl|blank\.jsonl"):
+        read(opened(tmp_path, path), range(14))
+
+
 def test_a_killed_preparation_is_told(tmp_path: Path, texts: list[list[str]]) -> None:
     data = opened(tmp_path)
     data.train._prepare = lambda file: os._exit(1)

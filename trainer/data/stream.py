@@ -46,17 +46,19 @@ class Stream:
         self,
         files: int,
         seed: int,
-        prepare: Callable[[int], Path],
+        prepare: Callable[[int], Path | None],
         opened: Callable[[Path], Any],
         kept: Sequence[Path],
         awaits: Callable[[int], object],
+        skips: Callable[[int], object],
     ) -> None:
         """Take the number of files, and functions that prepare one and open its folder.
 
-        `kept`: the folders that are never removed, that of file 0 first; `awaits`: called with a
-        file's number while a reader waits for it.
+        `prepare` returns None for a file to leave out. `kept`: the folders that are never removed,
+        that of file 0 first; `awaits`: called with a file's number while a reader waits for it;
+        `skips`: with that of one that is left out.
         """
-        self.files, self._seed, self._reports = files, seed, awaits
+        self.files, self._seed, self._reports, self._skips = files, seed, awaits, skips
         self._opened, self._kept, self._first = opened, kept, opened(kept[0])
         self._turns, self._prepare = Shuffle(files, KEYED, seed), prepare
         self._beside: Beside
@@ -132,15 +134,23 @@ class Stream:
             self._awaits = True
             folder = self._beside.result()
             self._awaits = False
+            if folder is None:
+                break
             with suppress(FileNotFoundError):  # another run has removed it meanwhile
                 source = self._opened(folder)
             self._beside.begin(file if source is None else self._file(turn + 1))
-        found = source.summary.fingerprint
+        found = "" if source is None else source.summary.fingerprint
         expected = expected or self._known.setdefault(file, found)
         if found != expected:
             place, wanted = f"file {file} of the stream", f"those of before, {expected[:12]}..."
+            seen = f"samples {found[:12]}..." if found else "no samples"
             hint = "Undo the change, or go on in spite of it with --resume-anyway"
-            raise DataError(Problem(place, f"samples {found[:12]}...", wanted, hint))
+            raise DataError(Problem(place, seen, wanted, hint))
+        if source is None:
+            self._skips(file)
+            self._beside.begin(self._file(turn + 1))
+            self._places[-1] = Place(turn + 1, position)
+            return
         self._sources[file], self._folders[file] = source, folder
         self._shuffles[turn] = Shuffle(len(source), KEYED, self._seed, turn)
         after = Place(turn + 1, position + len(source))

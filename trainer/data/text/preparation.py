@@ -33,7 +33,7 @@ from trainer.data.text.token_files import Cut, Origin, PartWriter, PreparedSourc
 from trainer.data.text.tokenizer import end_of_text, tokenizer_key
 from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DataError, Problem
+from trainer.errors import DataError, NoSamples, Problem
 
 _VERSION = 4
 """The version of prepared files, to be raised whenever the same input gives other files."""
@@ -208,9 +208,15 @@ class _Opening:
         def moves(seconds: float) -> None:
             moved[0] = time.monotonic() + seconds
 
-        def prepared(file: int) -> Path:
+        def prepared(file: int) -> Path | None:
             moves(0.0)
-            return prepare(source(file), self._tokenizer, self._cache, Progress(moves=moves))
+            progress = Progress(moves=moves)
+            try:
+                return prepare(source(file), self._tokenizer, self._cache, progress)
+            except NoSamples:
+                if options.corrupt == "skip":
+                    return None
+                raise
 
         def opened(folder: Path) -> PreparedSource:
             return PreparedSource(folder / "train")
@@ -219,8 +225,11 @@ class _Opening:
             self._own.note(f"note: the next samples are of {names[file]}, which is still prepared")
             self._own.moves(moved[0] - time.monotonic())
 
+        def skips(file: int) -> None:
+            self._own.note(f"note: {names[file]} has no samples and is left out")
+
         first, held = self.open(source(0))
-        train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits)
+        train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits, skips)
         known = [(Path(name).name, size) for name, size in files.items()]
         whole, held_out = json.dumps([known, first.summary.fingerprint]), {"": held} if held else {}
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
@@ -291,7 +300,7 @@ def prepare(
                 _write(folder, locate(file, options.format), options, work, progress)
             except DataError as error:  # of a copy that is removed
                 own = [(one, one.place.replace(file, away.address)) for one in error.problems]
-                raise DataError(*(replace(one, place=place) for one, place in own)) from None
+                raise type(error)(*(replace(one, place=place) for one, place in own)) from None
             return shutil.rmtree(folder / "away")
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
@@ -358,14 +367,14 @@ def _documents(location: Location, options: DataSection, found: Found) -> Iterat
             used += 1
         yield document
     if not used and skipped is not None:  # no document is left
-        raise skipped
+        raise NoSamples(*skipped.problems)
     if not used:
         seen = f"{rows} documents, all of them empty" if rows else "no documents"
-        raise DataError(Problem(str(location), seen, "at least one with text in it"))
+        raise NoSamples(Problem(str(location), seen, "at least one with text in it"))
 
 
 def _check_samples(location: Location, summary: Summary) -> None:
     if not summary.samples:
         seen = f"nothing to learn in {summary.describe_documents()}"
         mend = "Raise trainer.data.sequence_length, or add data"
-        raise DataError(Problem(str(location), seen, "at least one sample", mend))
+        raise NoSamples(Problem(str(location), seen, "at least one sample", mend))
