@@ -76,7 +76,7 @@ def _acquire(lock: FileLock, mark: Path, progress: Progress) -> None:
                 seen = touched
                 progress.moves()
         with suppress(Timeout):
-            lock.acquire(timeout=_POLL_SECONDS)
+            lock.acquire(timeout=_POLL_SECONDS, poll_interval=_POLL_SECONDS / 4)
 
 
 def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
