@@ -46,10 +46,6 @@ def refusal(layout: Layout) -> str | None:
         return "Its AutoTP and spread experts are not used together; the mesh engine runs both."
     if layout.zero_stage == 3:
         return "Its AutoTP is used with ZeRO 0 to 2; the mesh engine runs the product with ZeRO-3."
-    if layout.recompute.mode == "selective":
-        adds = "Its AutoTP adds a row-split product up in place, where selective recomputation"
-        mend = 'Set activation_checkpointing to "full", or use the mesh engine.'
-        return f"{adds} has kept it: computed again, it is added up twice. {mend}"
     if layout.sequence_parallel:
         return "AutoTP has no sequence parallelism; the mesh engine has."
     return None

@@ -141,10 +141,16 @@ class _Results(TorchDispatchMode):
 
 @cache
 def _written_over(operator: Any) -> list[tuple[int, str]]:
-    """Return the places and names of the arguments that an operator writes over."""
+    """Return the places and names of the arguments that an operator writes over.
+
+    Collectives in place do not say which; it may be any.
+    """
     schema = getattr(operator, "_schema", None)  # flex attention's operator has none
-    arguments = enumerate(schema.arguments if schema else ())
-    return [(n, one.name) for n, one in arguments if one.alias_info and one.alias_info.is_write]
+    arguments, sends = enumerate(schema.arguments if schema else ()), operator.namespace == "c10d"
+    written = [
+        one for one in arguments if sends or (one[1].alias_info and one[1].alias_info.is_write)
+    ]
+    return [(place, argument.name) for place, argument in written]
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
