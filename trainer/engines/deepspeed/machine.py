@@ -59,10 +59,6 @@ def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
         params["adam_w_mode"] = given.get("adam_w_mode", True)
         params["torch_adam"] = recipe.library.startswith("torch.")
     config["optimizer"] = {"type": kind, "params": params}
-    if job.layout.zero_stage == 3 and job.layout.recompute.mode == "selective":
-        # its linear layer adds the bias to the saved product in place: recomputed, that is twice
-        zero = {**config["zero_optimization"], "memory_efficient_linear": False}
-        config["zero_optimization"] = zero
     if has_plain_optimizer(job.layout):
         # DeepSpeed reports no norm here, so this engine computes it and clips
         config["gradient_clipping"] = 0.0
