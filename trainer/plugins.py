@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
+from importlib.machinery import PathFinder
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -45,15 +46,22 @@ def load(name: str, given: ValidationInfo) -> str:
     """Import a module, or an entry point of the group `meshloom.plugins`; return its name.
 
     The module may be beside the config, in the folder that is the validation's context. Raises
-    ValueError with what is expected.
+    ValueError with what is expected, also if a module of that name is imported from elsewhere.
     """
-    for folder in (os.getcwd(), os.path.abspath(given.context or "")):
+    beside = os.path.abspath(given.context or "")
+    for folder in (os.getcwd(), beside):
         sys.path += [folder] if folder not in sys.path else []
     try:
-        found = [point.load() for point in entry_points(group="meshloom.plugins", name=name)]
-        return name if found or import_module(name) else ""
+        if [point.load() for point in entry_points(group="meshloom.plugins", name=name)]:
+            return name
+        imported = import_module(name).__spec__
+        wanted = PathFinder.find_spec(name, [beside])
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
+    if wanted and imported and imported.origin != wanted.origin:
+        seen = f"Python has imported {imported.origin} by that name; give it another"
+        raise ValueError(f"the plug-in beside the config, {wanted.origin} ({seen})")
+    return name
 
 
 def _known(kind: Kind) -> AfterValidator:

@@ -94,6 +94,55 @@ def test_a_signal_to_a_script_or_a_notebook_saves_and_is_raised(
     assert re.search(r"FINISHED \d+ True", found.stdout)
 
 
+LAUNCHED = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from pathlib import Path
+import torch, trainer
+from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
+from tests.command.test_script import OWN, config
+from trainer.errors import Preempted
+
+folder = Path({folder!r})
+class Ends(trainer.Callback):
+    def on_step_end(self, step):
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+            if {fails}: raise ValueError("boom")
+own = config(folder, 4) | {{"zero_optimization": {{"stage": 3}}}}
+own["trainer"] |= {{"engine": "deepspeed"}}
+given = OWN | {{"blocks": "1"}}
+for callbacks in ([Ends()], []):
+    try:
+        losses = trainer.train(own, callbacks=callbacks, resume="auto", **given).losses
+        print("ENDED", len(losses))
+    except (Preempted, ValueError) as error:
+        print("FAILED", error)
+    print("LEFT", torch.nn.functional.linear is not torch._C._nn.linear, len(FWD_MODULE_STACK))
+"""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_launchers_process_is_as_before_after_a_run_that_fails(
+    tmp_path: Path, fails: bool
+) -> None:
+    """And the same call goes on: a run's folder was still locked, by the same process."""
+    code = LAUNCHED.format(root=str(ROOT), folder=str(tmp_path), fails=fails)
+    place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+    found = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | place | {"MASTER_PORT": "0"},
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    said = [line for line in found.stdout.splitlines() if re.match("ENDED|FAILED|LEFT", line)]
+    assert [line[:6] for line in said[::2]] == ["FAILED", "ENDED "], found.stdout
+    assert said[1::2] == ["LEFT False 0"] * 2, found.stdout
+
+
 @pytest.mark.more
 def test_the_ranks_of_a_script_that_is_killed_save_and_leave(tmp_path: Path) -> None:
     code = STOPPED.format(root=str(ROOT), folder=str(tmp_path), name="SIGKILL", processes=1)

@@ -97,6 +97,27 @@ def test_a_module_beside_the_config_is_found_and_may_not_end_the_command(tmp_pat
     ]
 
 
+def test_the_plugin_of_another_config_is_not_taken_for_its_own(tmp_path: Path) -> None:
+    """Of two configs in one process, the second was trained by the first one's, in silence."""
+    for name in ("first", "second"):
+        (folder := tmp_path / name).mkdir()
+        (folder / "own_plugin.py").write_text(
+            "from trainer.plugins import register\n@register('task', 'own:task')\ndef f(_): ...\n"
+        )
+        (folder / "job.json").write_text(
+            json.dumps({"trainer": {"plugins": ["own_plugin"], "task": "own:task"}})
+        )
+    for _ in range(2):
+        load(tmp_path / "first/job.json")
+        with pytest.raises(ConfigError) as caught:
+            load(tmp_path / "second/job.json")
+        assert str(caught.value) == (
+            'trainer.plugins[0]: saw "own_plugin"; expected the plug-in beside the config, '
+            f"{tmp_path / 'second/own_plugin.py'} (Python has imported "
+            f"{tmp_path / 'first/own_plugin.py'} by that name; give it another)"
+        )
+
+
 def test_a_source_yields_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(PACKAGE)
     file = tmp_path / "a.words"

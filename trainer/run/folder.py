@@ -23,6 +23,8 @@ from trainer.supervise import status_files as status
 LOCK = ".lock"
 FINAL, ENVIRONMENT = "final", "environment.json"
 HELD_SECONDS = 10.0
+_HELD: list[int] = []
+"""The descriptors of this process's locks."""
 """Seconds for which forks of a dead process may hold its lock."""
 PATIENCE_SECONDS = 10.0
 """Seconds until a network file system shows a machine what another one has written."""
@@ -76,26 +78,34 @@ def numbers(base: Path) -> list[int]:
     return [number for number in {1, *later} if has_run(numbered(base, number))]
 
 
-def hold(folder: Path) -> int | None:
-    """Lock a folder until this process ends; None if another one has it. Raises DiskError."""
+def hold(folder: Path) -> bool:
+    """Lock a folder until `release`; return False if another process has it. Raises DiskError."""
     ensure_writable(folder)
     handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = True
     except BlockingIOError:
-        os.close(handle)
-        return None
+        held = False
     except OSError:  # no locks on this file system
-        if status.lives(status.read(folder)):
-            os.close(handle)
-            return None
-    return handle
+        held = not status.lives(status.read(folder))
+    if held:
+        _HELD.append(handle)
+    else:
+        os.close(handle)
+    return held
+
+
+def release() -> None:
+    """Unlock all folders of this process."""
+    while _HELD:
+        os.close(_HELD.pop())
 
 
 def take_over(folder: Path) -> None:
     """Lock a run's folder. Raises ConfigError if another process uses it."""
     deadline = time.monotonic() + HELD_SECONDS
-    while hold(folder) is None:
+    while not hold(folder):
         found = status.read(folder)
         if status.lives(found) or time.monotonic() > deadline:
             by = f"being trained by {status.whose(found)}" if found else "held by another process"

@@ -192,7 +192,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
 
 
 def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
-    return all(ranks.each_keeper(lambda: folders.hold(folder) is not None).values())
+    return all(ranks.each_keeper(lambda: folders.hold(folder)).values())
 
 
 def _state(folder: Path, raw: Any, request: Request) -> str:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from trainer import checkpoint
+from trainer import checkpoint, engines
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
@@ -26,7 +26,7 @@ from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError, listed
 from trainer.models.spec import stored
 from trainer.run import describe, resume
-from trainer.run.folder import not_pushed
+from trainer.run.folder import not_pushed, release
 from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import train as loop
 from trainer.run.prepare import Prepared, prepare
@@ -122,7 +122,11 @@ def train_given(config: Config, given: Given | None, request: Request, quiet: bo
     machine = replace(join(config, world), signs=signs)
     quiet_libraries()
     with closing(signs), stop_signals() as signals, watched_in_script(config, machine) as machine:
-        return execute(config, request, machine, console, signals, given=given)
+        try:
+            return execute(config, request, machine, console, signals, given=given)
+        finally:  # other calls may follow
+            engines.forget()
+            release()
 
 
 def execute(

@@ -19,15 +19,17 @@ from torch.distributed.device_mesh import DeviceMesh
 def forget_earlier_engines() -> None:
     """Reset what earlier engines of this process left in globals.
 
-    Symptom: a second engine takes the first one's groups for its own, and ZeRO-3's linear function
-    stays in PyTorch. Can go when `DeepSpeedEngine.destroy` undoes both.
+    Symptom: a second engine takes the first one's groups for its own, ZeRO-3's linear function
+    stays in PyTorch, and its model in memory. Can go when `DeepSpeedEngine.destroy` undoes all.
     """
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
     from deepspeed.utils import groups
 
     groups.mpu = groups._TENSOR_MODEL_PARALLEL_GROUP = None
     groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
     for known in _expert_groups():
         known.clear()
+    FWD_MODULE_STACK.clear()
     torch.nn.functional.linear = torch._C._nn.linear
 
 
