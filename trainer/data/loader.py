@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from trainer.data.mixture import Source, sample_of
 from trainer.data.order import KEYED, Shuffle, micro_batches
 from trainer.data.stream import Place, Stream
+from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.tasks.task import Batch
@@ -32,6 +33,7 @@ Blank = Callable[[Any], Any]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
 _MOMENT = 1.0  # seconds
+_WAIT, _STOP = 1, 2  # what a rank says to the others before a step
 _ORDERED = 1024  # samples whose order is computed at once: one costs as much
 
 Part = list[tuple[int, int | None]]
@@ -154,6 +156,25 @@ class BatchLoader:
         self.waited_seconds += _MOMENT
         if self._stream:
             self._stream.waits()
+
+    def ask(self, stops: Callable[[], bool], step: int, ranks: Ranks) -> Callable[[], bool]:
+        """Begin to ask if `stops()` on any rank; the returned function waits for the answer.
+
+        As long as any rank has no data for `step`, all look for a stop meanwhile.
+        """
+
+        def sent() -> Callable[[], int]:
+            return ranks.highest_soon(_STOP if stops() else _WAIT * (not self.is_ready(step)))
+
+        def answer() -> bool:
+            found = asked()
+            while found == _WAIT:
+                self.rest()
+                found = sent()()
+            return found == _STOP
+
+        asked = sent()
+        return answer
 
     def _next(self) -> StepBatches | BaseException | None:
         while True:

@@ -39,8 +39,6 @@ from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_tracke
 from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
-_WAIT, _STOP = 1, 2
-"""The values that a rank sends to the others before a step."""
 SLOW = 0.1
 """The share of the time spent waiting for data above which the user is told."""
 SIGN_SECONDS = 600.0
@@ -204,25 +202,9 @@ class RunHooks(Hooks):
         self.callbacks.call("on_step_end", batches.step + 1)
 
     def stop(self, step: int) -> Callable[[], bool]:
-        """Ask, too, if a rank has to wait for data of the next step: then a stop has no step to
-        wait for, and all ranks look for one meanwhile."""
-
-        def ask() -> Callable[[], int]:
-            stops = self.signals.received or self.prepared.subject.check.failed
-            return ranks.highest_soon(
-                _STOP if stops else _WAIT * (not self.loader.is_ready(step + 1))
-            )
-
-        def answer() -> bool:
-            found = asked()
-            while found == _WAIT:
-                self.loader.rest()
-                found = ask()()
-            return found == _STOP or self.callbacks.ended
-
-        ranks = self.machine.ranks
-        asked = ask()
-        return answer
+        stops = lambda: self.signals.received or self.prepared.subject.check.failed  # noqa: E731
+        asked = self.loader.ask(stops, step + 1, self.machine.ranks)
+        return lambda: asked() or self.callbacks.ended
 
     def at(self, phase: Phase, step: int) -> None:
         steps = self.prepared.steps
