@@ -10,6 +10,7 @@ import re
 import resource
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -139,7 +140,8 @@ def set_up_groups() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _FILES if hard == resource.RLIM_INFINITY else min(hard, _FILES)
     if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        with suppress(ValueError):  # of macOS, which has a limit beyond the hard one
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:  # its older name
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
