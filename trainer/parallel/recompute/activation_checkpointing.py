@@ -116,6 +116,8 @@ class _Results(TorchDispatchMode):
     over all the same are added to `written`.
     """
 
+    supports_higher_order_operators = True  # flex attention
+
     def __init__(self, copied: frozenset[str], written: set[str] | None = None) -> None:
         super().__init__()
         self._copied, self._written = copied, written
