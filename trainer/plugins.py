@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from functools import wraps
 from importlib import import_module
-from importlib.machinery import PathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import entry_points
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -18,6 +18,8 @@ from trainer.errors import named_line
 Kind = Literal["task", "optimizer", "source", "tracker"]
 Made = TypeVar("Made", bound=Callable[..., Any])
 NAMED: dict[str, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
+_FOLDERS: set[str] = set()
+"""The folders that configs have added to those of Python's modules."""
 
 
 def register(kind: Kind, name: str) -> Callable[[Made], Made]:
@@ -46,22 +48,32 @@ def load(name: str, given: ValidationInfo) -> str:
     """Import a module, or an entry point of the group `meshloom.plugins`; return its name.
 
     The module may be beside the config, in the folder that is the validation's context. Raises
-    ValueError with what is expected, also if a module of that name is imported from elsewhere.
+    ValueError with what is expected, also if that beside another config has its name.
     """
     beside = os.path.abspath(given.context or "")
     for folder in (os.getcwd(), beside):
-        sys.path += [folder] if folder not in sys.path else []
+        if folder not in sys.path:
+            sys.path.append(folder)
+            _FOLDERS.add(folder)
     try:
         if [point.load() for point in entry_points(group="meshloom.plugins", name=name)]:
             return name
-        imported = import_module(name).__spec__
-        wanted = PathFinder.find_spec(name, [beside])
+        import_module(name)
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
-    if wanted and imported and imported.origin != wanted.origin:
-        seen = f"Python has imported {imported.origin} by that name; give it another"
-        raise ValueError(f"the plug-in beside the config, {wanted.origin} ({seen})")
+    package = name.partition(".")[0]
+    origin, own = _folder(sys.modules[package].__spec__), PathFinder.find_spec(package, [beside])
+    elsewhere = origin in _FOLDERS and os.path.realpath(origin) != os.path.realpath(beside)
+    if elsewhere and _folder(own):
+        seen = f"Python has imported that of {origin} by its name; give it another"
+        raise ValueError(f"the plug-in beside the config, in {beside} ({seen})")
     return name
+
+
+def _folder(spec: ModuleSpec | None) -> str:
+    """Return the folder in which a module or package lies, or nothing if it is no file."""
+    origin = (spec and spec.origin) or ""
+    return os.path.dirname(origin.removesuffix("__init__.py").rstrip(os.sep))
 
 
 def _known(kind: Kind) -> AfterValidator:

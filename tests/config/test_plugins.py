@@ -112,10 +112,37 @@ def test_the_plugin_of_another_config_is_not_taken_for_its_own(tmp_path: Path) -
         with pytest.raises(ConfigError) as caught:
             load(tmp_path / "second/job.json")
         assert str(caught.value) == (
-            'trainer.plugins[0]: saw "own_plugin"; expected the plug-in beside the config, '
-            f"{tmp_path / 'second/own_plugin.py'} (Python has imported "
-            f"{tmp_path / 'first/own_plugin.py'} by that name; give it another)"
+            'trainer.plugins[0]: saw "own_plugin"; expected the plug-in beside the config, in '
+            f"{tmp_path / 'second'} (Python has imported that of {tmp_path / 'first'} by its name; "
+            "give it another)"
         )
+
+
+def test_an_installed_plugin_may_have_its_source_beside_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    register = "from trainer.plugins import register\n@register('task', 'there:task')\n"
+    for folder in ("site", "source"):
+        (tmp_path / folder / "there_plugin").mkdir(parents=True)
+        (tmp_path / folder / "there_plugin/__init__.py").write_text(f"{register}def f(_): ...\n")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    section = {"plugins": ["there_plugin"], "task": "there:task"}
+    (tmp_path / "source/job.json").write_text(json.dumps({"trainer": section}))
+    assert load(tmp_path / "source/job.json").trainer.task == "there:task"
+
+
+def test_one_plugin_may_have_several_paths(tmp_path: Path) -> None:
+    """By a link to its folder; and a file beside the config may be called as a part of a package."""
+    (tmp_path / "real/linked_package").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    register = "from trainer.plugins import register\n@register('task', 'linked:task')\n"
+    (tmp_path / "real/linked_package/tasks.py").write_text(f"{register}def f(_): ...\n")
+    (tmp_path / "real/linked_package/__init__.py").touch()
+    (tmp_path / "real/tasks.py").touch()
+    section = {"plugins": ["linked_package.tasks"], "task": "linked:task"}
+    (tmp_path / "real/job.json").write_text(json.dumps({"trainer": section}))
+    for folder in ("real", "link"):
+        assert load(tmp_path / folder / "job.json").trainer.task == "linked:task"
 
 
 def test_a_source_yields_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
