@@ -586,7 +586,7 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
 
 def test_a_running_run_is_refused(tmp_path):
     job = cut_off(tmp_path)
-    from trainer.run.folder import hold
+    from trainer.supervise.locks import hold
     from trainer.supervise import status_files
 
     held = hold(tmp_path / "runs" / "job")

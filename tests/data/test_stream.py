@@ -303,10 +303,13 @@ def test_who_waits_for_a_file_moves_and_can_be_closed(
     assert shown.getvalue().splitlines() == [said]
 
 
-def test_who_waits_moves_as_long_as_the_file_does(tmp_path: Path, texts: list[list[str]]) -> None:
+def test_who_waits_moves_as_long_as_the_file_does(
+    tmp_path: Path, texts: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The process that prepares makes progress once, and then hangs."""
     moved: list[float] = []
     given = options(tmp_path / "*.jsonl", documents="pad", stream=True)
+    monkeypatch.setattr("trainer.data.text.preparation._SILENT_SECONDS", 0.0)
     data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, Progress(moves=moved.append))
     prepare = data.train._prepare
 
@@ -321,13 +324,13 @@ def test_who_waits_moves_as_long_as_the_file_does(tmp_path: Path, texts: list[li
     with BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0) as loader:
         assert not loader.is_ready(0)
         for _ in range(4):
-            loader.rest()
-    assert len(moved) >= 3 and moved[-1] < -2 and moved == sorted(moved, reverse=True), moved
+            loader.rest(1.0)
+    assert len(moved) >= 3 and moved[-1] < -1 and moved == sorted(moved, reverse=True), moved
 
 
 HANGS = """
 import os, trainer.data.text.preparation as m
-real, calls = m.prepare, []
+real, calls, m._SILENT_SECONDS = m.prepare, [], 0.0
 def prepare(*given):
     calls.append(os.getpid())
     if calls.count(os.getpid()) == {call} and os.getpid() != calls[0]:
@@ -343,6 +346,7 @@ calls.append(os.getpid())
     ("call", "ends"),
     [
         (3, "signal"),
+        pytest.param(3, "signal, saved", marks=pytest.mark.more),
         pytest.param(1, "signal", marks=pytest.mark.more),
         pytest.param(3, "patience", marks=pytest.mark.more),
     ],
@@ -353,21 +357,24 @@ def test_a_run_that_waits_for_a_file_can_be_stopped(tmp_path: Path, call: int, e
         text = " ".join(["the", "model", "reads", "text"][number % 3 :] * 40)
         (tmp_path / f"{number}.of.jsonl").write_text(json.dumps({"text": text}) + "\n")
     data = {"path": str(tmp_path / "*.of.jsonl"), "stream": True, "sequence_length": 16}
-    own = {"patience": 3} if ends == "patience" else {}
+    own: dict[str, Any] = {"patience": 3} if ends == "patience" else {}
+    own |= {"checkpoint": {"every": 1}} if "saved" in ends else {}
     job = write_job(tmp_path, engine="mesh", data=data, steps=60, evaluation={}, **own)
     words = command(tmp_path, job, HANGS.format(call=call))
     process = start(*words, **environment(tmp_path / "cache"))
-    if ends == "signal":
+    if "signal" in ends:
         deadline = time.monotonic() + 100
         while not list(tmp_path.glob("reached-*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(4)  # until all wait
+        found, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
+        assert bool(found) is ("saved" in ends)  # before it waits
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=100)
-    assert process.returncode == (75 if ends == "signal" else 77), output
+    assert process.returncode == (77 if ends == "patience" else 75), output
     assert "note: the next samples are of" in output and nothing_left(tmp_path)
     found, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
-    assert bool(found) is (call > 1 and ends == "signal"), output
+    assert bool(found) is (call > 1 and "signal" in ends), output
     if found:
         again = run(*command(tmp_path, job), "trainer.steps=9", **environment(tmp_path / "cache"))
         assert f"resumed from {found}" in again.output and again.code == 0, again.output

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -146,6 +148,28 @@ def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
         for mine, theirs in zip(torch.autograd.grad(found.sum(), inputs), expected, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert written == ({"topk"} if layer is chosen else {"mm"})
+
+
+def test_a_compiled_part_of_a_block_runs_compiled() -> None:
+    """Else its forward pass would keep other tensors than its recomputation."""
+    made: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        made.append(graph)
+        return aot_autograd(fw_compiler=lambda made, given: make_boxed_func(made))(graph, inputs)
+
+    part = torch.compile(lambda x: torch.sin(x.exp()) * torch.cos(x * x), backend=backend)
+    matrix, rows = torch.randn(8, 8, requires_grad=True), torch.randn(3, 8, requires_grad=True)
+
+    def block(values: Any) -> Any:
+        return part(values @ matrix) @ matrix
+
+    kind = Recompute("selective")
+    found = activation_checkpointing._recomputed(block, kind, False, set(), rows)
+    assert made
+    mine = torch.autograd.grad(found.sum(), [rows, matrix])
+    theirs = torch.autograd.grad(block(rows).sum(), [rows, matrix])
+    torch.testing.assert_close(mine, theirs)
 
 
 @pytest.mark.parametrize(("family", "known"), [("llama", set()), ("qwen3_moe", {"topk"})])

@@ -21,9 +21,9 @@ from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
 from trainer.run import folder as run_folder
 from trainer.run import resume
-from trainer.run.folder import hold
 from trainer.run.resume import Request, choose, refuse_changed
-from trainer.supervise import status_files
+from trainer.supervise import locks, status_files
+from trainer.supervise.locks import hold
 
 
 @pytest.fixture
@@ -165,7 +165,7 @@ def test_fresh(config):
 
 
 def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
-    monkeypatch.setattr(run_folder, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "HELD_SECONDS", 0.1)
     first = begun(config, 10)
     assert choose(config, Request(), ALONE).folder == first
     with pytest.raises(
@@ -187,7 +187,7 @@ def test_without_locks_a_heartbeat_tells(config, monkeypatch):
     def refused(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(run_folder.fcntl, "flock", refused)
+    monkeypatch.setattr(locks.fcntl, "flock", refused)
     folder = begun(config, 10)
     status_files.write(folder, {"host": "elsewhere", "process": 1})
     with pytest.raises(
@@ -201,7 +201,7 @@ def test_without_locks_a_heartbeat_tells(config, monkeypatch):
 def test_a_lock_ends_with_its_process(config):
     folder = begun(config)
     if (child := os.fork()) == 0:
-        os._exit(hold(folder) is None)
+        os._exit(not hold(folder))
     assert os.waitpid(child, 0)[1] == 0
     assert choose(config, Request(), ALONE).folder == folder
 

@@ -96,6 +96,14 @@ class Upload:
                 self._sign(ended=True)  # so that another machine need not wait
         return self._address
 
+    def close(self) -> None:
+        """Give no more signs of life, and begin no update; the one that goes on ends."""
+        self._asked = False
+        self._ended.set()
+        for thread in (self._thread, self._signs):
+            if thread is not None and thread.is_alive():
+                thread.join()
+
     def _give_signs(self) -> None:
         while not self._ended.wait(SIGN_SECONDS):
             with suppress(Exception):  # the network's: the next one may arrive

@@ -32,7 +32,7 @@ Collate = Callable[[Sequence[Any]], Batch]
 Blank = Callable[[Any], Any]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
-_MOMENT = 1.0  # seconds
+_SHORT, _MOMENT = 0.01, 1.0  # seconds between two looks for data
 _WAIT, _STOP = 1, 2  # what a rank says to the others before a step
 _ORDERED = 1024  # samples whose order is computed at once: one costs as much
 
@@ -101,7 +101,7 @@ class BatchLoader:
         self._stream = source if isinstance(source, Stream) else None
         train_batch, shuffle = math.prod(shape), self._stream or Shuffle(len(source), order, seed)
         self._ends = lambda step: position + (step - steps.start + 1) * train_batch
-        self._steps = steps
+        self._steps, self._said = steps, _WAIT
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
@@ -150,31 +150,35 @@ class BatchLoader:
             return True
         return self._stream.reaches(self._ends(step))
 
-    def rest(self) -> None:
-        """Wait a moment for data."""
-        time.sleep(_MOMENT)
-        self.waited_seconds += _MOMENT
-        if self._stream:
-            self._stream.waits()
-
     def ask(self, stops: Callable[[], bool], step: int, ranks: Ranks) -> Callable[[], bool]:
         """Begin to ask if `stops()` on any rank; the returned function waits for the answer.
 
-        As long as any rank has no data for `step`, all look for a stop meanwhile.
+        And if all have data for `step`, for which `wait` waits.
         """
-
-        def sent() -> Callable[[], int]:
-            return ranks.highest_soon(_STOP if stops() else _WAIT * (not self.is_ready(step)))
+        said = _STOP if stops() else _WAIT * (not self.is_ready(step))
+        asked = ranks.highest_soon(said)
 
         def answer() -> bool:
-            found = asked()
-            while found == _WAIT:
-                self.rest()
-                found = sent()()
-            return found == _STOP
+            self._said = asked()
+            return self._said == _STOP
 
-        asked = sent()
         return answer
+
+    def wait(self, stops: Callable[[], bool], step: int, ranks: Ranks) -> bool:
+        """Wait until all ranks have data for `step`; return True if one stops meanwhile."""
+        pause = _SHORT
+        while self._said == _WAIT and not self.ask(stops, step, ranks)():
+            if self._said == _WAIT:
+                self.rest(pause)
+                pause = min(2 * pause, _MOMENT)
+        return self._said == _STOP
+
+    def rest(self, seconds: float) -> None:
+        """Note that this rank waits for data, and do."""
+        if self._stream:
+            self._stream.waits()
+        time.sleep(seconds)
+        self.waited_seconds += seconds
 
     def _next(self) -> StepBatches | BaseException | None:
         while True:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
 from functools import partial
 from pathlib import Path
+from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.cache import cached_folder
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 EXPECTED = "an address of fsspec with files that can be read, such as s3://bucket/*.jsonl"
 HINT = "Mend the address or its credentials, or install the package of its file system"
+_SHOWN_SECONDS = 1.0
 VERSION = "size ETag etag blob_id generation LastModified last_modified mtime created"
 """The facts of a file, by the names of several file systems, that change with its content."""
 
@@ -50,27 +52,28 @@ class Listing(NamedTuple):
 
     def write(self, folder: Path, progress: Progress) -> list[str]:
         """Copy the files to a folder, which may be missing; return their names there."""
-        from fsspec.callbacks import Callback
+        whole, done = sum(count or 0 for count in self.files.values()), Event()
+        places = [folder / _local(path) for path in self.files]
 
-        whole, copied = sum(count or 0 for count in self.files.values()), 0
-
-        class OfOne(Callback):
-            def relative_update(self, inc: int = 1) -> None:
-                nonlocal copied
-                copied += inc
-                progress.say(f"copied {copied / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
-
-        class OfAll(Callback):
-            def branched(self, path_1: str, path_2: str, **_: Any) -> Callback:
-                return OfOne()
+        def show() -> None:
+            """Show the bytes on the disk: not every file system says what has come."""
+            seen = 0
+            while not done.wait(_SHOWN_SECONDS):
+                here = sum(place.stat().st_blocks * 512 for place in places if place.exists())
+                if here != seen:
+                    seen = here
+                    progress.say(f"copied {here / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
 
         folder.mkdir(exist_ok=True)
         ensure_writable(folder, whole)
         with _reached(self.address):
-            places = [folder / _local(path) for path in self.files]
             for parent in {place.parent for place in places}:
                 parent.mkdir(parents=True, exist_ok=True)
-            self.system.get([*self.files], [*map(str, places)], callback=OfAll())
+            Thread(target=show, name="copied bytes", daemon=True).start()
+            try:
+                self.system.get([*self.files], [*map(str, places)])
+            finally:
+                done.set()
             for place, count in zip(places, self.files.values(), strict=True):
                 if place.stat().st_size != (count or place.stat().st_size):
                     raise OSError(f"{place.stat().st_size} of {count} bytes came of {place.name}")

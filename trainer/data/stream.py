@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -49,21 +50,22 @@ class Stream:
         prepare: Callable[[int], Path | None],
         opened: Callable[[Path], Any],
         kept: Sequence[Path],
-        awaits: Callable[[int], object],
+        awaits: Callable[[int, float], object],
         skips: Callable[[int], object],
     ) -> None:
         """Take the number of files, and functions that prepare one and open its folder.
 
         `prepare` returns None for a file to leave out. `kept`: the folders that are never removed,
-        that of file 0 first; `awaits`: called with a file's number while a reader waits for it;
+        that of file 0 first; `awaits`: called, while a reader waits for a file, with its number and
+        the monotonic time since when;
         `skips`: with that of one that is left out.
         """
         self.files, self._seed, self._reports, self._skips = files, seed, awaits, skips
         self._opened, self._kept, self._first = opened, kept, opened(kept[0])
         self._turns, self._prepare = Shuffle(files, KEYED, seed), prepare
         self._beside: Beside
-        self._awaits = False
-        """True while a file is not prepared yet of which samples are needed."""
+        self._since: float | None = None
+        """The monotonic time since when a file is waited for of which samples are needed."""
         self._sources: dict[int, Any] = {}
         self._folders: dict[int, Path] = {}
         self._shuffles: dict[int, Shuffle] = {}
@@ -117,8 +119,8 @@ class Stream:
 
     def waits(self) -> None:
         """Note that samples are waited for, which is no hang while their file is prepared."""
-        if self._awaits:
-            self._reports(self._file(self._places[-1].turn))
+        if (since := self._since) is not None:
+            self._reports(self._file(self._places[-1].turn), since)
 
     def close(self) -> None:
         """End the process that prepares."""
@@ -131,9 +133,9 @@ class Stream:
         turn, position, expected = self._places[-1]
         file, source = self._file(turn), None
         while source is None:
-            self._awaits = True
+            self._since = time.monotonic()
             folder = self._beside.result()
-            self._awaits = False
+            self._since = None
             if folder is None:
                 break
             with suppress(FileNotFoundError):  # another run has removed it meanwhile
@@ -142,7 +144,8 @@ class Stream:
         found = "" if source is None else source.summary.fingerprint
         expected = expected or self._known.setdefault(file, found)
         if found != expected:
-            place, wanted = f"file {file} of the stream", f"those of before, {expected[:12]}..."
+            place = f"file {file} of the stream"
+            wanted = f"those of before, {expected[:12]}..." if expected else "none, as before"
             seen = f"samples {found[:12]}..." if found else "no samples"
             hint = "Undo the change, or go on in spite of it with --resume-anyway"
             raise DataError(Problem(place, seen, wanted, hint))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-
 from trainer.config import Config, support
 from trainer.engines.deepspeed import engine as deepspeed
-from trainer.engines.deepspeed import patches
 from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
 from trainer.engines.torch import accelerate, mesh
 from trainer.errors import ConfigError, Problem
@@ -19,13 +16,7 @@ ENGINES: dict[str, EngineKind] = {
     "mesh": mesh.KIND,
 }
 
-__all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "forget", "select"]
-
-
-def forget() -> None:
-    """Undo what engines, also those that failed, have changed for the whole process."""
-    if "deepspeed" in sys.modules:
-        patches.forget_earlier_engines()
+__all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
 
 
 def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:

@@ -142,6 +142,8 @@ class EngineKind:
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
     ready: Callable[[Layout, torch.device, Mapping[str, Any]], None]
     """Raises ConfigError if this machine lacks something that the engine needs."""
+    forget: Callable[[], None] = lambda: None
+    """Undoes what the engine, also one that failed, has changed for the whole process."""
 
 
 def mesh_of(job: Job) -> ParallelMesh:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import socket
 import time
@@ -16,16 +15,10 @@ from trainer.checkpoint.manifest import MANIFEST, WEIGHTS_ALONE, check_sizes
 from trainer.checkpoint.slots import MODEL
 from trainer.config import Config
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, DiskError, HubError, Problem, listed
+from trainer.errors import DiskError, HubError, Problem, listed
 from trainer.storage import disk_errors, ensure_writable
-from trainer.supervise import status_files as status
 
-LOCK = ".lock"
 FINAL, ENVIRONMENT = "final", "environment.json"
-HELD_SECONDS = 10.0
-_HELD: list[int] = []
-"""The descriptors of this process's locks."""
-"""Seconds for which forks of a dead process may hold its lock."""
 PATIENCE_SECONDS = 10.0
 """Seconds until a network file system shows a machine what another one has written."""
 
@@ -76,46 +69,6 @@ def numbers(base: Path) -> list[int]:
     ends = {path.name.removeprefix(f"{base.name}-") for path in base.parent.glob("*")}
     later = {int(end) for end in ends if end.isdecimal()}
     return [number for number in {1, *later} if has_run(numbered(base, number))]
-
-
-def hold(folder: Path) -> bool:
-    """Lock a folder until `release`; return False if another process has it. Raises DiskError."""
-    ensure_writable(folder)
-    handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = True
-    except BlockingIOError:
-        held = False
-    except OSError:  # no locks on this file system
-        held = not status.lives(status.read(folder))
-    if held:
-        _HELD.append(handle)
-    else:
-        os.close(handle)
-    return held
-
-
-def release() -> None:
-    """Unlock all folders of this process."""
-    while _HELD:
-        os.close(_HELD.pop())
-
-
-def take_over(folder: Path) -> None:
-    """Lock a run's folder. Raises ConfigError if another process uses it."""
-    deadline = time.monotonic() + HELD_SECONDS
-    while not hold(folder):
-        found = status.read(folder)
-        if status.lives(found) or time.monotonic() > deadline:
-            by = f"being trained by {status.whose(found)}" if found else "held by another process"
-            hint = (
-                "Wait for it, stop it, give this run another trainer.run.name, or start one "
-                "beside it with --fresh"
-            )
-            expected = "a run that nobody is at work on"
-            raise ConfigError(Problem(f"trainer.run: {folder}", by, expected, hint))
-        time.sleep(0.5)
 
 
 def not_pushed(folder: Path, reason: str) -> HubError:

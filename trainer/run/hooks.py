@@ -202,9 +202,14 @@ class RunHooks(Hooks):
         self.callbacks.call("on_step_end", batches.step + 1)
 
     def stop(self, step: int) -> Callable[[], bool]:
-        stops = lambda: self.signals.received or self.prepared.subject.check.failed  # noqa: E731
-        asked = self.loader.ask(stops, step + 1, self.machine.ranks)
+        asked = self.loader.ask(self._stops, step + 1, self.machine.ranks)
         return lambda: asked() or self.callbacks.ended
+
+    def wait(self, step: int) -> bool:
+        return self.loader.wait(self._stops, step, self.machine.ranks)
+
+    def _stops(self) -> bool:
+        return self.signals.received or self.prepared.subject.check.failed
 
     def at(self, phase: Phase, step: int) -> None:
         steps = self.prepared.steps

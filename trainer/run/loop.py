@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from trainer.data.loader import BatchLoader, StepBatches
 from trainer.engines.engine import Engine, Metrics
 from trainer.optim.lr_schedules import LRSchedule, Update
 from trainer.state import RunState
 from trainer.supervise.stall import Phase
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,10 @@ class Hooks:
         """Begin to ask, before a step, from 0, if the run must stop; the result is called after."""
         return lambda: False
 
+    def wait(self, step: int) -> bool:
+        """Wait for the data of a step, from 0; return True if the run must stop meanwhile."""
+        return False
+
     def at(self, phase: Phase, step: int) -> None:
         """Note that a phase of a step, from 1, begins, so that watchers see where a rank is."""
 
@@ -69,9 +77,7 @@ def train(
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
         evaluates, stops = due(done, plan.steps, plan.evaluate_every), stop()
         if logs or saves or evaluates or stops:
-            samples = state.samples + (done - state.step) * plan.train_batch
-            state = RunState(done, samples, state.tokens + int(tokens))
-            tokens = None
+            state, tokens = _after(state, done, plan, tokens), None
         if logs:
             hooks.at(Phase.LOGGING, done)
             stops = hooks.log(state, metrics, update) or stops
@@ -84,7 +90,19 @@ def train(
         if stops:
             break
         hooks.at(Phase.WAITING, done + 1)
+        if hooks.wait(done):
+            if not saves:
+                state = state if tokens is None else _after(state, done, plan, tokens)
+                hooks.at(Phase.SAVING, done)
+                hooks.save(state)
+            break
     return state
+
+
+def _after(state: RunState, done: int, plan: LoopPlan, tokens: torch.Tensor) -> RunState:
+    """Return the state after `done` steps, which waits for the device."""
+    samples = state.samples + (done - state.step) * plan.train_batch
+    return RunState(done, samples, state.tokens + int(tokens))
 
 
 def due(step: int, last: int, every: int | None) -> bool:

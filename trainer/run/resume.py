@@ -26,6 +26,7 @@ from trainer.run import folder as folders
 from trainer.run.folder import ENVIRONMENT
 from trainer.run.prepare import Prepared
 from trainer.storage import parse_json, read_file, replace_file, tail, to_json
+from trainer.supervise import locks
 from trainer.supervise import status_files as status
 from trainer.trackers.callbacks import Callback
 
@@ -181,7 +182,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             expected = "one run in the folders of all"
             raise ConfigError(Problem("trainer.run.node_local", actual, expected, hint)).share()
         if state == GOES_ON:
-            ranks.on_keepers(lambda: folders.take_over(folder))
+            ranks.on_keepers(lambda: locks.take_over(folder))
         return folder, state, []
     note = f"{folder} was not finished and was started otherwise; --resume auto resumes it"
     lines = [note] if state == UNFINISHED else []
@@ -192,7 +193,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
 
 
 def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
-    return all(ranks.each_keeper(lambda: folders.hold(folder)).values())
+    return all(ranks.each_keeper(lambda: locks.hold(folder)).values())
 
 
 def _state(folder: Path, raw: Any, request: Request) -> str:

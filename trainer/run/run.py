@@ -6,7 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, nullcontext, redirect_stdout, suppress
+from contextlib import closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.text import Text
 
-from trainer import checkpoint, engines
+from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
@@ -26,7 +26,7 @@ from trainer.engines import Engine, Job, Machine
 from trainer.errors import MeshloomError, listed
 from trainer.models.spec import stored
 from trainer.run import describe, resume
-from trainer.run.folder import not_pushed, release
+from trainer.run.folder import not_pushed
 from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import train as loop
 from trainer.run.prepare import Prepared, prepare
@@ -36,6 +36,7 @@ from trainer.state import RunState
 from trainer.storage import Unfailing
 from trainer.supervise import status_files
 from trainer.supervise.ending import Ending, watched_in_script
+from trainer.supervise.locks import release
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
 from trainer.supervise.process import cache_folder, join, quiet_libraries
@@ -124,8 +125,7 @@ def train_given(config: Config, given: Given | None, request: Request, quiet: bo
     with closing(signs), stop_signals() as signals, watched_in_script(config, machine) as machine:
         try:
             return execute(config, request, machine, console, signals, given=given)
-        finally:  # other calls may follow
-            engines.forget()
+        finally:
             release()
 
 
@@ -177,13 +177,25 @@ def execute(
     history = History()
     trackers = [history] if request.script else []
     # before the model is in memory, of which the process that prepares files would keep a copy
-    with prepared.subject.reading(_place(request, start, machine)):
+    with prepared.subject.reading(_place(request, start, machine)), _left(prepared, start, request):
         _train(prepared, request, machine, start, console, signals, trackers)
     if hub is not None:
         _push(push, start.folder, machine, console, signals)
     if not request.script:  # a command's result is its folder
         return None
     return Result(start.folder, tuple(history.records), tuple(history.evaluations))
+
+
+@contextmanager
+def _left(prepared: Prepared, start: Start, request: Request) -> Iterator[None]:
+    """Leave a script's process as it was: other runs may follow."""
+    try:
+        yield
+    finally:
+        if request.script:
+            prepared.engine.forget()
+            if start.upload is not None:
+                start.upload.close()
 
 
 def _train(
@@ -210,8 +222,7 @@ def _train(
         _loader(prepared, machine, position) as loader,
         RunHooks(*parts, loader, console, signals, trackers, request.callbacks) as hooks,
     ):
-        while ranks.any(not loader.is_ready(position.step)):
-            loader.rest()
+        hooks.wait(position.step)
         signals.saving()
         hooks.callbacks.call("on_train_begin", folder, engine.modules)
         machine.signs.at("making the first step")

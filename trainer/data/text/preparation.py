@@ -35,6 +35,8 @@ from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, NoSamples, Problem
 
+_SILENT_SECONDS = 600.0
+"""Seconds for which the preparation of a stream's file may show no progress, as in its end."""
 _VERSION = 4
 """The version of prepared files, to be raised whenever the same input gives other files."""
 
@@ -173,7 +175,7 @@ class _Opening:
 
     def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
         self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
-        self._progress = progress if ranks.first else QUIET
+        self._progress = progress if ranks.first else Progress(moves=progress.moves)
         self._own = progress
         self._folders: list[Path] = []
         self._prepares = False
@@ -221,9 +223,9 @@ class _Opening:
         def opened(folder: Path) -> PreparedSource:
             return PreparedSource(folder / "train")
 
-        def awaits(file: int) -> None:
+        def awaits(file: int, since: float) -> None:
             self._own.note(f"note: the next samples are of {names[file]}, which is still prepared")
-            self._own.moves(moved[0] - time.monotonic())
+            self._own.moves(max(moved[0], since) + _SILENT_SECONDS - time.monotonic())
 
         def skips(file: int) -> None:
             self._own.note(f"note: {names[file]} has no samples and is left out")

@@ -172,7 +172,7 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
     tensor.check_keys(layout, settings)
 
 
-KIND = EngineKind(refusal, in_deepspeed, build, check, ready)
+KIND = EngineKind(refusal, in_deepspeed, build, check, ready, patches.forget_earlier_engines)
 
 
 class DeepSpeedEngine(NormalisedEngine):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -76,7 +76,7 @@ def _selective(every: int, written: set[str] | None) -> Any:
 
     They keep what is costly or must not change; of matrix products, with `every` 2, only the first
     of each two, as torchtitan does. `written`: the operators whose results the block writes over,
-    to which new ones are added; a pass that shows one is recomputed as a whole.
+    to which new ones are added.
     """
     products: Counter[bool] = Counter()
 
@@ -91,21 +91,23 @@ def _selective(every: int, written: set[str] | None) -> Any:
     if written is None:
         return forward, again
     copied = frozenset(written)
-    return _within(forward, _Results(copied, written)), _again(again, copied, written)
+    copies = (_Results(copied),) if copied else ()
+    # a pass that has shown another operator is recomputed as a whole
+    recomputed = _Within(lambda: written == copied, again, *copies)
+    return _Within(lambda: True, forward, _Results(copied, written)), recomputed
 
 
-@contextmanager
-def _within(kept: Any, results: _Results) -> Iterator[None]:
-    with kept, results:
-        yield
+class _Within(ExitStack):
+    """Enters contexts if `applies()`, each time that it is entered itself."""
 
+    def __init__(self, applies: Callable[[], bool], *contexts: Any) -> None:
+        super().__init__()
+        self._applies, self._contexts = applies, contexts
 
-@contextmanager
-def _again(kept: Any, copied: frozenset[str], written: set[str]) -> Iterator[None]:
-    if copied:
-        kept = _within(kept, _Results(copied))
-    with kept if written == copied else nullcontext():
-        yield
+    def __enter__(self) -> _Within:
+        for context in self._contexts if self._applies() else ():
+            self.enter_context(context)
+        return self
 
 
 class _Results(TorchDispatchMode):
@@ -117,6 +119,11 @@ class _Results(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True  # flex attention
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of a block run compiled, as PyTorch's own modes here do."""
+        return True
 
     def __init__(self, copied: frozenset[str], written: set[str] | None = None) -> None:
         super().__init__()
