@@ -586,16 +586,15 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
 
 def test_a_running_run_is_refused(tmp_path):
     job = cut_off(tmp_path)
-    from trainer.supervise.locks import hold
     from trainer.supervise import status_files
+    from trainer.supervise.locks import hold, release
 
-    held = hold(tmp_path / "runs" / "job")
-    assert held is not None
+    assert hold(tmp_path / "runs" / "job")
     status_files.write(
         tmp_path / "runs" / "job", {"host": socket.gethostname(), "process": os.getpid()}
     )
     refused = train("--config", job)
-    os.close(held)
+    release()
     assert refused.code == 64, refused.output
     assert f"being trained by process {os.getpid()} on {socket.gethostname()}" in refused.output
     assert not (tmp_path / "runs" / "job-2").exists()
