@@ -249,6 +249,7 @@ print(store.get("99").decode())
 """
 
 
+@pytest.mark.more
 def test_more_ranks_meet_than_a_process_usually_may_open_files() -> None:
     """Shells and Slurm give 1,024; here it is 64, of which two are taken for each rank."""
     result = run_command(sys.executable, "-c", MEETS, timeout=60)

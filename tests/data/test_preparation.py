@@ -213,6 +213,7 @@ def _slowly(cache: Path, told: Any, waits: Any, hangs: float = 0.0) -> None:
     told.put((cached_folder(cache, "name", write, progress) / "file").read_text())
 
 
+@pytest.mark.more
 def test_who_waits_for_another_process_moves_as_long_as_that_does(tmp_path: Path) -> None:
     other, mine, waits = FORK.Queue(), FORK.Queue(), FORK.Event()
     writer = FORK.Process(target=_slowly, args=(tmp_path, other, waits, 3))

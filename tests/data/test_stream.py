@@ -342,14 +342,9 @@ calls.append(os.getpid())
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
-    ("call", "ends"),
-    [
-        (3, "signal"),
-        pytest.param(3, "signal, saved", marks=pytest.mark.more),
-        pytest.param(1, "signal", marks=pytest.mark.more),
-        pytest.param(3, "patience", marks=pytest.mark.more),
-    ],
+    ("call", "ends"), [(3, "signal"), (3, "signal, saved"), (1, "signal"), (3, "patience")]
 )
 def test_a_run_that_waits_for_a_file_can_be_stopped(tmp_path: Path, call: int, ends: str) -> None:
     """It saves at the last step whose samples were there; without a signal it ends as hung."""
