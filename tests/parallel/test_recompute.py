@@ -14,8 +14,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.conformance.families.sweep import NEEDED, families
-from tests.support.training import LLAMA, spec_of
+from tests.support.layouts import LAYOUTS
+from tests.support.training import LLAMA, layout_of, spec_of
 from trainer.distributed.seeding import seed_generators
+from trainer.engines import ENGINES
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.models.materialise import materialise
@@ -148,6 +150,15 @@ def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
         for mine, theirs in zip(torch.autograd.grad(found.sum(), inputs), expected, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert written == ({"topk"} if layer is chosen else {"mm"})
+
+
+@pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+def test_halves_of_a_backward_pass_do_not_share_what_is_kept(schedule: str) -> None:
+    """It was PyTorch's error in the first step."""
+    split = replace(LAYOUTS[f"pipeline, {schedule}"], engine="mesh")
+    for mode, refused in (("selective", True), ("full", False)):
+        found = ENGINES["mesh"].refusal(layout_of(replace(split, recompute=mode)))
+        assert ("recomputes a block in each half" in (found or "")) is refused, found
 
 
 def test_a_compiled_part_of_a_block_runs_compiled() -> None:

@@ -49,7 +49,11 @@ def refusal(layout: Layout) -> str | None:
         needs = f"needs PyTorch 2.15; this is {torch.__version__}"
         others = "Use 1F1B, Interleaved1F1B or InterleavedZeroBubble."
         return f"trainer.pipeline_schedule {schedule} {needs}. {others}"
-    if layout.pipeline > 1 and layout.schedule.splits_backward and layout.zero_stage == 3:
+    splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
+    if splits_backward and layout.recompute.mode == "selective":
+        halves = f"{schedule} recomputes a block in each half of the backward pass"
+        return f"{halves}; PyTorch keeps selective's products for one. Use full, or 1F1B."
+    if splits_backward and layout.zero_stage == 3:
         frees = "FSDP2 frees parameters between the two halves of the backward pass"
         wrong = f"{schedule} with ZeRO-3 gives wrong gradients without a word"
         return f"{wrong}: {frees}. Use ZeRO-2, or the schedule 1F1B."
