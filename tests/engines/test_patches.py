@@ -154,3 +154,9 @@ def test_deepspeed_ties_only_layers_that_it_builds() -> None:
     built = SimpleNamespace(tied_comms={})
     assert PipelineModule.get_tied_weights_and_groups(built) == []
     assert "grad_accum" not in inspect.getsource(PipelineModule.allreduce_tied_weight_gradients)
+
+
+def test_deepspeed_sends_a_model_that_all_ranks_have() -> None:
+    from deepspeed.runtime.zero.partition_parameters import Init
+
+    assert "dist.broadcast(" in inspect.getsource(Init._zero_init_param)

@@ -14,6 +14,7 @@ from tests.support.training import Case, spec_of
 from trainer.distributed import initial_values
 from trainer.distributed.initial_values import initialising
 from trainer.models.materialise import on_host
+from trainer.state import MASTER, WEIGHT
 
 
 @pytest.fixture
@@ -120,6 +121,65 @@ def sharded_values(case: Case) -> dict[str, float]:
             differences[name] = float((values - expected).abs().sum())
         engine.close()
     return differences
+
+
+def partitioned_values(case: Case) -> tuple[dict[str, float], int, int]:
+    """Return how masters and weights differ from one process's, and the values drawn and sent."""
+    import deepspeed.comm
+    import torch.distributed as dist
+
+    from tests.support.training import build
+
+    drawn = sent = 0
+    run = initial_values._run
+
+    def counted(function: Any, arguments: Any, seed: Any, tensor: Any, rows: range) -> None:
+        nonlocal drawn
+        drawn += tensor[rows.start : rows.stop].numel() if seed else 0
+        run(function, arguments, seed, tensor, rows)
+
+    broadcast = deepspeed.comm.broadcast
+
+    def sending(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        nonlocal sent
+        sent += tensor.numel()
+        return broadcast(tensor, *arguments, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(initial_values, "LARGE", 64)
+        patch.setattr(initial_values, "BLOCK", 16)
+        patch.setattr(initial_values, "_run", counted)
+        patch.setattr(deepspeed.comm, "broadcast", sending)
+        whole = dict(on_host(spec_of(case.model), 5).named_parameters())
+        drawn = 0
+        engine = build(case, dist.get_rank())
+        differences = {}
+        for entry in engine.state_tensors():
+            value = whole[entry.name].detach().to(entry.dtype).flatten()
+            for part in entry.parts() if entry.key in (WEIGHT, MASTER) else ():
+                expected = value[part.offset :][: part.value.numel()]
+                key = f"{entry.name} {entry.key} {part.offset}"
+                differences[key] = float((part.value.flatten() - expected).abs().sum())
+        engine.close()
+    return differences, drawn, sent
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_zero_3_of_deepspeed_draws_its_partitions_alone(pools: Any, precision: str) -> None:
+    case = Case(
+        engine="deepspeed",
+        zero_stage=3,
+        world_size=4,
+        micro_batch=1,
+        model=UNTIED,
+        precision=precision,
+    )
+    total = sum(p.numel() for p in on_host(spec_of(case.model), 5).parameters())
+    for differences, drawn, sent in pools[4].run(partitioned_values, case=case):
+        assert len(differences) > 10
+        assert set(differences.values()) == {0.0}
+        assert 0 < drawn < 0.5 * total * (2 if precision == "bfloat16" else 1)
+        assert sent == 0
 
 
 @pytest.mark.parametrize(

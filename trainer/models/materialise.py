@@ -46,18 +46,20 @@ def materialise(
     seed: int,
     placement: Placement = Placement(),
     after_unit: Callable[[nn.Module, list[nn.Parameter]], None] = lambda module, parameters: None,
+    rows: Callable[[torch.Tensor], range] = own_rows,
 ) -> None:
     """Give every parameter and buffer of `root` its pretrained value, else its initial value.
 
     Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this
     process keeps its own shard, reads no more than that of a pretrained one, and draws little more
     of a large one. `after_unit` is called with each unit and its new parameters, in order; they may
-    be empty shards afterwards. Raises ConfigError if the pretrained weights lack a parameter or
-    have it in another shape.
+    be empty shards afterwards. `rows` returns the rows that it keeps of a parameter on the meta
+    device: others may lack their initial values. Raises ConfigError if the pretrained weights lack
+    a parameter or have it in another shape.
     """
     named = root.named_parameters(remove_duplicate=False) if placement.base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.training.unsaved}
-    values = _Values(spec)
+    values = _Values(spec, rows)
     for unit in units(root, spec.blocks):
         for name, module in unit:
             values.allocate(name, module)
@@ -91,6 +93,7 @@ class _Values:
     """The values of a model, as they are made."""
 
     spec: ModelSpec
+    own_rows: Callable[[torch.Tensor], range]
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameters of earlier units, by those on the meta device: a tied one is made once."""
     whole: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -135,7 +138,7 @@ class _Values:
         """Return the rows that this process keeps of the module's own parameters, to be drawn."""
         own = [(meta, v) for meta, v in self.whole.items() if not has_values(v) and v.ndim]
         mine = set(map(id, module._parameters.values()))
-        return {value: own_rows(meta) for meta, value in own if id(value) in mine}
+        return {value: self.own_rows(meta) for meta, value in own if id(value) in mine}
 
     def initialise(self, root: nn.Module, name: str, module: nn.Module) -> None:
         """Fill the module's own tensors: by `initialise`, else with its constructor's values."""

@@ -133,15 +133,18 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     if layout.zero_stage == 3 and stacks(model, job.spec):
         model.get_submodule(job.spec.blocks[0]).register_forward_pre_hook(_with_gradient)
 
-    def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
-        tensor.mark_experts(model, job.spec, mesh)
-        unit = nn.Module()
-        for index, parameter in enumerate(parameters):
-            unit.register_parameter(str(index), parameter)
-        deepspeed.zero.Init(module=unit, config_dict_or_path=config, dtype=dtype)
+    options: dict[str, Any] = {}
+    if layout.zero_stage == 3:  # each unit is partitioned once it has values
+        from trainer.engines.deepspeed.state import rows_of_partition
 
-    # under ZeRO-3 each unit is partitioned once it has values
-    after: dict[str, Any] = {"after_unit": partition} if layout.zero_stage == 3 else {}
+        init = deepspeed.zero.Init(nn.Module(), config_dict_or_path=config, dtype=dtype)
+
+        def partition(module: nn.Module, parameters: list[nn.Parameter]) -> None:
+            tensor.mark_experts(model, job.spec, mesh)
+            for parameter in parameters:
+                patches.partition(init, parameter)
+
+        options = {"after_unit": partition, "rows": rows_of_partition}
     if layout.tensor > 1:
         mpu = tensor.groups(layout)
         config = {**config, "tensor_parallel": tensor.section(job.spec, config["tensor_parallel"])}
@@ -150,7 +153,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     storage = torch.device("cpu") if on_host else job.machine.device
     with torch.device("cpu"):
         placement = Placement(storage, dtype, plain=True)
-        materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **after)
+        materialise(model, job.spec, seed=job.seed_of_values, placement=placement, **options)
     module = ModelWithLoss(model, job.task)
     split = tensor.split_of_experts(model, job.spec, mesh)
     engine = initialize(module, module.named_parameters(), job, config, mpu)

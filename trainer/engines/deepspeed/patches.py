@@ -57,6 +57,17 @@ def mark_experts(parameters: Iterable[nn.Parameter], along: DeviceMesh) -> None:
         vars(parameter).update(marks)
 
 
+def partition(init: Any, parameter: nn.Parameter) -> None:
+    """Let a rank keep its partition of a parameter, of which it needs no other values.
+
+    Symptom: `deepspeed.zero.Init` sends the whole model from the first rank to all others. Can go
+    when an argument says that all ranks have the same values.
+    """
+    parameter.data = parameter.data.to(init.local_device)
+    init._convert_to_deepspeed_param(parameter)
+    parameter.partition()  # type: ignore[attr-defined]
+
+
 @contextmanager
 def has_expert_layer(module: nn.Module) -> Iterator[None]:
     """Let DeepSpeed find a layer of AutoEP in a module that it wraps.

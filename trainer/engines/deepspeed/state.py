@@ -14,8 +14,9 @@ from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedP
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from trainer.distributed.dtensor import coordinate_in
+from trainer.distributed.dtensor import coordinate_in, own_rows
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.tensor import Split, ranges
@@ -69,7 +70,8 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        materialise(blank, spec, seed=seed, after_unit=take)
+        rows = rows_of_partition if self._partitioned else own_rows
+        materialise(blank, spec, seed=seed, after_unit=take, rows=rows)
 
     def state_tensors(self) -> list[StateTensor]:
         """List weights, float32 masters, optimizer state and persistent buffers. Collective."""
@@ -278,6 +280,18 @@ def _partition_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
     start = own * dist.get_rank(parameter.ds_process_group)
     part = value.flatten()[start : start + own].to(parameter.device, torch.float32)
     return functional.pad(part, (0, own - len(part)))
+
+
+def rows_of_partition(like: torch.Tensor) -> range:
+    """Return the rows of a parameter in which this rank's partition under ZeRO-3 is.
+
+    Of experts over several ranks, the rows of this rank's experts.
+    """
+    if isinstance(like, DTensor) or not like.numel():
+        return own_rows(like)
+    own, each = -(-like.numel() // dist.get_world_size()), like[0].numel()
+    start, length = own * dist.get_rank(), len(like)
+    return range(min(start // each, length), min(-(-(start + own) // each), length))
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
