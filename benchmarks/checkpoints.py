@@ -2,7 +2,7 @@
 stall, and memory.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--blocks 16] [--folder DISK]
-        [--smoke]
+        [--hash blake3] [--smoke]
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
 moments in float32. save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading
@@ -36,6 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer import checkpoint
 from trainer.checkpoint.directory import step_name
+from trainer.checkpoint.slots import ModelForm
 from trainer.distributed.ranks import Ranks
 from trainer.optim.lr_schedules import Update
 from trainer.state import RunState
@@ -46,8 +47,9 @@ from trainer.supervise.world import world_of
 class Arms:
     """The ways to save and to load one state, each below a folder of its own."""
 
-    def __init__(self, bench: Bench, folder: Path) -> None:
+    def __init__(self, bench: Bench, folder: Path, kind: str) -> None:
         self.ranks, self.folder = Ranks(bench.rank, bench.world_size), folder
+        self.form = ModelForm(hash=kind)
         self.counts: dict[str, int] = {}
         self.engine = bench.engine("mesh", bench.layout(3))
         self.engine.step(0, bench.batches(), Update(1e-3))
@@ -79,6 +81,7 @@ class Arms:
             {},
             lambda target: None,
             ranks,
+            self.form,
         )
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -253,6 +256,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=SIZES["memory"]["num_hidden_layers"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("--hash", choices=["sha256", "blake3"], default="sha256")
     parser.add_argument(
         "--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure"
     )
@@ -271,7 +275,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         names = [temporary]
         dist.broadcast_object_list(names)
-        arms = Arms(bench, Path(names[0]))
+        arms = Arms(bench, Path(names[0]), options.hash)
         for measure in (
             lambda: measure_memory(arms),
             lambda: measure_bandwidth(arms, rounds),

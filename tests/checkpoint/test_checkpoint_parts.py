@@ -4,6 +4,7 @@ hash of its own.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from blake3 import blake3
 
 from tests.conformance.test_any_to_any import LAYOUTS, advance, started
 from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
@@ -18,9 +20,12 @@ from tests.support.pool import Pools
 from trainer.checkpoint import Background, load, newest, save, verify
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord, Span, TensorType, span, spans_of
+from trainer.checkpoint.slots import PLAIN, ModelForm
+from trainer.errors import ConfigError
 from trainer.state import WEIGHT, Part, RunState, StateTensor
 from trainer.storage import to_json
 
+BLAKE3 = ModelForm(hash="blake3")
 MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
     "shard": ((4,), ("shard",)),
     "HSDP": ((2, 2), ("replicate", "shard")),
@@ -30,7 +35,9 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 }
 
 
-def written(folder: Path, sizes: tuple[int, ...], names: tuple[str, ...]) -> int:
+def written(
+    folder: Path, sizes: tuple[int, ...], names: tuple[str, ...], form: ModelForm = PLAIN
+) -> int:
     """Save tensors cut over a mesh, compare what the files hold; return the bytes of messages."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
@@ -69,7 +76,7 @@ def written(folder: Path, sizes: tuple[int, ...], names: tuple[str, ...]) -> int
                 )
             )
     with Messages(rank) as messages:
-        path = save(folder, STATE, entries, DESCRIPTION, model_files, ranks)
+        path = save(folder, STATE, entries, DESCRIPTION, model_files, ranks, form)
     assert verify(path, ranks) == []
     found: dict[str, torch.Tensor] = {}
     back = [
@@ -92,6 +99,19 @@ def test_what_several_ranks_write_is_one_file(tmp_path: Path, pools: Pools, name
     sizes, names = MESHES[name]
     for sent in pools[4].run(written, folder=tmp_path, sizes=sizes, names=names):
         assert sent < 2**18, "hashes and places of parts, where the tensors have 8 MiB"
+
+
+def test_parts_hashed_by_blake3(tmp_path: Path, pools: Pools) -> None:
+    sizes, names = MESHES["shard x tensor"]
+    pools[4].run(written, folder=tmp_path, sizes=sizes, names=names, form=BLAKE3)
+    [path] = tmp_path.glob("step-*")
+    digests = [
+        digest
+        for record in read_manifest(path).values()
+        for _, digest in record.parts
+        if record.in_blake3
+    ]
+    assert len(digests) > 8 and all(digest.startswith("blake3:") for digest in digests)
 
 
 def collected() -> tuple[list[Any], list[Any]]:
@@ -179,7 +199,7 @@ def test_a_flipped_byte_is_found_in_its_part(shared: Path) -> None:
         [problem] = verify(shared)
         assert problem.place == str(shared / name)
         assert problem.seen.endswith(f" of bytes {place.start} to {place.end}")
-        assert problem.expected == f"{digest[:12]}..."
+        assert problem.expected == f"SHA-256 {digest[:12]}..."
     (shared / name).write_bytes(content)
     back = live().blank()
     assert verify(shared) == [] and load(shared, back.state_tensors(), ALONE) == STATE
@@ -217,8 +237,34 @@ def test_a_manifest_of_the_earlier_format_is_read(tmp_path: Path) -> None:
     assert all(entry.keys() == {"size", "sha256"} for entry in manifest["files"].values())
     (path / "manifest.json").write_bytes(to_json(manifest | {"format": 1}))
     assert newest(tmp_path) == (path, [])
-    (path / "manifest.json").write_bytes(to_json(manifest | {"format": 3}))
-    assert "format 3, where this version reads 2" in verify(path)[0].seen
+    (path / "manifest.json").write_bytes(to_json(manifest | {"format": 4}))
+    assert "format 4, where this version reads 3" in verify(path)[0].seen
+
+
+def test_a_checkpoint_hashed_by_blake3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without its package the checkpoint is not taken for damaged."""
+    entries = live().state_tensors()
+    path = save(tmp_path, STATE, entries, DESCRIPTION, model_files, ALONE, BLAKE3)
+    manifest = json.loads((path / "manifest.json").read_bytes())
+    assert manifest["format"] == 3
+    for name, entry in manifest["files"].items():
+        content = (path / name).read_bytes()
+        if name.endswith(".safetensors"):
+            found = "blake3:" + blake3(content).hexdigest()
+            assert entry == {"size": len(content), "parts": [[0, len(content), found]]}
+        else:
+            assert entry["sha256"] == hashlib.sha256(content).hexdigest()
+    assert newest(tmp_path) == (path, [])
+    with monkeypatch.context() as patch:
+        patch.setattr("trainer.storage.installed", lambda package: package != "blake3")
+        with pytest.raises(ConfigError, match=r"pip install 'meshloom\[blake3\]'"):
+            newest(tmp_path)
+    name = next(name for name in manifest["files"] if name.endswith(".safetensors"))
+    content = bytearray((path / name).read_bytes())
+    content[-1] ^= 1
+    (path / name).write_bytes(content)
+    seen = verify(path)[0]
+    assert seen.seen.startswith("BLAKE3 ") and seen.expected.startswith("BLAKE3 ")
 
 
 def test_the_bytes_of_a_part() -> None:

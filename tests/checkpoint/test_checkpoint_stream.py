@@ -51,7 +51,7 @@ def test_the_library_reads_what_we_write(
         header = header_of(types)
         size = len(header) + sum(kind.size for kind in types.values())
         path.write_bytes(b"\xff" * size)
-        writer = SharedFile(path, threads)
+        writer = SharedFile(path, threads, "sha256")
         writer.write(span(0, len(header)), header)
         start = len(header)
         for name, tensor in tensors.items():
@@ -82,7 +82,7 @@ def test_a_strided_gradient_carrying_tensor_is_converted() -> None:
 def test_a_file_that_others_write_has_a_hash_for_each_part(tmp_path: Path) -> None:
     (tmp_path / "t").write_bytes(b"0123456789")
     with ThreadPoolExecutor(1) as threads:
-        writer = SharedFile(tmp_path / "t", threads)
+        writer = SharedFile(tmp_path / "t", threads, "sha256")
         writer.write(span(1, 3), b"ab")
         writer.write(span(3, 5), b"cd")
         writer.write(span(7, 9), b"ef")

@@ -1467,6 +1467,7 @@ USED = {
         "run.node_local",
         "tiled_mlp",
         "checkpoint.upload",
+        "checkpoint.hash",
         "checkpoint.every",
         "checkpoint.keep_last",
         "checkpoint.keep_best",

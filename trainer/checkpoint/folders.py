@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.checkpoint.manifest import read_manifest, write_manifest
-from trainer.checkpoint.safetensors_stream import Hashed, Records, put
+from trainer.checkpoint.safetensors_stream import (
+    Hashed,
+    Records,
+    digest_of,
+    new_hash,
+    put,
+    shown,
+)
 from trainer.errors import DiskError, Problem
 from trainer.storage import disk_errors, flush, rename_folder
 
@@ -98,7 +104,7 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
     import torch
     import torch.distributed as dist
 
-    (place, wanted), gives, digest = part, ranks.rank == giver, hashlib.sha256()
+    (place, wanted), gives, came = part, ranks.rank == giver, new_hash(part[1])
     file, failure = -1, None
 
     def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
@@ -128,7 +134,7 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
         if gives:
             attempt(move, values, pieces)
         dist.broadcast(sent, src=giver, group=ranks.among_keepers)
-        digest.update(values)
+        came.update(values)
         if not gives:
             attempt(move, values, pieces)
     if file is not None:
@@ -138,9 +144,9 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
     with disk_errors(path, place.size):
         if failure is not None:
             raise failure
-    if digest.hexdigest() != wanted:
-        actual = f"SHA-256 {digest.hexdigest()[:12]}... of what came from rank {giver}"
-        raise DiskError(Problem(str(path), actual, f"{wanted[:12]}..., as it was written"))
+    if (digest := digest_of(came)) != wanted:
+        actual = f"{shown(digest)} of what came from rank {giver}"
+        raise DiskError(Problem(str(path), actual, f"{shown(wanted)}, as it was written"))
 
 
 def _batches(pieces: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:

@@ -1,8 +1,7 @@
-"""The manifest of a checkpoint, its files with sizes and SHA-256, and its description."""
+"""The manifest of a checkpoint, its files with sizes and hashes, and its description."""
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -11,14 +10,23 @@ from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.safetensors_stream import FileRecord, Records, Span, read_header, span
+from trainer.checkpoint.safetensors_stream import (
+    FileRecord,
+    Records,
+    Span,
+    digest_of,
+    new_hash,
+    read_header,
+    shown,
+    span,
+)
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem, refused
 from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
 
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
-FORMAT, EARLIER = 2, (1,)
-"""The format that is written, and those that are read too."""
+FORMAT, WITH_BLAKE3, EARLIER = 2, 3, (1,)
+"""The format that is written, that of one with a digest by BLAKE3, and those that are read too."""
 PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 """File types whose content can run code when opened, so that none is opened."""
 ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
@@ -53,7 +61,8 @@ def write_manifest(folder: Path, known: Records) -> None:
             flush(path)
             records[name] = hash_file(path)
     files = {name: record.to_json() for name, record in records.items()}
-    write_file(folder / MANIFEST, to_json({"format": FORMAT, "files": files}))
+    number = WITH_BLAKE3 if any(record.in_blake3 for record in records.values()) else FORMAT
+    write_file(folder / MANIFEST, to_json({"format": number, "files": files}))
     flush(folder)
 
 
@@ -66,8 +75,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     parsed = parse_json(content)
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
-    if parsed.get("format") not in (FORMAT, *EARLIER):
-        raise ValueError(f"format {parsed.get('format')!r:.50}, where this version reads {FORMAT}")
+    if (number := parsed.get("format")) not in (FORMAT, WITH_BLAKE3, *EARLIER):
+        raise ValueError(f"format {number!r:.50}, where this version reads {WITH_BLAKE3}")
     if to_json(parsed) != content:
         raise ValueError("damaged (it is not in the form in which it was written)")
     records = {name: _record(name, entry) for name, entry in parsed["files"].items()}
@@ -148,9 +157,12 @@ def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> li
 
 
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
-    """Verify each run folder as `verify` does; return the problems by the folder's keeper."""
+    """Verify each run folder as `verify` does; return the problems by the folder's keeper.
+
+    Raises ConfigError without the package of a hash.
+    """
     found: dict[int, set[Problem]] = {}
-    mine = _check(path, _wrong_content, ranks, below)
+    mine = ranks.on_own(lambda: _check(path, _wrong_content, ranks, below))
     for keeper, problems in ranks.gather((ranks.keeper, mine)):
         found.setdefault(keeper, set()).update(problems)
     return {keeper: sorted(found[keeper], key=lambda problem: problem.place) for keeper in found}
@@ -205,16 +217,16 @@ def _shown(path: Path) -> str:
 def hash_file(path: Path) -> FileRecord:
     check_regular(path)
     size = path.stat().st_size
-    return FileRecord.whole(size, hash_part(path, span(0, size)))
+    return FileRecord.whole(size, hash_part(path, span(0, size), "sha256"))
 
 
-def hash_part(path: Path, place: Span) -> str:
-    """Return the SHA-256 of a part of a file. Raises OSError."""
-    digest = hashlib.sha256()
+def hash_part(path: Path, place: Span, kind: str) -> str:
+    """Return the digest of a part of a file, by a hash of `kind`. Raises OSError."""
+    content = new_hash(kind)
     with path.open("rb", buffering=0) as file:
         for start, end in place.runs(1 << 20):
-            digest.update(os.pread(file.fileno(), end - start, start))
-    return digest.hexdigest()
+            content.update(os.pread(file.fileno(), end - start, start))
+    return digest_of(content)
 
 
 def _wrong_size(path: Path, record: FileRecord) -> tuple[str, str] | None:
@@ -227,7 +239,7 @@ def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
     if fault := _wrong_size(path, record):
         return fault
     for place, wanted in record.parts:
-        if (digest := hash_part(path, place)) != wanted:
+        if (digest := hash_part(path, place, wanted)) != wanted:
             which = "" if place.size == record.size else f" of bytes {place.start} to {place.end}"
-            return f"SHA-256 {digest[:12]}...{which}", f"{wanted[:12]}..."
+            return f"{shown(digest)}{which}", shown(wanted)
     return None

@@ -22,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.state import Part
+from trainer.storage import required
 
 if TYPE_CHECKING:
     import torch
@@ -88,7 +89,28 @@ def span(start: int, end: int) -> Span:
 
 
 Hashed = tuple[Span, str]
-"""A part of a file, and its SHA-256."""
+"""A part of a file, and its digest: SHA-256's digits, or BLAKE3's behind `blake3:`."""
+
+
+def new_hash(kind: str) -> Any:
+    """Return a hash of no bytes yet, of the `kind` sha256 or blake3, or that of a digest.
+
+    Raises ConfigError without the package of BLAKE3.
+    """
+    if kind.startswith("blake3"):
+        return required("blake3", "checkpoints hashed by BLAKE3", "blake3").blake3()
+    return hashlib.sha256()
+
+
+def digest_of(content: Any) -> str:
+    """Return the digest of a hash, as a manifest has it."""
+    return f"{'blake3:' if content.name == 'blake3' else ''}{content.hexdigest()}"
+
+
+def shown(digest: str) -> str:
+    """Return how a digest begins, for the user."""
+    kind, _, digits = digest.rpartition(":")
+    return f"{kind.upper() or 'SHA-256'} {digits[:12]}..."
 
 
 @dataclass(frozen=True)
@@ -104,9 +126,13 @@ class FileRecord:
     def whole(cls, size: int, sha256: str) -> FileRecord:
         return cls(size, ((span(0, size), sha256),))
 
+    @property
+    def in_blake3(self) -> bool:
+        return any(digest.startswith("blake3:") for _, digest in self.parts)
+
     def to_json(self) -> dict[str, Any]:
         """Return the file's entry in a manifest."""
-        if [place for place, _ in self.parts] == [span(0, self.size)]:
+        if [place for place, _ in self.parts] == [span(0, self.size)] and not self.in_blake3:
             return {"size": self.size, "sha256": self.parts[0][1]}
         places = [place[:2] if place == span(*place[:2]) else place for place, _ in self.parts]
         hashes = [digest for _, digest in self.parts]
@@ -136,8 +162,8 @@ Records = Mapping[str, FileRecord]
 class SharedFile:
     """A file of the right size, of which this rank writes and hashes parts. Raises OSError."""
 
-    def __init__(self, path: Path, threads: ThreadPoolExecutor) -> None:
-        self._path, self._threads = path, threads
+    def __init__(self, path: Path, threads: ThreadPoolExecutor, kind: str) -> None:
+        self._path, self._threads, self._kind = path, threads, kind
         self._file: Any = None
         self._hashes: list[tuple[Span, Any]] = []
 
@@ -158,7 +184,7 @@ class SharedFile:
         if digest and (last.end, last, place) == (place.start, span(*last[:2]), span(*place[:2])):
             self._hashes[-1] = span(last.start, place.end), digest
         else:
-            self._hashes.append((place, digest := hashlib.sha256()))
+            self._hashes.append((place, digest := new_hash(self._kind)))
         return digest
 
     def finish(self) -> list[Hashed]:
@@ -166,7 +192,7 @@ class SharedFile:
         if self._file is not None:
             os.fsync(self._file.fileno())
             self.close()
-        return [(place, digest.hexdigest()) for place, digest in self._hashes]
+        return [(place, digest_of(content)) for place, content in self._hashes]
 
     def close(self) -> None:
         if self._file is not None:

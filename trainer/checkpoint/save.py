@@ -67,7 +67,7 @@ def save(
         record = {"stateless": slots.stateless(entries), "position": asdict(state)}
         text = ranks.on_first(lambda: to_json({**description, **record}))
         ranks.on_keepers(prepare)
-        records = _write_parts(partial, planned, ranks)
+        records = _write_parts(partial, planned, ranks, form.hash)
         _write_others(partial, partial / MODEL, write_model_files, records, ranks)
         ranks.on_keepers(lambda: publish(records, text))
     return final
@@ -103,7 +103,7 @@ def export(
 
     with removed_on_error(partial, ranks.rank == ranks.keeper):
         ranks.on_keepers(prepare)
-        records = _write_parts(partial, planned, ranks)
+        records = _write_parts(partial, planned, ranks, form.hash)
         _write_others(partial, partial, write_model_files, records, ranks)
         ranks.on_keepers(lambda: publish(records))
     return folder
@@ -119,7 +119,9 @@ def _make(partial: Path, planned: SavePlan) -> None:
             file.truncate(one.size)
 
 
-def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, FileRecord]:
+def _write_parts(
+    partial: Path, planned: SavePlan, ranks: Ranks, kind: str
+) -> dict[str, FileRecord]:
     """Write the tensors' parts of each rank; return the files' records, on keepers. Collective.
 
     Each rank begins with another file, since a file system takes the writes to a file in turn.
@@ -133,7 +135,7 @@ def _write_parts(partial: Path, planned: SavePlan, ranks: Ranks) -> dict[str, Fi
         try:
             with ThreadPoolExecutor(2) as threads:
                 for name in (*names[first:], *names[:first]):
-                    files[name] = SharedFile(partial / name, threads)
+                    files[name] = SharedFile(partial / name, threads, kind)
                     _fill(files[name], planned[name], ranks.rank, threads)
             faults.at("flush")
             return [files[name].finish() for name in names]

@@ -20,13 +20,15 @@ MOST_FILES = 64
 
 @dataclass(frozen=True)
 class ModelForm:
-    """The form in which a model's weights are written."""
+    """The form in which a checkpoint is written."""
 
     dtype: torch.dtype | None = None
-    """That of the files; None: the weights' own."""
+    """That of the weights' files; None: the weights' own."""
     stem: str = MODEL
     """The beginning of the files' names."""
     one_file: bool = False
+    hash: str = "sha256"
+    """The hash of the tensors' files: sha256 or blake3."""
 
     @property
     def joined(self) -> bool:

@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from trainer.checkpoint import ModelForm
+from trainer.checkpoint.safetensors_stream import new_hash
 from trainer.config import Config, RuntimeFacts, support
 from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED
@@ -84,8 +85,9 @@ class Prepared:
     @property
     def form(self) -> ModelForm:
         """The form of the model's files in a checkpoint."""
-        dtype = self.config.trainer.checkpoint.dtype
-        return ModelForm(getattr(torch, dtype) if dtype else None, self.subject.spec.files.stem)
+        section, stem = self.config.trainer.checkpoint, self.subject.spec.files.stem
+        dtype = getattr(torch, section.dtype) if section.dtype else None
+        return ModelForm(dtype, stem, hash=section.hash)
 
 
 def prepare(
@@ -111,6 +113,7 @@ def prepare(
     name, engine = composed.engine()
     if builds:
         ranks.on_own(lambda: engine.ready(layout, machine.device, config.deepspeed))
+        ranks.on_own(lambda: new_hash(section.checkpoint.hash))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
@@ -131,7 +134,6 @@ def prepare(
     notes = [*filter(None, [few_cores]), *_faster(composed, name)]
     config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
     model = spec.build()
-    learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
     own = {"loss": given.loss, "model": given.model} if given else {}
     return Prepared(
@@ -142,7 +144,7 @@ def prepare(
         subject=subject,
         steps=steps,
         model_notes=model_notes,
-        learned=learned,
+        learned=sum(p.numel() for p in model.parameters() if p.requires_grad),
         undecayed=spared(section.weight_decay_excludes, spec),
         workers=subject.workers(section, machine),
         order=order,

@@ -78,6 +78,8 @@ class CheckpointSection(Section):
     """True to write in the background, from a copy of the state in the hosts' memory."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the model's files; None: that of the weights."""
+    hash: Literal["sha256", "blake3"] = "sha256"
+    """The hash of the files; BLAKE3 is read where its package is (meshloom[blake3])."""
     upload: str | None = None
     """An address of fsspec, such as s3://bucket/runs, to which checkpoints and model are copied."""
 
