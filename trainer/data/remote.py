@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
 from pathlib import Path
 from threading import Event, Thread
@@ -59,7 +59,7 @@ class Listing(NamedTuple):
             """Show the bytes on the disk: not every file system says what has come."""
             seen = 0
             while not done.wait(_SHOWN_SECONDS):
-                here = sum(place.stat().st_blocks * 512 for place in places if place.exists())
+                here = sum(map(_bytes_on_disk, places))
                 if here != seen:
                     seen = here
                     progress.say(f"copied {here / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
@@ -152,6 +152,12 @@ def _localised(data: DataSection, names: Callable[[str], list[str]]) -> DataSect
     keys += [] if data.stream else ["path"]  # a stream's files are copied one by one
     own = {key: local(getattr(data, key)) for key in keys}
     return data.model_copy(update={**own, "sources": sources})
+
+
+def _bytes_on_disk(path: Path) -> int:
+    with suppress(FileNotFoundError):  # not begun, or just replaced
+        return path.stat().st_blocks * 512
+    return 0
 
 
 def _local(path: str) -> str:
