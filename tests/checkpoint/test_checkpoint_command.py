@@ -83,6 +83,17 @@ def test_verify_names_the_one_that_is_damaged(directory):
     assert f"step-000010  damaged: {path}: 0 bytes; expected " in result.output
 
 
+def test_one_of_a_later_format_does_not_hide_the_others(directory):
+    path = directory / "checkpoints" / "step-000010" / "manifest.json"
+    path.write_text(path.read_text().replace('"format": 2', '"format": 9'))
+    for command in ("verify", "list"):
+        result = ask(command, directory)
+        assert result.code == 64
+        first, second = result.output.splitlines()
+        assert first.startswith("step-000010  ") and "Install a newer Meshloom" in first
+        assert second.startswith("step-000020  ")
+
+
 def test_show(directory):
     result = ask("show", directory / "checkpoints" / "step-000020")
     assert result.code == 0, result.output

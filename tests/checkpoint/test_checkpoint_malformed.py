@@ -21,6 +21,7 @@ from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, mod
 from trainer.checkpoint import newest, prune, save
 from trainer.checkpoint.manifest import hash_file
 from trainer.command.checkpoint import main
+from trainer.errors import ConfigError
 from trainer.storage import to_json
 
 JSON = st.recursive(
@@ -110,13 +111,25 @@ def test_a_manifest_with_anything_in_any_place(directory: Path, data: st.DataObj
     # a manifest that merely knows fewer files is a good one
     fewer = (
         isinstance(changed, dict)
-        and changed.get("format") in (1, 2)
+        and changed.get("format") in (1, 2, 3)
         and is_part(changed.get("files"), json.loads(whole))
     )
-    if content != whole and not fewer:
+    if is_later(changed):
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match="Install a newer Meshloom"):
+            newest(directory)
+        path.write_bytes(whole)
+    elif content != whole and not fewer:
         path.write_bytes(content)
         is_set_aside(directory)
         path.write_bytes(whole)
+
+
+def is_later(changed: Any) -> bool:
+    """Return True for a manifest of a later version, which is not damaged."""
+    if not isinstance(changed, dict) or not isinstance(changed.get("files"), dict):
+        return False
+    return type(changed.get("format")) is int and changed["format"] > 3
 
 
 def is_part(files: Any, whole: Any) -> bool:

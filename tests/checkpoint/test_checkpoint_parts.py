@@ -237,8 +237,15 @@ def test_a_manifest_of_the_earlier_format_is_read(tmp_path: Path) -> None:
     assert all(entry.keys() == {"size", "sha256"} for entry in manifest["files"].values())
     (path / "manifest.json").write_bytes(to_json(manifest | {"format": 1}))
     assert newest(tmp_path) == (path, [])
+
+
+def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
+    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    manifest = json.loads((path / "manifest.json").read_bytes())
     (path / "manifest.json").write_bytes(to_json(manifest | {"format": 4}))
-    assert "format 4, where this version reads 3" in verify(path)[0].seen
+    with pytest.raises(ConfigError, match="format 4; expected format 3.*Install a newer Meshloom"):
+        newest(tmp_path)
+    assert path.is_dir()
 
 
 def test_a_checkpoint_hashed_by_blake3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

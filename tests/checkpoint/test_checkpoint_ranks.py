@@ -20,10 +20,11 @@ from tests.support.checkpoint_pieces import (
     same,
 )
 from tests.support.pool import Pools
-from trainer.checkpoint import export, load, manifest, newest, save, verify
+from trainer.checkpoint import ModelForm, export, load, manifest, newest, save, verify
 from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
+from trainer.run.folder import kept
 
 
 def _save_and_load(folder: Path) -> tuple[bool, bool]:
@@ -205,6 +206,27 @@ def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pool
     (one, seen), (other, same_seen) = pools[2].run(_verify, timeout=120, folder=path.parent)
     assert sorted(one + other) == names and len(one) == len(other)
     assert seen == same_seen and [text[:8] for text in seen] == ["SHA-256 "] * 2
+
+
+def _without_blake3(folders: list[Path]) -> str:
+    """What is raised where rank 1, which lacks a checkpoint by BLAKE3, lacks its package too."""
+    rank = torch.distributed.get_rank()
+    ranks = kept(folders[rank], Ranks(rank, 2))
+    try:
+        with patch("trainer.storage.installed", lambda package: ranks.first or package != "blake3"):
+            newest(folders[rank], ranks)
+    except MeshloomError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_a_machine_without_blake3_is_an_error_of_all(tmp_path: Path, pools: Pools) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    entries, form = live().state_tensors(), ModelForm(hash="blake3")
+    path = save(folders[0], STATE, entries, DESCRIPTION, model_files, ALONE, form)
+    for raised in pools[2].run(_without_blake3, timeout=60, folders=folders):
+        assert "pip install 'meshloom[blake3]'" in raised
+    assert path.is_dir()
 
 
 def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: Pools) -> None:

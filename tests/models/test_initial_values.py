@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import torch
 from torch import nn
 
 from tests.support.layouts import EXPERTS, UNTIED, family
-from tests.support.training import Case, spec_of
+from tests.support.training import Case, layout_of, spec_of
 from trainer.distributed import initial_values
 from trainer.distributed.initial_values import initialising
+from trainer.engines.deepspeed.engine import KIND
 from trainer.models.materialise import on_host
 from trainer.state import MASTER, WEIGHT
 
@@ -155,31 +157,46 @@ def partitioned_values(case: Case) -> tuple[dict[str, float], int, int]:
         engine = build(case, dist.get_rank())
         differences = {}
         for entry in engine.state_tensors():
-            value = whole[entry.name].detach().to(entry.dtype).flatten()
+            value = whole[entry.name].detach().to(entry.dtype)
             for part in entry.parts() if entry.key in (WEIGHT, MASTER) else ():
-                expected = value[part.offset :][: part.value.numel()]
                 key = f"{entry.name} {entry.key} {part.offset}"
-                differences[key] = float((part.value.flatten() - expected).abs().sum())
+                differences[key] = float((part.value - part.within(value)).abs().sum())
         engine.close()
     return differences, drawn, sent
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_zero_3_of_deepspeed_draws_its_partitions_alone(pools: Any, precision: str) -> None:
-    case = Case(
-        engine="deepspeed",
-        zero_stage=3,
-        world_size=4,
-        micro_batch=1,
-        model=UNTIED,
-        precision=precision,
-    )
+IN_DEEPSPEED = Case(engine="deepspeed", zero_stage=3, world_size=4, micro_batch=1, model=UNTIED)
+PARTITIONED = {
+    "float32": IN_DEEPSPEED,
+    "bfloat16": replace(IN_DEEPSPEED, precision="bfloat16"),
+    "experts": replace(IN_DEEPSPEED, model=EXPERTS, expert=2),
+    "experts in bfloat16": replace(IN_DEEPSPEED, model=EXPERTS, expert=2, precision="bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", PARTITIONED)
+def test_zero_3_of_deepspeed_draws_its_partitions_alone(pools: Any, name: str) -> None:
+    case = PARTITIONED[name]
+    if reason := KIND.refusal(layout_of(case)):
+        pytest.skip(reason)
     total = sum(p.numel() for p in on_host(spec_of(case.model), 5).parameters())
+    total *= 2 if case.precision == "bfloat16" else 1  # its masters are drawn, too
     for differences, drawn, sent in pools[4].run(partitioned_values, case=case):
         assert len(differences) > 10
         assert set(differences.values()) == {0.0}
-        assert 0 < drawn < 0.5 * total * (2 if precision == "bfloat16" else 1)
+        assert 0 < drawn < (0.5 if case.expert == 1 else 0.7) * total
         assert sent == 0
+
+
+def test_autotp_draws_its_masters_alone(pools: Any) -> None:
+    case = replace(
+        IN_DEEPSPEED, zero_stage=1, tensor=2, precision="bfloat16", model=family("llama")
+    )
+    if reason := KIND.refusal(layout_of(case)):
+        pytest.skip(reason)
+    for differences, *_ in pools[4].run(partitioned_values, case=case):
+        assert len(differences) > 10
+        assert set(differences.values()) == {0.0}
 
 
 @pytest.mark.parametrize(

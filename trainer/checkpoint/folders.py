@@ -14,6 +14,7 @@ from trainer.checkpoint.safetensors_stream import (
     Hashed,
     Records,
     digest_of,
+    kind_of,
     new_hash,
     put,
     shown,
@@ -80,6 +81,8 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
             rename_folder(partial, path)
 
     records = ranks.on_each(lambda: read_manifest(path) if ranks.rank == giver else {})[giver]
+    parts = [part for record in records.values() for part in record.parts]
+    ranks.on_own(lambda: {kind: new_hash(kind) for kind in {kind_of(part[1]) for part in parts}})
     ranks.on_keepers(prepare)
     here = path if ranks.rank == giver else partial if wants and at_work else None
     with removed_on_error(partial, wants and at_work):
@@ -104,7 +107,7 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
     import torch
     import torch.distributed as dist
 
-    (place, wanted), gives, came = part, ranks.rank == giver, new_hash(part[1])
+    (place, wanted), gives, came = part, ranks.rank == giver, new_hash(kind_of(part[1]))
     file, failure = -1, None
 
     def attempt(work: Callable[..., Any], *arguments: Any) -> Any:

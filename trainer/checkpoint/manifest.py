@@ -15,13 +15,14 @@ from trainer.checkpoint.safetensors_stream import (
     Records,
     Span,
     digest_of,
+    kind_of,
     new_hash,
     read_header,
     shown,
     span,
 )
 from trainer.distributed.ranks import ALONE, Ranks
-from trainer.errors import DiskError, Problem, refused
+from trainer.errors import ConfigError, DiskError, Problem, refused
 from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
 
 MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
@@ -69,14 +70,18 @@ def write_manifest(folder: Path, known: Records) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the files of a checkpoint by their path below `folder`.
 
-    Raises OSError without a manifest, and ValueError if it is not as `write_manifest` wrote it.
+    Raises OSError without a manifest, ValueError if it is not as `write_manifest` wrote it, and
+    ConfigError for the format of a later version.
     """
     content = read_file(folder / MANIFEST)
     parsed = parse_json(content)
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
-    if (number := parsed.get("format")) not in (FORMAT, WITH_BLAKE3, *EARLIER):
-        raise ValueError(f"format {number!r:.50}, where this version reads {WITH_BLAKE3}")
+    if type(number := parsed.get("format")) is int and number > WITH_BLAKE3:
+        seen, expected = f"format {number}", f"format {WITH_BLAKE3}, or an earlier one"
+        raise ConfigError(Problem(str(folder), seen, expected, "Install a newer Meshloom"))
+    if number not in (FORMAT, WITH_BLAKE3, *EARLIER):
+        raise ValueError(f"damaged (format {number!r:.50})")
     if to_json(parsed) != content:
         raise ValueError("damaged (it is not in the form in which it was written)")
     records = {name: _record(name, entry) for name, entry in parsed["files"].items()}
@@ -97,7 +102,7 @@ def _record(name: str, entry: Any) -> FileRecord:
             return FileRecord.of(**entry)
     except (TypeError, ValueError) as error:
         raise ValueError(f"damaged (of {name!r:.200}: {error})") from error
-    raise ValueError(f"damaged (no size and SHA-256 of {name!r:.200})")
+    raise ValueError(f"damaged (no size and hash of {name!r:.200})")
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -159,7 +164,7 @@ def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> li
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
     """Verify each run folder as `verify` does; return the problems by the folder's keeper.
 
-    Raises ConfigError without the package of a hash.
+    Raises ConfigError for a later format, and without the package of a hash.
     """
     found: dict[int, set[Problem]] = {}
     mine = ranks.on_own(lambda: _check(path, _wrong_content, ranks, below))
@@ -239,7 +244,7 @@ def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
     if fault := _wrong_size(path, record):
         return fault
     for place, wanted in record.parts:
-        if (digest := hash_part(path, place, wanted)) != wanted:
+        if (digest := hash_part(path, place, kind_of(wanted))) != wanted:
             which = "" if place.size == record.size else f" of bytes {place.start} to {place.end}"
             return f"{shown(digest)}{which}", shown(wanted)
     return None

@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -88,17 +89,21 @@ def span(start: int, end: int) -> Span:
     return Span(start, end, end - start, max(1, end - start))
 
 
+EARLY = 1 << 20
+"""The bytes of a part from which on the system is asked to write them to the disk at once."""
 Hashed = tuple[Span, str]
 """A part of a file, and its digest: SHA-256's digits, or BLAKE3's behind `blake3:`."""
 
 
-def new_hash(kind: str) -> Any:
-    """Return a hash of no bytes yet, of the `kind` sha256 or blake3, or that of a digest.
+def kind_of(digest: str) -> str:
+    """Return the hash of a digest: sha256 or blake3."""
+    return "blake3" if digest.startswith("blake3:") else "sha256"
 
-    Raises ConfigError without the package of BLAKE3.
-    """
-    if kind.startswith("blake3"):
-        return required("blake3", "checkpoints hashed by BLAKE3", "blake3").blake3()
+
+def new_hash(kind: str) -> Any:
+    """Return a hash of no bytes yet. Raises ConfigError without the package of BLAKE3."""
+    if kind == "blake3":
+        return required("blake3.blake3", "checkpoints hashed by BLAKE3", "blake3").blake3()
     return hashlib.sha256()
 
 
@@ -109,8 +114,8 @@ def digest_of(content: Any) -> str:
 
 def shown(digest: str) -> str:
     """Return how a digest begins, for the user."""
-    kind, _, digits = digest.rpartition(":")
-    return f"{kind.upper() or 'SHA-256'} {digits[:12]}..."
+    name = {"blake3": "BLAKE3", "sha256": "SHA-256"}[kind_of(digest)]
+    return f"{name} {digest.removeprefix('blake3:')[:12]}..."
 
 
 @dataclass(frozen=True)
@@ -128,7 +133,7 @@ class FileRecord:
 
     @property
     def in_blake3(self) -> bool:
-        return any(digest.startswith("blake3:") for _, digest in self.parts)
+        return any(kind_of(digest) == "blake3" for _, digest in self.parts)
 
     def to_json(self) -> dict[str, Any]:
         """Return the file's entry in a manifest."""
@@ -176,6 +181,11 @@ class SharedFile:
         for start, end in place.runs(place.run):
             put(self._file.fileno(), rest[: end - start], start)
             rest = rest[end - start :]
+        if place.size >= EARLY and sys.platform == "linux":
+            # the disk begins now, and not at the flush
+            os.posix_fadvise(
+                self._file.fileno(), place.start, place.end - place.start, os.POSIX_FADV_DONTNEED
+            )
         hashed.result()
 
     def _hash(self, place: Span) -> Any:

@@ -57,6 +57,8 @@ def each(path: Path, work: Callable[[Path], Finding]) -> int:
     for checkpoint in found:
         try:
             code, lines = work(checkpoint)
+        except ConfigError as error:  # a later format, or a hash without its package
+            code, lines = error.exit_code, [f"{checkpoint.name}  {error}"]
         except (OSError, ValueError, DiskError):
             if checkpoint.is_dir():
                 raise

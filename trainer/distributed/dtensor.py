@@ -35,7 +35,11 @@ def own_rows(like: torch.Tensor) -> range:
     """Return the rows, along the first dimension, of which this process has a part."""
     if not isinstance(like, DTensor):
         return range(len(like))
-    part = own_shard(torch.empty(like.shape, device="meta"), like)
+    return rows_of(own_shard(torch.empty(like.shape, device="meta"), like))
+
+
+def rows_of(part: torch.Tensor) -> range:
+    """Return the rows of a whole tensor of which a view of it has a part."""
     start = part.storage_offset() // part.stride(0)
     return range(start, start + len(part))
 

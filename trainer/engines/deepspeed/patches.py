@@ -58,10 +58,10 @@ def mark_experts(parameters: Iterable[nn.Parameter], along: DeviceMesh) -> None:
 
 
 def partition(init: Any, parameter: nn.Parameter) -> None:
-    """Let a rank keep its partition of a parameter, of which it needs no other values.
+    """Let a rank keep its partition of a parameter, whose other values may be anything.
 
-    Symptom: `deepspeed.zero.Init` sends the whole model from the first rank to all others. Can go
-    when an argument says that all ranks have the same values.
+    Symptom: `deepspeed.zero.Init` sends all values from the first rank to the others. Can go when
+    an argument says that each rank has those of its partition.
     """
     parameter.data = parameter.data.to(init.local_device)
     init._convert_to_deepspeed_param(parameter)

@@ -16,7 +16,7 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.distributed.dtensor import coordinate_in, own_rows
+from trainer.distributed.dtensor import coordinate_in, own_rows, rows_of
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
 from trainer.engines.deepspeed.tensor import Split, ranges
@@ -62,6 +62,14 @@ class MasterState:
         """
         named = self._module.named_parameters()
         learned = {bare_name(name): p for name, p in named if p.requires_grad}
+        metas = blank.named_parameters()
+        held: dict[torch.Tensor, Any] = {meta: learned.get(name) for name, meta in metas}
+
+        def rows(meta: torch.Tensor) -> range:
+            own = held.get(meta)
+            if own is not None and own in self._split:
+                return rows_of(self._split.own(own, meta))
+            return rows_of_partition(meta) if self._partitioned else own_rows(meta)
 
         def take(unit: nn.Module, parameters: list[nn.Parameter]) -> None:
             names = {parameter: name for name, parameter in blank.named_parameters()}
@@ -70,7 +78,6 @@ class MasterState:
                     self._write(name, learned[name], MASTER, parameter.detach())
                 parameter.data = torch.empty(0)
 
-        rows = rows_of_partition if self._partitioned else own_rows
         materialise(blank, spec, seed=seed, after_unit=take, rows=rows)
 
     def state_tensors(self) -> list[StateTensor]:
@@ -285,7 +292,7 @@ def _partition_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
 def rows_of_partition(like: torch.Tensor) -> range:
     """Return the rows of a parameter in which this rank's partition under ZeRO-3 is.
 
-    Of experts over several ranks, the rows of this rank's experts.
+    Of a DTensor, that of experts over several ranks, the rows of this rank's experts.
     """
     if isinstance(like, DTensor) or not like.numel():
         return own_rows(like)
