@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
@@ -296,3 +297,32 @@ def test_files_that_libraries_write_are_those_of_the_first_rank(
             tmp_path / name / "step-000100" / "model" / "inner" / "config.json"
         ).read_text() == "0"
         assert verify(tmp_path / name / "step-000100") == []
+
+
+def test_machines_with_other_weights_under_one_name_are_refused(tmp_path: Path) -> None:
+    """Under ZeRO-3 each would take its shard from its own file."""
+    from transformers import AutoModelForCausalLM
+
+    from trainer.data.text.tokenizer import embedded_tokenizer
+    from trainer.models.huggingface import read_config
+    from trainer.supervise.process import cache_folder
+
+    job = write_job(tmp_path, engine="mesh")
+    section = load(job).trainer.model
+    paths = [tmp_path / "a", tmp_path / "b"]
+    for seed, path in enumerate(paths):
+        torch.manual_seed(seed)
+        AutoModelForCausalLM.from_config(read_config(section)).save_pretrained(path)
+        embedded_tokenizer(cache_folder()).save_pretrained(path)
+    common = ["torchrun", "--nnodes", "2", "--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    common += ["--master-port", str(free_port())]
+    first, second = (
+        [*common, "--node-rank", str(node), TRAIN, "--config", job, "zero_optimization.stage=3",
+         "trainer.model.config=null", f"trainer.model.name_or_path={path}"]
+        for node, path in enumerate(paths)
+    )  # fmt: skip
+    results = agents(first, second)
+    assert {result.code for result in results} <= {1, 64}
+    assert any("other ones on rank 1 than on rank 0" in r.output for r in results), [
+        result.output for result in results
+    ]

@@ -19,9 +19,11 @@ from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED
 from trainer.data.progress import Progress
 from trainer.engines import EngineKind, Machine
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.own.code import code_of
+from trainer.models.spec import ModelSpec, NoWeights
+from trainer.models.weights import fingerprint
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
@@ -130,10 +132,10 @@ def prepare(
     if problems := profile_problems(section, steps):
         raise ConfigError(*problems).share()
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
-    few_cores = share_of_cores(local or 1) if layout.offloads else None
-    notes = [*filter(None, [few_cores]), *_faster(composed, name)]
-    config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
+    notes = (*config.notes, *_notes(composed, name), *support.notes(config, name))
+    config = replace(config, notes=notes)
     model = spec.build()
+    _check_weights(spec, [name for name, _ in model.named_parameters()], machine)
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
     own = {"loss": given.loss, "model": given.model} if given else {}
     return Prepared(
@@ -152,8 +154,25 @@ def prepare(
     )
 
 
-def _faster(composed: Composed, name: str) -> Iterator[str]:
-    """Yield a note if these GPUs could run an engine that compiles in place of `name`."""
+def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
+    """Raise ConfigError unless all machines have the same pretrained weights. Collective."""
+    ranks = machine.ranks
+    several = (machine.local_world_size or ranks.world_size) < ranks.world_size
+    if not several or isinstance(spec.weights, NoWeights):
+        return
+    found = ranks.on_own(lambda: fingerprint(spec.weights, names))
+    if others := ranks.differing(found):
+        seen = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
+        place, expected = f"{spec.name}: pretrained weights", "the same files on every machine"
+        raise ConfigError(Problem(place, seen, expected)).share()
+
+
+def _notes(composed: Composed, name: str) -> Iterator[str]:
+    """Give the optimizer on the host its cores, with a note; yield one, too, if these GPUs could
+    run an engine that compiles in place of `name`."""
+    local = composed.facts.local_world_size or 1
+    if composed.layout.offloads and (few_cores := share_of_cores(local)):
+        yield few_cores
     chosen = composed.facts.device, name, composed.config.trainer.engine, composed.layout.compile
     if chosen == ("cuda", "deepspeed", "auto", "auto") and not refusal(composed.layout):
         with suppress(ConfigError):

@@ -79,7 +79,7 @@ class CheckpointSection(Section):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """The dtype of the model's files; None: that of the weights."""
     hash: Literal["sha256", "blake3"] = "sha256"
-    """The hash of the files; BLAKE3 is read where its package is (meshloom[blake3])."""
+    """The hash of the tensors' files; blake3 needs meshloom[blake3], to save and to resume."""
     upload: str | None = None
     """An address of fsspec, such as s3://bucket/runs, to which checkpoints and model are copied."""
 
