@@ -2,11 +2,11 @@
 stall, and memory.
 
     torchrun --nproc-per-node 2 benchmarks/checkpoints.py [--rounds 5] [--blocks 16] [--folder DISK]
-        [--hash blake3] [--smoke]
+        [--smoke]
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
-moments in float32. save, load: `trainer.checkpoint` (hashed, flushed, agreed, one rename; loading
-without and with the verification of every byte), `safetensors.torch` writing and reading the same
+moments in float32. save, load: `trainer.checkpoint` (hashed by SHA-256 or BLAKE3, flushed, agreed,
+one rename; loading without and with the verification of every byte), `safetensors.torch` writing and reading the same
 bytes, each rank what it holds as one file, and
 `torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to disk, and
 dropped from the page cache before it is read. stall: how long the loop waits in a save that is
@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 
 from trainer import checkpoint
 from trainer.checkpoint.directory import step_name
-from trainer.checkpoint.slots import ModelForm
+from trainer.checkpoint.slots import PLAIN, ModelForm
 from trainer.distributed.ranks import Ranks
 from trainer.optim.lr_schedules import Update
 from trainer.state import RunState
@@ -47,9 +47,8 @@ from trainer.supervise.world import world_of
 class Arms:
     """The ways to save and to load one state, each below a folder of its own."""
 
-    def __init__(self, bench: Bench, folder: Path, kind: str) -> None:
+    def __init__(self, bench: Bench, folder: Path) -> None:
         self.ranks, self.folder = Ranks(bench.rank, bench.world_size), folder
-        self.form = ModelForm(hash=kind)
         self.counts: dict[str, int] = {}
         self.engine = bench.engine("mesh", bench.layout(3))
         self.engine.step(0, bench.batches(), Update(1e-3))
@@ -72,7 +71,13 @@ class Arms:
             for part in entry.parts()
         }
 
-    def ours(self, entries: Any = None, ranks: Ranks | None = None, name: str = "ours") -> None:
+    def ours(
+        self,
+        entries: Any = None,
+        ranks: Ranks | None = None,
+        name: str = "ours",
+        form: ModelForm = PLAIN,
+    ) -> None:
         folder, ranks = self.fresh(name), ranks or self.ranks
         checkpoint.save(
             folder,
@@ -81,7 +86,7 @@ class Arms:
             {},
             lambda target: None,
             ranks,
-            self.form,
+            form,
         )
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:
@@ -153,6 +158,7 @@ def measure_bandwidth(arms: Arms, rounds: int) -> list[str]:
     size = sum(tensor.nbytes for tensor in arms.sharded.values()) / 2**20
     saves = {
         "ours": arms.ours,
+        "blake3": lambda: arms.ours(name="blake3", form=ModelForm(hash="blake3")),
         "plain": lambda: arms.plain(tensors),
         "distributed": arms.distributed,
     }
@@ -162,6 +168,7 @@ def measure_bandwidth(arms: Arms, rounds: int) -> list[str]:
     ]
     lines.append("| --- |" + " ---: |" * 3)
     lines.append(row("save", times["ours"], times, size))
+    lines.append(row("save by BLAKE3", times["blake3"], times, size))
     times = interleaved(
         {name: arms.uncached(load) for name, load in arms.loads().items()}, rounds, warm_up=1
     )
@@ -256,7 +263,6 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--blocks", type=int, default=SIZES["memory"]["num_hidden_layers"])
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--hash", choices=["sha256", "blake3"], default="sha256")
     parser.add_argument(
         "--smoke", action="store_true", help="that it runs: a tiny model, one round, no figure"
     )
@@ -275,7 +281,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=options.folder) as temporary:
         names = [temporary]
         dist.broadcast_object_list(names)
-        arms = Arms(bench, Path(names[0]), options.hash)
+        arms = Arms(bench, Path(names[0]))
         for measure in (
             lambda: measure_memory(arms),
             lambda: measure_bandwidth(arms, rounds),
