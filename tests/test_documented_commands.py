@@ -321,7 +321,7 @@ SAME: dict[str, str] = {
     "torchrun --nproc-per-node 2 benchmarks/checkpoints.py --rounds 5": (
         "torchrun --nproc-per-node 2 benchmarks/checkpoints.py"
     ),
-    "torchrun --nproc-per-node 4 benchmarks/checkpoints.py --rounds 4 --blocks 2": (
+    "torchrun --nproc-per-node 4 benchmarks/checkpoints.py --rounds 5 --blocks 2": (
         "torchrun --nproc-per-node 2 benchmarks/checkpoints.py"
     ),
     "python benchmarks/ends.py faults --times 3 --minutes 21": "python benchmarks/ends.py faults",

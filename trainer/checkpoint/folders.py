@@ -81,8 +81,8 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
             rename_folder(partial, path)
 
     records = ranks.on_each(lambda: read_manifest(path) if ranks.rank == giver else {})[giver]
-    parts = [part for record in records.values() for part in record.parts]
-    ranks.on_own(lambda: {kind: new_hash(kind) for kind in {kind_of(part[1]) for part in parts}})
+    kinds = {kind_of(digest) for record in records.values() for _, digest in record.parts}
+    ranks.on_own(lambda: [new_hash(kind) for kind in kinds])  # this machine may lack a package
     ranks.on_keepers(prepare)
     here = path if ranks.rank == giver else partial if wants and at_work else None
     with removed_on_error(partial, wants and at_work):

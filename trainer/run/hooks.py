@@ -319,10 +319,8 @@ def export(
     if merges and spec.files.merged is not None:
         merged = spec.files.merged(final)
         files = partial(replace(subject, spec=merged).save, dtype=form.dtype)
-        entries, form = (
-            given_tensors(merged, ranks),
-            checkpoint.ModelForm(form.dtype, hash=form.hash),
-        )
+        entries = given_tensors(merged, ranks)
+        form = checkpoint.ModelForm(form.dtype, hash=form.hash)
         checkpoint.export(folder / MERGED, entries, files, ranks, form)
 
 
