@@ -450,7 +450,13 @@ NOT_HERE: dict[str, str] = {
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
         for words in (".", "-e '.[test]'", "-e '.[ladder]'", "'meshloom[lora]'")
-        + ("'meshloom[digits]'", "'meshloom[float8]'", "'meshloom[report]'", "'meshloom[evaluate]'")
+        + (
+            "'meshloom[digits]'",
+            "'meshloom[float8]'",
+            "'meshloom[report]'",
+            "'meshloom[evaluate]'",
+            "'meshloom[blake3]'",
+        )
         + (
             "mlflow",
             "torch torchvision && pip install -e '.[test]'",
