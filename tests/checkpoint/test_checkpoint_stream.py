@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -13,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
+from trainer.checkpoint import safetensors_stream
 from trainer.checkpoint.safetensors_stream import (
     FileRecord,
     SharedFile,
@@ -94,6 +97,27 @@ def test_a_file_that_others_write_has_a_hash_for_each_part(tmp_path: Path) -> No
     ]
     with pytest.raises(ValueError, match="not the whole file"):
         FileRecord.of(10, parts=[[*place[:2], digest] for place, digest in parts])
+
+
+def test_a_file_system_that_takes_no_advice_has_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def refuse(*place: int) -> None:
+        asked.append(place[1:3])
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "posix_fadvise", refuse)
+    monkeypatch.setattr(safetensors_stream, "EARLY", 2)
+    (tmp_path / "t").write_bytes(b"0123456789")
+    with ThreadPoolExecutor(1) as threads:
+        writer = SharedFile(tmp_path / "t", threads, "sha256")
+        writer.write(span(1, 3), b"ab")
+        writer.write(span(3, 4), b"c")
+        writer.finish()
+    assert (tmp_path / "t").read_bytes() == b"0abc456789"
+    assert asked == [(1, 2)]
 
 
 def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:

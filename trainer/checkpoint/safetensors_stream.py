@@ -14,6 +14,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -181,11 +182,8 @@ class SharedFile:
         for start, end in place.runs(place.run):
             put(self._file.fileno(), rest[: end - start], start)
             rest = rest[end - start :]
-        if place.size >= EARLY and sys.platform == "linux":
-            # the disk begins now, and not at the flush
-            os.posix_fadvise(
-                self._file.fileno(), place.start, place.end - place.start, os.POSIX_FADV_DONTNEED
-            )
+        if place.size >= EARLY:
+            begin_writing(self._file.fileno(), place)
         hashed.result()
 
     def _hash(self, place: Span) -> Any:
@@ -207,6 +205,13 @@ class SharedFile:
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+
+
+def begin_writing(handle: int, place: Span) -> None:
+    """Ask the system to write a part of a file to the disk now, and not at the flush alone."""
+    if sys.platform == "linux":
+        with suppress(OSError):  # a file system may not take advice
+            os.posix_fadvise(handle, place.start, place.end - place.start, os.POSIX_FADV_DONTNEED)
 
 
 def put(handle: int, content: memoryview, start: int) -> None:
