@@ -204,7 +204,7 @@ def _broken(folder: Path, how: str) -> str:
     [
         ("full", "b/one: No space left on device"),
         ("lost", "a/one: No such file or directory"),
-        ("changed", "expected 000000000000..., as it was written"),
+        ("changed", "expected SHA-256 000000000000..., as it was written"),
         ("whole", ""),
     ],
 )
