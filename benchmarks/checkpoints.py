@@ -6,14 +6,13 @@ stall, and memory.
 
 The state is that of the memory model of layouts.py under ZeRO-3 on engine `mesh`: weights and two
 moments in float32. save, load: `trainer.checkpoint` (hashed by SHA-256 or BLAKE3, flushed, agreed,
-one rename; loading without and with the verification of every byte), `safetensors.torch` writing and reading the same
-bytes, each rank what it holds as one file, and
-`torch.distributed.checkpoint` of the same sharded tensors. What is written is flushed to disk, and
-dropped from the page cache before it is read. stall: how long the loop waits in a save that is
-waited for, and in one beside the training; a step that has a save beside it, against one that has
-none. memory: the most private memory of a rank above what it holds between saves, and the largest
-tensor. The arms of a round come in random order; median of the ratios within a round, and the
-slowest rank counts.
+one rename; loading without and with the verification of every byte), `safetensors.torch` writing
+and reading the same bytes, each rank what it holds as one file, and `torch.distributed.checkpoint`
+of the same sharded tensors. What is written is flushed to disk, and dropped from the page cache
+before it is read. stall: how long the loop waits in a save that is waited for, and in one beside
+the training; a step that has a save beside it, against one that has none. memory: the most private
+memory of a rank above what it holds between saves, and the largest tensor. The arms of a round come
+in random order; median of the ratios within a round, and the slowest rank counts.
 """
 
 from __future__ import annotations

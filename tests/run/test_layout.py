@@ -15,7 +15,7 @@ from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute, layout_of
 from trainer.run.compose import compose
-from trainer.run.prepare import _notes
+from trainer.run.prepare import _faster
 
 size = st.integers(1, 5)
 SIZES = (
@@ -253,5 +253,5 @@ def test_on_a_gpu_it_is_said_that_another_engine_compiles(
 ) -> None:
     config = load("zero2", [f"trainer.engine={engine}", *overrides])
     composed = compose(config, RuntimeFacts(1, 64, 100, True, device, 1))
-    notes = list(_notes(composed, composed.engine()[0]))
+    notes = list(_faster(composed, composed.engine()[0]))
     assert [note.startswith("trainer.engine=mesh") for note in notes] == [True] * told

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from torch import nn
 
 from trainer.checkpoint import ModelForm
 from trainer.checkpoint.safetensors_stream import new_hash
@@ -86,7 +87,7 @@ class Prepared:
 
     @property
     def form(self) -> ModelForm:
-        """The form of the model's files in a checkpoint."""
+        """The form in which checkpoints are written."""
         section, stem = self.config.trainer.checkpoint, self.subject.spec.files.stem
         dtype = getattr(torch, section.dtype) if section.dtype else None
         return ModelForm(dtype, stem, hash=section.hash)
@@ -132,12 +133,11 @@ def prepare(
     if problems := profile_problems(section, steps):
         raise ConfigError(*problems).share()
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
-    notes = (*config.notes, *_notes(composed, name), *support.notes(config, name))
-    config = replace(config, notes=notes)
+    few_cores = share_of_cores(local or 1) if layout.offloads else None
+    notes = [*filter(None, [few_cores]), *_faster(composed, name)]
+    config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
     model = spec.build()
     _check_weights(spec, [name for name, _ in model.named_parameters()], machine)
-    optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
-    own = {"loss": given.loss, "model": given.model} if given else {}
     return Prepared(
         config=config,
         layout=layout,
@@ -150,8 +150,15 @@ def prepare(
         undecayed=spared(section.weight_decay_excludes, spec),
         workers=subject.workers(section, machine),
         order=order,
-        code=code_of(model, optimizer=unwrap(optimizer), **own),
+        code=_code(model, config, given),
     )
+
+
+def _code(model: nn.Module, config: Config, given: Given | None) -> Mapping[str, str]:
+    """Return the digests of the user's own code, by name."""
+    optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
+    own = {"loss": given.loss, "model": given.model} if given else {}
+    return code_of(model, optimizer=unwrap(optimizer), **own)
 
 
 def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
@@ -160,19 +167,14 @@ def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
     several = (machine.local_world_size or ranks.world_size) < ranks.world_size
     if not several or isinstance(spec.weights, NoWeights):
         return
-    found = ranks.on_own(lambda: fingerprint(spec.weights, names))
-    if others := ranks.differing(found):
+    if others := ranks.differing(ranks.on_own(lambda: fingerprint(spec.weights, names))):
         seen = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
         place, expected = f"{spec.name}: pretrained weights", "the same files on every machine"
         raise ConfigError(Problem(place, seen, expected)).share()
 
 
-def _notes(composed: Composed, name: str) -> Iterator[str]:
-    """Give the optimizer on the host its cores, with a note; yield one, too, if these GPUs could
-    run an engine that compiles in place of `name`."""
-    local = composed.facts.local_world_size or 1
-    if composed.layout.offloads and (few_cores := share_of_cores(local)):
-        yield few_cores
+def _faster(composed: Composed, name: str) -> Iterator[str]:
+    """Yield a note if these GPUs could run an engine that compiles in place of `name`."""
     chosen = composed.facts.device, name, composed.config.trainer.engine, composed.layout.compile
     if chosen == ("cuda", "deepspeed", "auto", "auto") and not refusal(composed.layout):
         with suppress(ConfigError):
