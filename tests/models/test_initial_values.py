@@ -174,7 +174,13 @@ PARTITIONED = {
 }
 
 
-@pytest.mark.parametrize("name", PARTITIONED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "experts in bfloat16" else pytest.param(name, marks=pytest.mark.more)
+        for name in PARTITIONED
+    ],
+)
 def test_zero_3_of_deepspeed_draws_its_partitions_alone(pools: Any, name: str) -> None:
     case = PARTITIONED[name]
     if reason := KIND.refusal(layout_of(case)):
@@ -188,6 +194,7 @@ def test_zero_3_of_deepspeed_draws_its_partitions_alone(pools: Any, name: str) -
         assert sent == 0
 
 
+@pytest.mark.more
 def test_autotp_draws_its_masters_alone(pools: Any) -> None:
     case = replace(
         IN_DEEPSPEED, zero_stage=1, tensor=2, precision="bfloat16", model=family("llama")

@@ -299,6 +299,7 @@ def test_files_that_libraries_write_are_those_of_the_first_rank(
         assert verify(tmp_path / name / "step-000100") == []
 
 
+@pytest.mark.more
 def test_machines_with_other_weights_under_one_name_are_refused(tmp_path: Path) -> None:
     """Under ZeRO-3 each would take its shard from its own file."""
     from transformers import AutoModelForCausalLM
