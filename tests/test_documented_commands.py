@@ -479,7 +479,6 @@ NOT_HERE: dict[str, str] = {
         )
         + ("ruff format . && ruff check . && mypy trainer launch tests benchmarks",)
     },
-    "python -m tests.test_rules": "it rewrites tests/rows.json",
     "python -m pytest tests/ROOM": "it stands for any room",
     "python -m pytest tests/test_rules.py tests/test_shape.py": "they are tests themselves",
     "python -m pytest --more": ".ci/run runs it, a part for each commit",

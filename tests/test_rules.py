@@ -1,12 +1,8 @@
-"""Rules of the tree, without exceptions, and a budget of lines for each room: `tests/rows.json`.
-
-`python -m tests.test_rules` lowers each row to the lines that its room has.
-"""
+"""Rules of the tree, without exceptions."""
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -17,10 +13,9 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-ROWS = ROOT / "tests" / "rows.json"
 TOOLS = "trainer.tools"
 """Commands beside training."""
-MOST_LINES, MOST_PARAMETERS, MOST_FIELDS, MOST_FILES, MOST_OF_A_ROOM = 60, 7, 14, 14, 2200
+MOST_LINES, MOST_PARAMETERS, MOST_FIELDS, MOST_FILES = 60, 7, 14, 14
 WIDTH = 100
 SMALL = re.compile(r"(^|_)(small|shrunk|shrink|shallow|reduced|copied|few)(_|$)", re.IGNORECASE)
 """Words for what is called `tiny`."""
@@ -155,8 +150,6 @@ def nothing_is_too_long() -> Iterator[str]:
     for room, count in Counter(room_of(path) for path in sources()).items():
         if count > MOST_FILES:
             yield f"{room} has {count} files"
-        if lines_of()[room] > MOST_OF_A_ROOM:
-            yield f"{room} has more than {MOST_OF_A_ROOM} lines"
 
 
 def a_phase_is_of_the_enum() -> Iterator[str]:
@@ -372,31 +365,3 @@ RULES: list[Callable[[], Iterable[str]]] = [
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_rules(rule: Callable[[], Iterable[str]]) -> None:
     assert sorted(rule()) == []
-
-
-# Each room's budget
-
-
-def lines_of() -> Counter[str]:
-    """Lines that are not blank, of each room."""
-    count: Counter[str] = Counter()
-    for path, (text, _) in sources().items():
-        count[room_of(path)] += sum(bool(line.strip()) for line in text.splitlines())
-    return count
-
-
-def test_a_room_keeps_its_budget() -> None:
-    """A row is raised by a commit that does nothing else and says what it took away."""
-    budget = json.loads(ROWS.read_text())
-    assert {room: count for room, count in lines_of().items() if count > budget.get(room, 0)} == {}
-
-
-def shrink() -> None:
-    """Lower each room's budget to the lines that it has."""
-    counts, budget = lines_of(), json.loads(ROWS.read_text())
-    lowered = {room: min(budget[room], counts[room]) for room in sorted(budget) if counts[room]}
-    ROWS.write_text(json.dumps(lowered, indent=1) + "\n")
-
-
-if __name__ == "__main__":
-    shrink()
