@@ -15,7 +15,7 @@ from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
 from trainer.models.spec import flops_per_token, units
-from trainer.models.weights import open_weights
+from trainer.models.weights import SafetensorsFolder
 
 SMALL: dict[str, Any] = {
     key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")
@@ -231,4 +231,4 @@ def test_weights_of_another_shape(tmp_path):
 def test_an_index_that_leads_elsewhere_is_refused(tmp_path, name):
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
     with pytest.raises(ConfigError, match="names of safetensors files in this folder"):
-        open_weights(tmp_path, {"a"}, dict)
+        SafetensorsFolder(tmp_path)

@@ -56,7 +56,7 @@ class LanguageCase:
         if self._is_read:
             ranks.on_first(lambda: write_base(copy, self._base))
             read = options.model_copy(update={"name_or_path": str(self._base)})
-            copy = replace(copy, weights=huggingface.weights_of(copy.build(), read)[0])
+            copy = replace(copy, weights=huggingface.weights_of(copy.build(), read))
         self._plain, self._copy = plain, copy
         whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks)
         assert whole.tiny.copy is not None

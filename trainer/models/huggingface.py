@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -22,10 +21,12 @@ from trainer.models import language_model
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
+from trainer.models.pretrained import quantised
+from trainer.models.pretrained.files import stored_tensors
+from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.spec import ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
-from trainer.models.weights import SafetensorsFolder, names_in, open_weights
 from trainer.storage import parse_json, read_file
 
 EMBEDDED: dict[str, Any] = {
@@ -49,7 +50,9 @@ NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_ver
 def read_config(options: Any) -> PreTrainedConfig:
     """Read and check the architecture of `trainer.model`; it is not built. Raises ConfigError."""
     if options.name_or_path is not None:
-        return _pretrained_config(options)
+        config = _pretrained_config(options)
+        quantised.remove_config(config)
+        return config
     values = EMBEDDED if options.config is None else options.config
     place = "trainer.model.config"
     if isinstance(values, str):
@@ -59,6 +62,7 @@ def read_config(options: Any) -> PreTrainedConfig:
         raise ConfigError(Problem(place, "no model_type", expected))
     with refused(place, "a config that transformers accepts"):  # of many kinds for a bad value
         config = AutoConfig.for_model(**values)
+    quantised.remove_config(config)
     check_kernels(config, place)
     return config
 
@@ -125,8 +129,12 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         notes.append(f"of {config.model_type} the text model alone is trained and saved, a {kind}")
     given: Weights = NoWeights()
     if options.name_or_path and weights:
-        given, dropped = weights_of(model, options)
-        notes += [dropped] if dropped else []
+        given = weights_of(model, options)
+        if alias := _untied(model, given):
+            model, note = _built_untied(config, build, alias, place)
+            given = weights_of(model, options)
+            notes.append(note)
+        notes += _base_notes(given, model, name)
 
     @cache
     def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
@@ -143,6 +151,22 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         tiny=replace(spec.tiny, first_blocks=first_blocks),
         files=replace(spec.files, revision=options.revision),
         notes=tuple(notes),
+    )
+
+
+def _built_untied(
+    config: PreTrainedConfig, build: Callable[[], PreTrainedModel], alias: str, place: str
+) -> tuple[PreTrainedModel, str]:
+    """Build a model whose `alias` is not tied, as transformers loads it; changes the config."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.update({"tie_word_embeddings": False})
+    model = build()
+    if alias in aliases_of(model):
+        actual = f"another value for {alias} than for what it is tied to"
+        raise ConfigError(Problem(place, actual, "one value, as its class always ties them"))
+    return model, (
+        f"its config ties {alias}, but the files have another value for it: it is trained and saved "
+        "apart, as transformers loads it (tie_word_embeddings false)"
     )
 
 
@@ -239,39 +263,56 @@ def _initialise(root: nn.Module, name: str) -> None:
         owner._init_weights(module)  # type: ignore[operator]
 
 
-def weights_of(model: nn.Module, options: Any) -> tuple[Weights, str]:
-    """Open the weights of the folder or hub id; also return a line on tensors that are left out."""
-    folder = Path(options.name_or_path)
+def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
+    """Open the weights of the folder or hub id for a model on the meta device.
+
+    Raises ConfigError if there are none, or if they are stored in a way that cannot be read.
+    """
+    folder, place = (
+        Path(options.name_or_path),
+        f"trainer.model.name_or_path: {options.name_or_path}",
+    )
     if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+        folder = _downloaded(options)
+    config = _pretrained_config(options)
+    quantiser = quantised.dequantiser(quantised.stored_config(config), place)
+    return ConvertedWeights(stored_tensors(folder, config), model, quantiser, place)
 
-        name, patterns = options.name_or_path, ["*.json", "*.safetensors", "*.model"]
-        folder = Path(snapshot_download(name, revision=options.revision, allow_patterns=patterns))
-    parameters, state = {name for name, _ in model.named_parameters()}, model.state_dict().keys()
-    unread: set[str] = set()
 
-    def load_whole() -> dict[str, torch.Tensor]:
-        whole, info = AutoModelForCausalLM.from_pretrained(
-            options.name_or_path, **_source(options), dtype="auto", output_loading_info=True
-        )
-        # transformers fills these with initial values
-        if absent := sorted(parameters & set(info["missing_keys"])):
-            seen, expected = "absent from the weights", "every parameter of the model"
-            places = [f"{options.name_or_path}: {name}" for name in absent]
-            raise ConfigError(*(Problem(place, seen, expected) for place in places))
-        unread.update(info["unexpected_keys"])
-        silent = [re.compile(pattern) for pattern in whole._keys_to_ignore_on_load_unexpected or ()]
-        unread.update(n for n in names_in(folder) if any(pattern.search(n) for pattern in silent))
-        return whole.state_dict()  # type: ignore[no-any-return]
+def _downloaded(options: Any) -> Path:
+    from huggingface_hub import snapshot_download
 
-    weights = open_weights(folder, parameters, load_whole)
-    if isinstance(weights, SafetensorsFolder):
-        unread.update(weights.names() - state)
-    if not unread:
-        return weights, ""
-    count, kind = len(unread), type(model).__name__
-    dropped = f"{count} tensors of {options.name_or_path} have no place in a {kind}"
-    return weights, f"{dropped} and are left out: {in_short(sorted(unread), state)}"
+    download = partial(snapshot_download, options.name_or_path, revision=options.revision)
+    folder = Path(download(allow_patterns=["*.json", "*.safetensors", "*.model"]))
+    if not any(folder.glob("*.safetensors")):
+        download(allow_patterns=["pytorch_model*.bin"])
+    return folder
+
+
+def _untied(model: PreTrainedModel, weights: ConvertedWeights) -> str:
+    """Return a tied tensor that the files have twice, with other values; empty if there is none."""
+    stored = weights.names()
+    for alias, first in aliases_of(model).items():
+        if {alias, first} <= stored and not _same(weights.read(alias), weights.read(first)):
+            return alias
+    return ""
+
+
+def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.shape == other.shape and torch.equal(one, other.to(one.dtype))
+
+
+def _base_notes(weights: ConvertedWeights, model: PreTrainedModel, name: str) -> Iterator[str]:
+    """Yield notes on how a base is stored, and on tensors that the model has no place for."""
+    if method := weights.quantised_by:
+        saved = "what is trained and saved is not quantised, and has no quantization_config"
+        yield f"{name} is quantised by {method}: its values are dequantised as they are read; {saved}"
+    if unread := weights.unread:
+        kind, shown = type(model).__name__, in_short(sorted(unread), model.state_dict().keys())
+        dropped = f"{len(unread)} tensors of {name} have no place in a {kind}"
+        yield f"{dropped} and are left out: {shown}"
 
 
 def _architecture(model: Any) -> dict[str, Any]:

@@ -1,0 +1,155 @@
+"""A base's values under the names of the model, converted by transformers one tensor at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from trainer.models.pretrained.files import StoredTensors
+from trainer.models.pretrained.quantised import check_read, check_unread, conversion_errors
+from trainer.models.spec import Weights
+
+
+@dataclass
+class Conversion:
+    """The way from tensors of the files to one or several of the model."""
+
+    first: str
+    """The model's tensor; of several, the first."""
+    transform: Any = None
+    """Transformers' converter; None: the value as it is stored."""
+    sources: list[tuple[str, str | None]] = field(default_factory=list)
+    """Tensors of the files, in natural order, each with the pattern that it matches."""
+
+
+class ConvertedWeights(Weights):
+    """The weights of a base: transformers' `from_pretrained`, a tensor at a time.
+
+    A value has the dtype that it is stored in; a dequantised one is in float32. Only what a tensor
+    is made of is in memory while it is read.
+    """
+
+    def __init__(
+        self, stored: StoredTensors, model: PreTrainedModel, quantiser: Any, place: str
+    ) -> None:
+        """Plan what each tensor of `model`, on the meta device, is read from.
+
+        Raises ConfigError for a quantised weight that would be read as its codes.
+        """
+        self._stored, self._model, self._quantiser, self._place = stored, model, quantiser, place
+        self._like: dict[str, torch.Tensor] = model.state_dict()
+        self._conversions: dict[str, Conversion] = {}
+        self.unread: dict[str, str] = {}
+        """Tensors of the files that the model has no place for -> their names in the model."""
+        self._plan()
+        self._latest: tuple[str, dict[str, torch.Tensor]] = ("", {})
+        check_unread(self.unread, model, place)
+
+    def read(self, name: str) -> torch.Tensor | None:
+        for known in (name, *self._tied.get(name, ())):
+            if (conversion := self._conversions.get(known)) is not None:
+                return self._values(conversion)[known]
+        return None
+
+    def release(self) -> None:
+        self._latest = ("", {})
+        self._stored.release()
+
+    def names(self) -> set[str]:
+        """Return the names of the model's tensors that the files have."""
+        return set(self._conversions)
+
+    @property
+    def quantised_by(self) -> str:
+        """The method by which the files are quantised; empty if they are not."""
+        if self._quantiser is None:
+            return ""
+        method = self._quantiser.quantization_config.quant_method
+        return str(getattr(method, "value", method))
+
+    @cached_property
+    def _tied(self) -> dict[str, tuple[str, ...]]:
+        """The other names of each tied tensor: the files may have any one of them."""
+        groups: dict[int, list[str]] = {}
+        for name, parameter in self._model.named_parameters(remove_duplicate=False):
+            groups.setdefault(id(parameter), []).append(name)
+        several = [names for names in groups.values() if len(names) > 1]
+        return {name: tuple(n for n in names if n != name) for names in several for name in names}
+
+    def _plan(self) -> None:
+        model, like = self._model, self._like
+        mapping = get_model_conversion_mapping(model, None, self._quantiser)
+        renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
+        converters = [step for step in mapping if isinstance(step, WeightConverter)]
+        by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
+        planned: dict[str, Conversion] = {}
+        prefix = type(model).base_model_prefix  # that of the files, which `correct_prefix` leaves
+        for key in sorted(self._stored.names(), key=dot_natural_key):
+            name, pattern = rename_source_key(key, renamings, converters, prefix, like)
+            if name not in like and key in like:  # it has the model's own name already
+                name, pattern = rename_source_key(key, [], [], prefix, like)
+            if name not in like:
+                self.unread[key] = name
+                continue
+            transform = None if pattern is None else by_pattern[pattern]
+            conversion = planned.setdefault(name, Conversion(name, transform))
+            if conversion.sources and conversion.transform is None:
+                self.unread[key] = (
+                    name  # a second tensor for one place: transformers takes the first
+                )
+            else:
+                conversion.sources.append((key, pattern))
+        for conversion in planned.values():
+            for target in self._targets(conversion):
+                self._conversions[target] = conversion
+            self._check(conversion)
+
+    def _targets(self, conversion: Conversion) -> Iterator[str]:
+        """Yield the tensors that a conversion makes; for several, it is run on shapes alone."""
+        patterns = [] if conversion.transform is None else conversion.transform.target_patterns
+        if len(patterns) > 1 or any("*" in pattern for pattern in patterns):
+            yield from self._converted(conversion, on_meta=True)
+        else:
+            yield conversion.first
+
+    def _check(self, conversion: Conversion) -> None:
+        transform = conversion.transform
+        operations = () if transform is None else transform.operations
+        if not any(getattr(step, "hf_quantizer", None) for step in operations):
+            for key, _ in conversion.sources:
+                check_read(self._stored, key, self._like[conversion.first], self._place)
+
+    def _values(self, conversion: Conversion) -> dict[str, torch.Tensor]:
+        if conversion.transform is None:
+            return {conversion.first: self._stored[conversion.sources[0][0]]}
+        if self._latest[0] != conversion.first:
+            self._latest = ("", {})  # not two at a time
+            self._latest = (conversion.first, self._converted(conversion))
+        values = self._latest[1]
+        if len(values) == 1:
+            self._latest = ("", {})
+        return values
+
+    def _converted(self, conversion: Conversion, on_meta: bool = False) -> dict[str, torch.Tensor]:
+        first, transform = conversion.first, deepcopy(conversion.transform)
+        read = self._stored.like if on_meta else self._stored.__getitem__
+        for key, pattern in conversion.sources:
+            transform.add_tensor(first, key, pattern, partial(read, key))
+        with conversion_errors(self._place, first), torch.no_grad():
+            made = transform.convert(first, model=self._model, config=self._model.config)
+        return {
+            name: value[0] if isinstance(value, list) else value for name, value in made.items()
+        }
