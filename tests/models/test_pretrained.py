@@ -9,89 +9,23 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.bases import (
+    COMPRESSED,
+    FAMILIES,
+    FP8,
+    changed_config,
+    in_blocks_of_fp8,
+    in_channels_of_fp8,
+    in_mxfp4,
+    rewritten,
+    write_base,
+)
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.materialise import on_host
-
-SMALL: dict[str, Any] = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    max_position_embeddings=64,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-)
-ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=16)
-GATED = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8
-)
-VISION = dict(
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    depth=2,
-    num_heads=4,
-    image_size=28,
-    patch_size=14,
-    out_hidden_size=32,
-)
-TWELVE = 12
-"""Experts: with more than ten, the order of names as text is another model."""
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": SMALL,
-    "mistral": SMALL,
-    "qwen3": SMALL,
-    "olmo3": SMALL,
-    "smollm3": SMALL,
-    "phi3": SMALL,
-    "gpt2": dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64),
-    "qwen3_moe": SMALL | ROUTED | dict(num_experts=TWELVE),
-    "mixtral": SMALL | dict(num_local_experts=TWELVE, num_experts_per_tok=2),
-    "glm4_moe": SMALL
-    | ROUTED
-    | dict(n_routed_experts=TWELVE, first_k_dense_replace=1, n_group=1, topk_group=1),
-    "deepseek_v3": {key: value for key, value in SMALL.items() if key != "head_dim"}
-    | ROUTED
-    | dict(num_key_value_heads=4, n_routed_experts=TWELVE, n_group=2, topk_group=1)
-    | dict(first_k_dense_replace=1, q_lora_rank=16, kv_lora_rank=16, n_shared_experts=1)
-    | dict(qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8),
-    "gpt_oss": SMALL | dict(num_local_experts=TWELVE, num_experts_per_tok=2),
-    "qwen3_next": SMALL
-    | ROUTED
-    | GATED
-    | dict(num_experts=TWELVE, shared_expert_intermediate_size=16),
-    "gemma3": dict(text_config=SMALL, vision_config=VISION),
-    "qwen3_5": dict(text_config=SMALL | GATED, vision_config=VISION),
-    "llama4": dict(
-        text_config=SMALL
-        | dict(num_local_experts=4, intermediate_size_mlp=64, interleave_moe_layer_step=2),
-        vision_config=VISION
-        | dict(vision_output_dim=32, projector_input_dim=32, projector_output_dim=32),
-    ),
-}
-MULTIMODAL = {"gemma3", "qwen3_5", "llama4"}
-
-
-def write_base(folder: Path, family: str, **more: Any) -> Path:
-    """Save a tiny model with drawn values in bfloat16, by transformers, under its names on disk."""
-    config = AutoConfig.for_model(family, **FAMILIES[family], **more)
-    kind = AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
-    torch.manual_seed(0)
-    model = kind.from_config(config).to(torch.bfloat16)
-    for value in model.state_dict().values():
-        if value.dtype == torch.bfloat16:
-            value.copy_(torch.randn_like(value))
-    model.save_pretrained(folder)
-    return folder
 
 
 def options(folder: Path) -> ModelSection:
@@ -173,18 +107,6 @@ def test_a_tensor_is_read_from_its_own_sources_alone(tmp_path, family, monkeypat
 # Files
 
 
-def rewritten(folder: Path, change: Any) -> Path:
-    values = load_file(folder / "model.safetensors")
-    save_file(change(values), folder / "model.safetensors", {"format": "pt"})
-    return folder
-
-
-def changed_config(folder: Path, **values: Any) -> Path:
-    path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | values))
-    return folder
-
-
 def test_one_file_comes_before_a_stale_index(tmp_path):
     write_base(tmp_path, "llama")
     stale = {
@@ -252,78 +174,6 @@ def test_a_tied_table_is_read_from_the_head_where_that_alone_is_stored(tmp_path)
 
 
 # Quantised bases
-
-
-def in_blocks_of_fp8(values: dict[str, torch.Tensor], block: int = 8) -> dict[str, torch.Tensor]:
-    """Quantise the matrices of projections as DeepSeek-V3's are: a scale for each square block."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in values.items():
-        if value.ndim != 2 or "_proj" not in name:
-            found[name] = value
-            continue
-        rows, columns = (size // block for size in value.shape)
-        blocks = value.float().reshape(rows, block, columns, block)
-        scale = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        found[name] = codes.reshape(value.shape)
-        found[f"{name}_scale_inv"] = scale
-    return found
-
-
-FP8 = {
-    "quant_method": "fp8",
-    "activation_scheme": "dynamic",
-    "fmt": "e4m3",
-    "weight_block_size": [8, 8],
-    "modules_to_not_convert": ["lm_head"],
-}
-
-
-def in_channels_of_fp8(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Quantise as llm-compressor's FP8_DYNAMIC: a scale for each row."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in values.items():
-        found[name] = value
-        if value.ndim == 2 and "_proj" in name:
-            scale = value.float().abs().amax(1, keepdim=True) / 448
-            found[name] = (value.float() / scale).to(torch.float8_e4m3fn)
-            found[f"{name}_scale"] = scale.bfloat16()
-    return found
-
-
-COMPRESSED = {
-    "quant_method": "compressed-tensors",
-    "format": "float-quantized",
-    "quantization_status": "compressed",
-    "ignore": ["lm_head"],
-    "config_groups": {
-        "group_0": {
-            "targets": ["Linear"],
-            "weights": {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"},
-            "input_activations": {
-                "num_bits": 8,
-                "type": "float",
-                "symmetric": True,
-                "strategy": "token",
-                "dynamic": True,
-            },
-        }
-    },
-}
-
-
-def in_mxfp4(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Store the experts of GPT-OSS as drawn codes of four bits, with a power of two for each 32."""
-    found: dict[str, torch.Tensor] = {}
-    for name, value in values.items():
-        if not name.endswith(("gate_up_proj", "down_proj")):
-            found[name] = value
-            continue
-        experts, rows, columns = value.shape
-        shape = (experts, columns, rows // 32)
-        found[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-        found[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
-    return found
 
 
 @pytest.mark.parametrize(

@@ -63,9 +63,12 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder)
-        found = compare(small, spec, run, resumed, machine, lambda: reference(small))
+        findings, first = compare(small, spec, run, resumed, machine, lambda: reference(small))
         layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
-        return Certificate(layout, engine, small.changes, *found)
+        if (base := case.base) is not None:
+            findings = (base, *findings)
+            first = first if base.passed else base
+        return Certificate(layout, engine, small.changes, findings, first)
 
 
 def table(certificate: Certificate) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.certify.base import compare_base
 from trainer.certify.parameters import learner, opened, write_base
 from trainer.certify.recording import Sources
 from trainer.certify.reference import Reference
@@ -44,6 +45,12 @@ class LanguageCase:
     def __init__(self, small: Tiny, given: Given, machine: Machine, folder: Path) -> None:
         """Make the copy, and in `folder` its weights if a run would read them. Collective."""
         architecture = huggingface.read_config(small.config.trainer.model)
+        named = small.config.trainer.model
+        files = machine.ranks.await_first(lambda: compare_base(architecture, named))
+        if files.untied:
+            huggingface.untie(architecture)
+        self.base = files.finding
+        small = small.noting(files.note) if files.note else small
         if small.packed:
             architecture, section = without_dropout(architecture, small.config.trainer)
             small = replace(small, config=replace(small.config, trainer=section)).noting(ONE_BY_ONE)

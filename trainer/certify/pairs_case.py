@@ -40,6 +40,9 @@ PAIRED = 1e-5
 class PairsCase:
     """A model on pairs, with its loss; `build(seed=...)` builds it with its initial values."""
 
+    base: None = None
+    """No base of a language model is read."""
+
     def __init__(
         self, small: Tiny, subject: Subject, build: Callable[..., nn.Module], loss: Any
     ) -> None:

@@ -47,6 +47,20 @@ NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_ver
 """Config keys that may differ while the architecture is the same."""
 
 
+def pretrained_blocks(options: Any, layers: int, blocks: int) -> PreTrainedConfig:
+    """Return the config of the first `layers` of a base's `blocks`, as its folder states it.
+
+    A quantised base stays one, and says that it is to be dequantised.
+    """
+    config = _pretrained_config(options)
+    stored = quantised.stored_config(config)
+    quantised.remove_config(config)
+    kept: PreTrainedConfig = tiny_config(config, KEPT, range(layers), blocks)
+    if stored is not None:
+        kept.update({quantised.KEY: {**stored, "dequantize": True}})
+    return kept
+
+
 def read_config(options: Any) -> PreTrainedConfig:
     """Read and check the architecture of `trainer.model`; it is not built. Raises ConfigError."""
     if options.name_or_path is not None:
@@ -154,20 +168,23 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     )
 
 
+def untie(config: PreTrainedConfig) -> None:
+    """Have the models of a config keep head and table apart; changes it in place."""
+    for part in (config, config.get_text_config(decoder=True)):
+        part.update({"tie_word_embeddings": False})
+
+
 def _built_untied(
     config: PreTrainedConfig, build: Callable[[], PreTrainedModel], alias: str, place: str
 ) -> tuple[PreTrainedModel, str]:
     """Build a model whose `alias` is not tied, as transformers loads it; changes the config."""
-    for part in (config, config.get_text_config(decoder=True)):
-        part.update({"tie_word_embeddings": False})
+    untie(config)
     model = build()
     if alias in aliases_of(model):
         actual = f"another value for {alias} than for what it is tied to"
         raise ConfigError(Problem(place, actual, "one value, as its class always ties them"))
-    return model, (
-        f"its config ties {alias}, but the files have another value for it: it is trained and saved "
-        "apart, as transformers loads it (tie_word_embeddings false)"
-    )
+    stored = f"its config ties {alias}, but the files have another value for it"
+    return model, f"{stored}: it is not tied, as in transformers (tie_word_embeddings false)"
 
 
 def _check_router(model: PreTrainedModel, place: str) -> None:
@@ -307,8 +324,8 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def _base_notes(weights: ConvertedWeights, model: PreTrainedModel, name: str) -> Iterator[str]:
     """Yield notes on how a base is stored, and on tensors that the model has no place for."""
     if method := weights.quantised_by:
-        saved = "what is trained and saved is not quantised, and has no quantization_config"
-        yield f"{name} is quantised by {method}: its values are dequantised as they are read; {saved}"
+        how = f"{name} is quantised by {method}: its values are dequantised as they are read"
+        yield f"{how}; what is saved is not quantised, and has no quantization_config"
     if unread := weights.unread:
         kind, shown = type(model).__name__, in_short(sorted(unread), model.state_dict().keys())
         dropped = f"{len(unread)} tensors of {name} have no place in a {kind}"

@@ -1,0 +1,126 @@
+"""The certificate compares what is read of the user's own base with what transformers loads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.certify.test_verify import config
+from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten, write_base
+from tests.support.pool import Pools, machine_here
+from trainer.certify.base import compare_base
+from trainer.config.sections.model_and_data import ModelSection
+from trainer.models import huggingface
+from trainer.models.pretrained import quantised, reader
+
+
+def plain(folder: Path) -> Path:
+    return write_base(folder, "qwen3_moe")
+
+
+def in_fp8(folder: Path) -> Path:
+    return changed_config(
+        rewritten(write_base(folder, "llama"), in_blocks_of_fp8), quantization_config=FP8
+    )
+
+
+def with_another_head(folder: Path) -> Path:
+    head = {"lm_head.weight": torch.randn(96, 32).bfloat16()}
+    return rewritten(
+        write_base(folder, "llama", tie_word_embeddings=True), lambda values: values | head
+    )
+
+
+def codes_for_values() -> Any:
+    faults = contextlib.ExitStack()
+    faults.enter_context(mock.patch.object(quantised, "dequantiser", lambda *_: None))
+    faults.enter_context(mock.patch.object(reader, "check_read", lambda *_: None))
+    faults.enter_context(mock.patch.object(reader, "check_unread", lambda *_: None))
+    return faults
+
+
+def ties_as_the_config_says() -> Any:
+    return mock.patch.object(huggingface, "_untied", lambda *_: "")
+
+
+def experts_in_the_order_of_text() -> Any:
+    return mock.patch.object(reader, "dot_natural_key", str)
+
+
+def a_matrix_of_another_layer() -> Any:
+    real = reader.ConvertedWeights.read
+
+    def read(self: Any, name: str) -> Any:
+        return real(self, name.replace("layers.1.self_attn.q_proj", "layers.0.self_attn.q_proj"))
+
+    return mock.patch.object(reader.ConvertedWeights, "read", read)
+
+
+def compared(folder: Path) -> Any:
+    options = ModelSection(name_or_path=str(folder))
+    return compare_base(huggingface.read_config(options), options)
+
+
+@pytest.mark.parametrize("base", [plain, in_fp8, with_another_head])
+def test_a_base_that_is_read_as_transformers_reads_it_passes(tmp_path, base):
+    files = compared(base(tmp_path))
+    assert files.finding.passed and files.finding.error == 0.0
+    assert files.untied is (base is with_another_head)
+
+
+@pytest.mark.parametrize(
+    ("base", "fault", "where"),
+    [
+        (in_fp8, codes_for_values, "proj"),
+        (with_another_head, ties_as_the_config_says, "lm_head"),
+        (plain, experts_in_the_order_of_text, "experts"),
+        (plain, a_matrix_of_another_layer, "layers.1.self_attn.q_proj"),
+    ],
+)
+def test_a_base_that_is_read_otherwise_fails(tmp_path, base, fault: Callable[[], Any], where):
+    base(tmp_path)
+    with fault():
+        finding = compared(tmp_path).finding
+    assert not finding.passed and where in finding.where
+
+
+def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
+    from trainer.certify import base
+
+    write_base(tmp_path, "llama")
+    size = huggingface.spec_of(
+        huggingface.read_config(ModelSection(name_or_path=str(tmp_path))),
+        ModelSection(name_or_path=str(tmp_path)),
+    ).parameters
+    monkeypatch.setattr(base, "MOST_VALUES", size - 1)
+    files = compared(tmp_path)
+    assert files.finding.passed and "first 1 of 2 blocks" in files.note
+    monkeypatch.setattr(base, "MOST_VALUES", 1)
+    files = compared(tmp_path)
+    assert files.finding is None and "too large" in files.note
+
+
+def certified(path: str, fault: str = "") -> tuple[bool, str]:
+    """Runs on each rank of a pool."""
+    from trainer.certify import certificate as module
+    from trainer.certify.tiny_run import tiny_run
+
+    with globals()[fault]() if fault else contextlib.nullcontext():
+        certificate = module.certify(tiny_run(path, [], 2), machine_here())
+    return certificate.passed, module.table(certificate)
+
+
+@pytest.mark.parametrize("fault", ["", "ties_as_the_config_says"])
+def test_the_certificate_has_a_line_of_the_base(tmp_path, pools: Pools, fault):
+    with_another_head(tmp_path / "base")
+    model = {"name_or_path": str(tmp_path / "base")}
+    path = config(tmp_path, "mesh", 3, model=model)
+    for passed, text in pools[2].run(certified, path=path, fault=fault):
+        assert passed is (not fault), text
+        assert [line for line in text.splitlines() if line.startswith("base ")]

@@ -1,0 +1,105 @@
+"""The base that a config names: what a run reads of it against transformers' `from_pretrained`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.certify.comparison import Finding
+from trainer.errors import refused
+from trainer.models import huggingface
+from trainer.models.spec import ModelSpec
+
+CHECK = "base"
+MOST_VALUES = 4_000_000_000
+"""The most values that are read: 8 GB in 16 bits."""
+
+
+class BaseFiles(NamedTuple):
+    """The comparison of a base's values, or why there is none."""
+
+    finding: Finding | None = None
+    note: str = ""
+    untied: bool = False
+    """True if the files untie what the config ties."""
+
+
+def compare_base(architecture: Any, options: Any) -> BaseFiles:
+    """Compare each tensor that a run reads of a local base with what transformers loads.
+
+    Of a large base, the first blocks are compared. Raises ConfigError for a base that cannot be
+    read.
+    """
+    if not options.name_or_path:
+        return BaseFiles()
+    if not Path(options.name_or_path).is_dir():
+        note = f"the weights of {options.name_or_path} are not in a local folder"
+        return BaseFiles(note=f"{note}: how they are read is not compared")
+    ties = architecture.get_text_config(decoder=True).tie_word_embeddings
+    spec = huggingface.spec_of(architecture, options)
+    untied = ties and not architecture.get_text_config(decoder=True).tie_word_embeddings
+    layers = _affordable(spec)
+    if layers is None:
+        note = f"{options.name_or_path} is too large here: how it is read is not compared"
+        return BaseFiles(None, note, untied)
+    theirs = _loaded(options, layers, len(spec.blocks))
+    finding = _worst(spec, theirs)
+    spec.weights.release()
+    note = ""
+    if layers < len(spec.blocks):
+        note = f"of the base, the first {layers} of {len(spec.blocks)} blocks are compared"
+    return BaseFiles(finding, note, untied)
+
+
+def _affordable(spec: ModelSpec) -> int | None:
+    """Return how many blocks can be read with all that is outside of them; None if not even one."""
+    model = spec.build()
+    sizes = [_size(model.get_submodule(block)) for block in spec.blocks]
+    room = MOST_VALUES - (_size(model) - sum(sizes))
+    layers = 0
+    while layers < len(sizes) and sum(sizes[: layers + 1]) <= room:
+        layers += 1
+    return None if layers == 0 and (sizes or room < 0) else layers
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _loaded(options: Any, layers: int, blocks: int) -> dict[str, torch.Tensor]:
+    """Load the first blocks by transformers, in the dtype that the base states."""
+    from transformers import AutoModelForCausalLM
+
+    config = huggingface.pretrained_blocks(options, layers, blocks)
+    more = {"trust_remote_code": options.trust_remote_code, "revision": options.revision}
+    place = f"trainer.model.name_or_path: {options.name_or_path}"
+    # network, memory and value errors alike
+    with refused(place, "a base that transformers loads", named=True):
+        model = AutoModelForCausalLM.from_pretrained(
+            options.name_or_path, config=config, dtype="auto", **more
+        )
+    return model.state_dict()  # type: ignore[no-any-return]
+
+
+def _worst(spec: ModelSpec, theirs: dict[str, torch.Tensor]) -> Finding:
+    """Return the largest difference of a tensor, relative to its largest value; 0 is expected."""
+    worst = Finding(CHECK, 0, 0.0, 0.0, f"({len(theirs)} tensors)")
+    for name, value in theirs.items():
+        error = _error(spec.weights.read(spec.tied.get(name, name)), value)
+        if error > worst.error:
+            worst = Finding(CHECK, 0, error, 0.0, name)
+    return worst
+
+
+def _error(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:
+    if ours is None or ours.shape != theirs.shape:
+        return float("inf")
+    ours = ours.to(theirs.dtype)
+    if torch.equal(ours, theirs):
+        return 0.0
+    difference = (ours.double() - theirs.double()).abs().max()
+    error = float(difference / theirs.double().abs().max().clamp(min=1e-30))
+    return error if error > 0 else float("inf")  # NaN
