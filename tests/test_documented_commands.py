@@ -456,6 +456,7 @@ NOT_HERE: dict[str, str] = {
             "'meshloom[report]'",
             "'meshloom[evaluate]'",
             "'meshloom[blake3]'",
+            "'meshloom[quantised]'",
         )
         + (
             "mlflow",

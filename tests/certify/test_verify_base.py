@@ -14,7 +14,7 @@ import torch
 from tests.certify.test_verify import config
 from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten, write_base
 from tests.support.pool import Pools, machine_here
-from trainer.certify.base import compare_base
+from trainer.certify.cases.base_files import compare_base
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models import huggingface
 from trainer.models.pretrained import quantised, reader
@@ -91,7 +91,7 @@ def test_a_base_that_is_read_otherwise_fails(tmp_path, base, fault: Callable[[],
 
 
 def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
-    from trainer.certify import base
+    from trainer.certify.cases import base_files as base
 
     write_base(tmp_path, "llama")
     size = huggingface.spec_of(

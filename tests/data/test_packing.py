@@ -528,7 +528,7 @@ def test_it_passes_with_packing_and_an_adapter(pools, tmp_path):
 def test_without_dropout():
     from transformers import AutoConfig
 
-    from trainer.certify.language_case import without_dropout
+    from trainer.certify.cases.language_case import without_dropout
 
     model = AutoConfig.for_model(**GPT2)
     found, section = without_dropout(

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.certify.cases.language_case import LanguageCase
+from trainer.certify.cases.pairs_case import PairsCase, image_case, module_case
 from trainer.certify.comparison import Finding, compare
-from trainer.certify.language_case import LanguageCase
-from trainer.certify.pairs_case import PairsCase, image_case, module_case
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping

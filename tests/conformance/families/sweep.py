@@ -102,7 +102,7 @@ def certified(path: str) -> str:
     """Return the verdict. Runs on each rank."""
     import transformers
 
-    from trainer.certify import language_case
+    from trainer.certify.cases import language_case
     from trainer.certify.certificate import certify, table
     from trainer.certify.tiny_run import tiny_run
     from trainer.errors import MeshloomError

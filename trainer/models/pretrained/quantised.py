@@ -74,7 +74,7 @@ def check_read(stored: StoredTensors, key: str, like: torch.Tensor, place: str) 
     dtype = stored.like(key).dtype
     if not like.dtype.is_floating_point or (dtype.is_floating_point and dtype not in CODES):
         return
-    actual = f"{key} is stored as {dtype}, and no {KEY} says what it stands for"
+    actual = f"{key} is stored as {dtype}, and nothing says what number that stands for"
     raise ConfigError(Problem(place, actual, f"a base in {SUPPORTED}"))
 
 

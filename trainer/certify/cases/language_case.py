@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from trainer.certify.base import compare_base
+from trainer.certify.cases.base_files import compare_base
 from trainer.certify.parameters import learner, opened, write_base
 from trainer.certify.recording import Sources
 from trainer.certify.reference import Reference
