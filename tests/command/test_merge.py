@@ -138,7 +138,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "an unknown bias": (changed(bias="x"), 'trainer.adapter.bias: saw "x"'),
     "no path": (changed(base_model_name_or_path=5), "ValidationError"),
     "no tokenizer": (without("base/tokenizer.json"), "its base with a tokenizer"),
-    "a truncated base": (truncated, "SafetensorError"),
+    "a truncated base": (truncated, "expected safetensors files"),
     "ranks by pattern": (changed(rank_pattern={"q_proj": 2}), "rank_pattern "),
     "more than layers": (changed(lora_bias=True), "lora_bias true"),
     "no such module": (changed(target_modules=["other"]), "other"),
