@@ -30,7 +30,8 @@ def register(kind: Kind, name: str) -> Callable[[Made], Made]:
     An optimizer, as `optimizer(groups, **params)`, returns a `torch.optim.Optimizer`.
     A source, as `source(path)`, yields the rows of a file, dictionaries. What is prepared of them
     is kept: an edited source needs another name.
-    A tracker, as `tracker(folder)`, has the methods of `trainer.trackers.Tracker`.
+    A tracker, as `tracker(folder)`, has the methods of `trainer.trackers.Tracker`; `epoch`
+    may be left out.
     """
 
     def registered(made: Made) -> Made:

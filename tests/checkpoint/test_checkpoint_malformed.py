@@ -223,6 +223,8 @@ DESCRIPTIONS: dict[str, Callable[[dict[str, Any]], Any]] = {
         positioned(whole, samples=3201)
         | {"since": {"step": 0, "samples": 0}, "layout": {"train_batch": 160}}
     ),
+    "an epoch that is a list": lambda whole: whole | {"epoch": [1.0, 2.0]},
+    "an epoch of text": lambda whole: whole | {"epoch": {"loss": "1", "targets": 2.0}},
     "a loss of text": lambda whole: whole | {"evaluation_loss": "low"},
 }
 

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 BIN = Path(sys.executable).parent
 TRAIN = str(ROOT / "launch" / "train.py")
 SCRIPTS = ("deepspeed", "torchrun", "accelerate", "meshloom")
-PROGRESS = re.compile(r"^step \d+|^start   .* \(\d+ s\)$")
+PROGRESS = re.compile(r"^step \d+|^Epoch \[|^start   .* \(\d+ s\)$")
 """The lines of steps, and those of a start on a slow machine: how many depends on the time."""
 
 

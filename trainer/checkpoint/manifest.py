@@ -37,6 +37,8 @@ _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
 _DESCRIPTION: dict[str, tuple[type, ...]] = {
     name: (dict, NoneType) for name in ("code", "config", "data", "layout", "model", "versions")
 }
+_NO_EPOCH = {"loss": 0.0, "targets": 0.0}
+"""The sums over the steps of an epoch that has just begun."""
 _DESCRIPTION |= {
     "evaluation_loss": (float, int, NoneType),
     "stateless": (list, NoneType),
@@ -111,6 +113,7 @@ def read_description(path: Path) -> dict[str, Any]:
     with refused(place, expected, OSError, ValueError, raises=DiskError):
         found = parse_json(read_file(path / DESCRIPTION))
     whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
+    whole = whole and _is(found.get("epoch") or _NO_EPOCH, dict.fromkeys(_NO_EPOCH, float))
     if not whole or not all(isinstance(found.get(key), of) for key, of in _DESCRIPTION.items()):
         raise DiskError(Problem(place, "not the description of a run", expected))
     if wrong := _wrong_position(path, found):

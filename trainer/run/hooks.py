@@ -27,7 +27,7 @@ from trainer.run import describe
 from trainer.run.evaluate import held_out_loss, together
 from trainer.run.folder import FINAL
 from trainer.run.loop import Hooks
-from trainer.run.metrics import Meter, Skipped
+from trainer.run.metrics import EpochLoss, Meter, Skipped
 from trainer.run.prepare import Prepared
 from trainer.run.resume import Start
 from trainer.run.timeline import StepProfiler, Timeline
@@ -35,7 +35,7 @@ from trainer.state import RunState, StateTensor
 from trainer.supervise.signals import Signals
 from trainer.supervise.stall import Phase
 from trainer.tasks.harness import scores
-from trainer.trackers import Evaluation, JsonLines, Record, Tracker, open_trackers, say
+from trainer.trackers import Epoch, Evaluation, JsonLines, Record, Tracker, open_trackers, say
 from trainer.trackers.callbacks import Callback, Callbacks
 
 MERGED = "final-merged"
@@ -100,6 +100,7 @@ class RunHooks(Hooks):
             self._meter = Meter(
                 prepared.steps, device, sharers, flops, peak_of(device), self.loader, self.position
             )
+            self._epoch = self._epoch_begun()
             self._garbage = stack.enter_context(Garbage())
             self._open = stack.pop_all()
         return self
@@ -110,6 +111,15 @@ class RunHooks(Hooks):
     @property
     def folder(self) -> Path:
         return self.start.folder
+
+    def _epoch_begun(self) -> EpochLoss | None:
+        """Return the loss so far of the epoch in progress; None without epochs. Collective."""
+        if self.prepared.plan.epoch_samples is None:
+            return None
+        if (source := self.start.source) is None:
+            return EpochLoss()
+        known = self.machine.ranks.on_first(lambda: checkpoint.read_description(source))
+        return EpochLoss(known.get("epoch"))
 
     def log(self, state: RunState, metrics: Metrics, update: Update) -> bool:
         for line in self._skipped.lines():
@@ -123,6 +133,13 @@ class RunHooks(Hooks):
         for line in self._slow_data.lines(record):
             say(self.console, line)
         return self.callbacks.call("on_log", record)
+
+    def epoch(self, step: int, number: int) -> None:
+        assert self._epoch is not None
+        total, mean = self.prepared.plan.epochs, self._epoch.take()
+        epoch = Epoch(step, mean, number=number, total=total)
+        for tracker in self._trackers:
+            tracker.epoch(epoch)
 
     def evaluate(self, state: RunState) -> bool:
         subject, limit = self.prepared.subject, self.prepared.config.trainer.evaluation.samples
@@ -170,6 +187,7 @@ class RunHooks(Hooks):
             "evaluation_loss": self._held_out.get(state.step),
             "since": self._since,
             "place": place,
+            "epoch": None if self._epoch is None else self._epoch.sums(),
         }
         form = prepared.form
         files = partial(subject.save, dtype=form.dtype)
@@ -196,6 +214,8 @@ class RunHooks(Hooks):
 
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
         self._skipped.note(batches, metrics)
+        if self._epoch is not None:
+            self._epoch.note(metrics)
         if self._logs is not None:
             ids = [int(i) for part in batches.ids for i in part]
             self._logs.write({"step": batches.step, "rank": self.machine.ranks.rank, "ids": ids})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,6 +26,20 @@ class LoopPlan:
     log_every: int
     save_every: int | None
     evaluate_every: int | None
+    epoch_samples: int | None = None
+    """The samples of an epoch; None if the length of the run is not in epochs."""
+    epochs: float = 0.0
+
+    def epoch_ended(self, samples: int) -> int | None:
+        """Return the number of the epoch, from 1, that ends with the step after which so many
+        samples were seen: the last one, if it ends several; None if it ends none.
+        """
+        if self.epoch_samples is None:
+            return None
+        whole = math.floor(self.epochs)
+        before = min((samples - self.train_batch) // self.epoch_samples, whole)
+        number = min(samples // self.epoch_samples, whole)
+        return number if number > before else None
 
 
 class Hooks:
@@ -32,6 +47,9 @@ class Hooks:
 
     def log(self, state: RunState, metrics: Metrics, update: Update) -> bool | None:
         """Report a step; return True to end the run. The host may wait for the device here."""
+
+    def epoch(self, step: int, number: int) -> None:
+        """Report an epoch, from 1, that ended with a step. The host may wait for the device."""
 
     def evaluate(self, state: RunState) -> bool:
         """Return True if the run should save and end early, as further training gains nothing."""
@@ -76,11 +94,15 @@ def train(
         done = batches.step + 1
         logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
         evaluates, stops = due(done, plan.steps, plan.evaluate_every), stop()
+        epoch = plan.epoch_ended(state.samples + (done - state.step) * plan.train_batch)
         if logs or saves or evaluates or stops:
             state, tokens = _after(state, done, plan, tokens), None
-        if logs:
+        if logs or epoch:
             hooks.at(Phase.LOGGING, done)
+        if logs:
             stops = hooks.log(state, metrics, update) or stops
+        if epoch:
+            hooks.epoch(done, epoch)
         if evaluates:
             hooks.at(Phase.EVALUATING, done)
             stops |= hooks.evaluate(state)

@@ -1,4 +1,5 @@
-"""The `Record` of a logged step, where the host waits, and steps that changed nothing."""
+"""The `Record` of a logged step and the loss of an epoch, where the host waits; and steps that
+changed nothing."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ import math
 import resource
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from trainer.data.loader import BatchLoader, StepBatches
 from trainer.distributed.ranks import Ranks
@@ -72,6 +75,52 @@ class Meter:
             skipped=skipped,
             loss_scale=state.engine.get("scaler.cur_scale"),
         )
+
+
+class EpochLoss:
+    """The mean loss of the steps since an epoch began, nats per target.
+
+    Steps that changed nothing do not count: in an epoch of those alone it is NaN. `before`: the
+    `sums` of a checkpoint in the middle of the epoch, from which the run was resumed.
+    """
+
+    def __init__(self, before: Mapping[str, float] | None = None) -> None:
+        self._before = (before["loss"], before["targets"]) if before else (0.0, 0.0)
+        self._sums: torch.Tensor | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def note(self, metrics: Metrics) -> None:
+        """Note a step before its loss is read, without waiting for the device."""
+        if metrics.skipped:
+            return
+        sums = torch.stack([metrics.loss_sum.detach().double(), metrics.targets.double()])
+        taken = torch.isfinite(metrics.gradient_norm).to(sums.device)
+        sums = sums.where(taken, torch.zeros_like(sums))
+        self._sums = sums if self._sums is None else self._sums + sums
+        self._group = metrics.group
+
+    def take(self) -> float:
+        """Return the mean, and begin the next epoch. Collective."""
+        loss, targets = self._totals()
+        self._before, self._sums = (0.0, 0.0), None
+        return loss / targets if targets else math.nan
+
+    def sums(self) -> dict[str, float] | None:
+        """Return the sums of loss and targets, for a checkpoint; None if they are not finite.
+        Collective.
+        """
+        loss, targets = self._totals()
+        return {"loss": loss, "targets": targets} if math.isfinite(loss) else None
+
+    def _totals(self) -> tuple[float, float]:
+        """Return the sums over all ranks, which each rank then has."""
+        if self._sums is None:
+            return self._before
+        sums = self._sums.clone()
+        if self._group is not None:
+            dist.all_reduce(sums[:1], group=self._group)
+        loss, targets = sums.tolist()
+        return self._before[0] + loss, self._before[1] + targets
 
 
 def _peak_memory(device: torch.device) -> int:

@@ -79,7 +79,10 @@ class Prepared:
     def plan(self) -> LoopPlan:
         section = self.config.trainer
         every = section.log.every, section.checkpoint.every, section.evaluation.every
-        return LoopPlan(self.steps, self.layout.train_batch, *every)
+        fixed = self.steps, self.layout.train_batch, *every
+        if section.steps is not None:
+            return LoopPlan(*fixed)
+        return LoopPlan(*fixed, len(self.subject.data.train), section.epochs or 1)
 
     @property
     def schedule(self) -> LRSchedule:

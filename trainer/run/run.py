@@ -43,7 +43,7 @@ from trainer.supervise.process import cache_folder, join, quiet_libraries
 from trainer.supervise.signals import Signals, StopSignals, preempted, stop_signals
 from trainer.supervise.stall import Phase
 from trainer.supervise.world import World, leave_with_launcher, world_of
-from trainer.trackers import Evaluation, Record, Tracker, say
+from trainer.trackers import Epoch, Evaluation, Record, Tracker, say
 
 SLOW_NETWORK = 1e5
 """The lowest speed of an upload, in bytes/s, that is no hang."""
@@ -58,6 +58,8 @@ class Result:
     records: tuple[Record, ...]
     """Records of the logged steps (`trainer.log.every`) since this start."""
     evaluations: tuple[Evaluation, ...]
+    epochs: tuple[Epoch, ...] = ()
+    """The mean losses of the epochs that ended since this start, unless the run is in steps."""
 
     @property
     def losses(self) -> list[float]:
@@ -66,14 +68,18 @@ class Result:
 
 
 class History:
-    """A tracker that keeps records and evaluations in memory."""
+    """A tracker that keeps records, epochs and evaluations in memory."""
 
     def __init__(self) -> None:
         self.records: list[Record] = []
+        self.epochs: list[Epoch] = []
         self.evaluations: list[Evaluation] = []
 
     def record(self, record: Record) -> None:
         self.records.append(record)
+
+    def epoch(self, epoch: Epoch) -> None:
+        self.epochs.append(epoch)
 
     def evaluation(self, evaluation: Evaluation) -> None:
         self.evaluations.append(evaluation)
@@ -183,7 +189,8 @@ def execute(
         _push(push, start.folder, machine, console, signals)
     if not request.script:  # a command's result is its folder
         return None
-    return Result(start.folder, tuple(history.records), tuple(history.evaluations))
+    evaluations, epochs = tuple(history.evaluations), tuple(history.epochs)
+    return Result(start.folder, tuple(history.records), evaluations, epochs)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Progress on the console: a line for each record and evaluation."""
+"""Progress on the console: a line for each record, epoch and evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console as Terminal
 
 from trainer.errors import printable
-from trainer.trackers.tracker import Evaluation, Record
+from trainer.trackers.tracker import Epoch, Evaluation, Record
 
 HANGING = " " * len("layout  ")
 
@@ -31,6 +31,9 @@ class Console:
 
     def record(self, record: Record) -> None:
         say(self._terminal, progress_line(record, self._unit))
+
+    def epoch(self, epoch: Epoch) -> None:
+        say(self._terminal, f"Epoch [{epoch.number}/{epoch.total:.16g}], Loss: {epoch.loss:.4f}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
         shares = {"accuracy": evaluation.accuracy, "top-5": evaluation.accuracy_top5}

@@ -38,6 +38,7 @@ class JsonLines:
     def record(self, item: Logged, /) -> None:
         self.write(fields(item))
 
+    epoch = record
     evaluation = record
 
     def close(self) -> None:

@@ -47,6 +47,7 @@ class Service:
     def record(self, item: Logged, /) -> None:
         self._tracker.log(numbers(item), step=item.step)
 
+    epoch = record
     evaluation = record
 
     def close(self) -> None:
@@ -75,6 +76,7 @@ class MLflow:
         metrics = [self._metric(key, value, now, item.step) for key, value in numbers(item).items()]
         self._client.log_batch(self._run, metrics=metrics)
 
+    epoch = record
     evaluation = record
 
     def close(self) -> None:
@@ -103,6 +105,11 @@ class Opened:
         except Exception as error:  # whatever its package raises
             self._works = False
             self._say(f"note: the run goes on without {self._name}: {named_line(error)}")
+
+    def epoch(self, item: Logged, /) -> None:
+        """Hand on an epoch, if the tracker of a plug-in takes epochs."""
+        if hasattr(self._tracker, "epoch"):
+            self._call("epoch", item)
 
     record = partialmethod(_call, "record")
     evaluation = partialmethod(_call, "evaluation")

@@ -59,8 +59,21 @@ class Evaluation(Logged):
     """A script's metrics, and scores on tasks of lm-eval, by name."""
 
 
+@dataclass(frozen=True)
+class Epoch(Logged):
+    """The mean training loss of an epoch, which ended with step `step`."""
+
+    prefix: ClassVar[str] = "epoch_"
+    number: int
+    """The epoch's number, from 1."""
+    total: float
+    """The epochs of the run."""
+
+
 class Tracker(Protocol):
     def record(self, record: Record, /) -> None: ...
+
+    def epoch(self, epoch: Epoch, /) -> None: ...
 
     def evaluation(self, evaluation: Evaluation, /) -> None: ...
 
@@ -77,7 +90,10 @@ def fields(item: Logged) -> dict[str, Any]:
     return {"step": item.step} | {item.prefix + name: value for name, value in known.items()}
 
 
+_NO_NUMBERS = ("step", "total_steps", "epoch_total")
+
+
 def numbers(item: Logged) -> dict[str, float]:
-    """Return those values without the steps, for which services have an axis."""
+    """Return those values without the steps, for which services have an axis, and the total."""
     values = fields(item).items()
-    return {name: float(value) for name, value in values if name not in ("step", "total_steps")}
+    return {name: float(value) for name, value in values if name not in _NO_NUMBERS}
