@@ -6,6 +6,7 @@ import hashlib
 import io
 import pickle
 import struct
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,16 @@ def write_idx(root: Path, kind: str, count: int = 40) -> None:
         (folder / f"{part}-labels-idx1-ubyte").write_bytes(
             struct.pack(">II", 0x801, count) + bytes(labels)
         )
+
+
+def write_fashion_mnist(root: Path, count: int = 1000) -> None:
+    """Write images of which every third has another label, so that none is learned whole."""
+    write_idx(root, "FashionMNIST", count)
+    for file in (root / "FashionMNIST" / "raw").glob("*labels*"):
+        content = bytearray(file.read_bytes())
+        for index in range(8, len(content), 3):
+            content[index] = (7 * index) % 10
+        file.write_bytes(content)
 
 
 def write_cifar(root: Path, kind: Any, count: int = 20) -> dict[str, Any]:
@@ -84,3 +95,7 @@ def write_parquet(path: Path, labels: list[Any], size: tuple[int, int] = (8, 8))
     kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
     pq.write_table(pa.table({"image": pa.array(rows, kind), "label": labels}), path)
     return path
+
+
+if __name__ == "__main__":
+    write_fashion_mnist(Path(sys.argv[1]))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import ROOT, metrics, run, train
-from tests.support.picture_files import write_idx
+from tests.support.picture_files import write_fashion_mnist
 
 PAGE = ROOT / "docs" / "from_a_tutorial.md"
 LAYOUTS = {
@@ -22,21 +22,11 @@ LAYOUTS = {
 Numbers = tuple[list[float], float]
 
 
-def write_data(root: Path) -> None:
-    """Write 1,000 images of which every third has another label, so that none is learned whole."""
-    write_idx(root, "FashionMNIST", 1000)
-    for file in (root / "FashionMNIST" / "raw").glob("*labels*"):
-        content = bytearray(file.read_bytes())
-        for index in range(8, len(content), 3):
-            content[index] = (7 * index) % 10
-        file.write_bytes(content)
-
-
 @pytest.fixture(scope="module")
 def by_the_loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers]:
     """The folder of the data, and the losses and the accuracy of the tutorial's loop."""
     root = tmp_path_factory.mktemp("data")
-    write_data(root)
+    write_fashion_mnist(root)
     result = run(sys.executable, "examples/fashion_mnist.py", "--root", root, "--epochs", "1")
     assert result.code == 0, result.output
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.output)]
