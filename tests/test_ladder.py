@@ -7,31 +7,39 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+import runpy
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.commands import ROOT, run
+from tests.support.picture_files import write_fashion_mnist
 
 LADDER = ROOT / "examples" / "ladder"
 SCRIPTS = sorted(path for path in LADDER.glob("*.py") if path.name[0].isdigit())
 LAST = re.compile(
-    r"loss after (\d+) steps (\d+\.\d{6}), difference from one device (\d\.\de[+-]\d\d)"
+    r"loss after (\d+) (?:steps|epochs) (\d+\.\d{6}), difference from one device (\d\.\de[+-]\d\d)"
 )
-IMAGES = ("--steps", "1", "--batch", "4")
+EPOCH = re.compile(r"^Epoch \[(\d+)/(\d+)\], Loss: (\S+)$", re.MULTILINE)
+SCORE = re.compile(r"^(the loop|Meshloom): loss (\S+), accuracy (\S+)%$", re.MULTILINE)
+IMAGES = ("--steps", "1", "--batch", "4", "--size", "33")
 
 RUNGS: dict[str, tuple[str, ...]] = {
     "one device": ("01_one_device",),
     "DataParallel": ("02_data_parallel", "--devices", "3"),
+    "DataParallel, saved": ("02_data_parallel_saved",),
     "DDP, torchrun": ("03_ddp", "--ranks", "3"),
     "DDP, spawn": ("03_ddp", "--by", "spawn"),
     "DDP, trainer": ("03_ddp", "--by", "meshloom"),
     "sampler": ("03_distributed_sampler", "--ranks", "4"),
     "ToyModel": ("04_toy_model",),
-    "SeqNet": ("04_two_devices", "--model", "seqnet", "--devices", "3"),
-    "ResNet-50": ("04_two_devices", "--model", "resnet50", *IMAGES),
+    "SeqNet": ("04_seqnet", "--epochs", "2"),
+    "SeqNet, divided once": ("04_seqnet", "--epochs", "1", "--divide", "1"),
+    "ResNet-50": ("04_two_devices", *IMAGES),
+    "ResNet-50, three devices": ("04_two_devices", "--devices", "3", *IMAGES),
     "pipelined": ("05_pipelined", "--repeats", "2", "--splits", "1", "2", "--split", "2", *IMAGES),
     "pipelined by stages": (
         *("05_pipelined_by_stages", "--schedule", "1F1B", "--split", "2"),
@@ -55,21 +63,24 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "pipeline x ZeRO-3": ("10_pipeline_zero3",),
     "3-D": ("10_three_axes", "--steps", "1"),
     "recomputation": ("11_activation_checkpointing", "--blocks", "2"),
-    "MLflow": ("12_mlflow",),
+    "MLflow": ("12_mlflow", "--epochs", "2"),
     "own module": ("13_own_module",),
 }
 DOCUMENTED: dict[str, str] = {
     "01_one_device.py": "one device",
     "02_data_parallel.py": "DataParallel",
+    "02_data_parallel_saved.py": "DataParallel, saved",
     "03_ddp.py --ranks 4": "DDP, torchrun",
     "03_ddp.py --by spawn": "DDP, spawn",
     "03_ddp.py --by meshloom": "DDP, trainer",
     "03_distributed_sampler.py --ranks 4": "sampler",
     "04_toy_model.py": "ToyModel",
-    "04_two_devices.py --model resnet50": "ResNet-50",
-    "04_two_devices.py --model seqnet --devices 3": "SeqNet",
-    "05_pipelined.py": "pipelined",
-    "05_pipelined.py --batch 120 --splits 1 3 5 8 10 12 20 40 60": "pipelined",
+    "04_seqnet.py --data DIR": "SeqNet",
+    "04_seqnet.py --data DIR --divide 1": "SeqNet, divided once",
+    "04_two_devices.py": "ResNet-50",
+    "04_two_devices.py --devices 3 --size 33": "ResNet-50, three devices",
+    "05_pipelined.py --batch 8 --splits 2 4": "pipelined",
+    "05_pipelined.py --batch 120 --split 20 --splits 1 3 5 8 10 12 20 40 60": "pipelined",
     "05_pipelined_by_stages.py --schedule 1F1B": "pipelined by stages",
     "05_pipelined_by_stages.py --batch 120 --split 20 --splits 10 20 40": "pipelined by stages",
     "06_ddp_two_devices.py": "DDP x two devices",
@@ -99,12 +110,21 @@ SAME_MODEL = (
 """The scripts whose loss is that of `01_one_device.py`."""
 
 
+ON_IMAGES = ("04_seqnet", "12_mlflow")
+"""The scripts that train on FashionMNIST."""
+
+
 def climb(folder: Path, script: str, *arguments: str) -> tuple[float, float, str]:
     """Run a copy of one script in an empty folder; its loss, its difference from one device, and
     what it printed.
     """
     shutil.copy(LADDER / f"{script}.py", folder)
-    result = run(sys.executable, folder / f"{script}.py", *arguments, PYTHONPATH=str(ROOT))
+    if script in ON_IMAGES:
+        write_fashion_mnist(folder, 400)
+        arguments = (*arguments, "--data", str(folder))
+    cold = script == "12_mlflow"  # what is pickled names the module that runs
+    command = [sys.executable, folder / f"{script}.py", *arguments]
+    result = run(*command, cold=cold, PYTHONPATH=str(ROOT))
     assert result.code == 0, result.output
     lines = [
         line for line in result.output.splitlines() if line.startswith(("loss after", "devices: "))
@@ -126,6 +146,58 @@ def test_a_rung_has_the_loss_of_one_device(tmp_path, first_rung, arguments):
     assert difference <= 1e-5, output
     if arguments[0] in SAME_MODEL:
         assert loss == pytest.approx(first_rung, abs=2e-5), output
+
+
+def beside_meshloom(output: str) -> tuple[list[str], list[str]]:
+    """Return the lines at the ends of epochs, one by the loop and one by Meshloom for each."""
+    lines = [match[0] for match in EPOCH.finditer(output)]
+    epochs = int(EPOCH.findall(output)[0][1])
+    return lines[:epochs], lines[epochs : 2 * epochs]
+
+
+@pytest.mark.parametrize("rung", ["DataParallel, saved", "SeqNet"])
+def test_the_loop_and_meshloom_show_the_same_lines(tmp_path, rung):
+    """Meshloom's are those of its console."""
+    _, _, output = climb(tmp_path, *RUNGS[rung])
+    ours, theirs = beside_meshloom(output)
+    assert ours == theirs and len(ours) > 1
+    if rung == "SeqNet":
+        scores = SCORE.findall(output)
+        assert scores[0][2] == scores[1][2]
+        assert float(scores[0][1]) == pytest.approx(float(scores[1][1]), abs=1e-5)
+
+
+@pytest.mark.more
+def test_mlflow_has_the_same_of_the_loop_and_of_meshloom(tmp_path):
+    pytest.importorskip("mlflow")
+    _, _, output = climb(tmp_path, *RUNGS["MLflow"])
+    (_, theirs, accuracy), (_, ours, own) = SCORE.findall(output)
+    assert float(theirs) == pytest.approx(float(ours), abs=1e-5) and accuracy == own
+    assert "the same predictions: True" in output and len(EPOCH.findall(output)) == 2
+
+
+@pytest.mark.parametrize(
+    "script", ["02_data_parallel_saved", "03_ddp", "09_fsdp_hsdp", "09_traffic", "12_mlflow"]
+)
+def test_there_is_a_rank_for_each_gpu(monkeypatch, script):
+    if script == "12_mlflow":
+        pytest.importorskip("mlflow")
+    monkeypatch.setattr(sys, "argv", [script])
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 3)
+    assert runpy.run_path(str(LADDER / f"{script}.py"))["args"].ranks == 3
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert runpy.run_path(str(LADDER / f"{script}.py"))["args"].ranks == 2
+
+
+def test_ddp_takes_one_device_in_a_process(tmp_path):
+    """As `06_ddp_two_devices.py` says; several were taken up to PyTorch 1.8."""
+    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        with pytest.raises(ValueError, match="device_ids"):
+            torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1), device_ids=[0, 1])
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_a_documented_command_has_a_smallest_form_of_its_script():

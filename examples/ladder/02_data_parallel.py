@@ -22,7 +22,13 @@ from torch.func import functional_call
 from torch.nn.functional import cross_entropy
 
 parser = argparse.ArgumentParser()
-for name, default in {"devices": 2, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+for name, default in {
+    "devices": torch.cuda.device_count() or 2,
+    "steps": 5,
+    "batch": 16,
+    "width": 32,
+    "blocks": 2,
+}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 GPUS = torch.cuda.device_count() >= args.devices

@@ -5,10 +5,10 @@
     python examples/ladder/03_ddp.py --by spawn           # torch.multiprocessing in place of torchrun
     python examples/ladder/03_ddp.py --by meshloom        # `trainer.train`, which starts its processes itself
 
-A rank is a process with a GPU of its own. What each does, from top to bottom of `work` and `train`: it meets the others
-(`init_process_group`), takes rank 0's weights (DDP's constructor), draws its own part of the data
-(`DistributedSampler`, which `set_epoch` tells to shuffle anew), averages its gradients with the others' (within
-`backward`), and leaves (`destroy_process_group`, also after an error).
+A rank is a process with a GPU of its own; by default there are as many as GPUs, or two on the CPU. What each does, from
+top to bottom of `work` and `train`: it meets the others (`init_process_group`), takes rank 0's weights (DDP's
+constructor), draws its own part of the data (`DistributedSampler`, which `set_epoch` tells to shuffle anew), averages
+its gradients with the others' (within `backward`), and leaves (`destroy_process_group`, also after an error).
 
 Where the number of ranks does not divide the data set, `DistributedSampler` repeats samples (what that does to a mean:
 `03_distributed_sampler.py`). Here the repeated ones are left out, losses are summed, and the sum is divided by the
@@ -29,7 +29,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--by", choices=("torchrun", "spawn", "meshloom"), default="torchrun")
-for name, default in {"ranks": 2, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+for name, default in {
+    "ranks": torch.cuda.device_count() or 2,
+    "steps": 5,
+    "batch": 16,
+    "width": 32,
+    "blocks": 2,
+}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 RANKS = int(os.environ.get("WORLD_SIZE", args.ranks))  # torchrun sets WORLD_SIZE

@@ -58,7 +58,8 @@ def build(first=None, second=None):
 
 class InMeshloomsOrder(Sampler):
     def __init__(self, data):
-        self.size, self.epoch = len(data), -1
+        self.size = len(data)
+        self.epoch = -1
 
     def __len__(self):
         return self.size
@@ -129,8 +130,8 @@ if __name__ == "__main__":
     model = build(*DEVICES)
     loss = train(model, data)
     alone = train(build(DEVICES[0], DEVICES[0]), data)
-    theirs, ours = accuracy(model, test), result.evaluations[-1].metrics["right"]
-    print(f"the loop: loss {loss:.6f}, accuracy {theirs:.2%}")
+    ours = result.evaluations[-1].metrics["right"]
+    print(f"the loop: loss {loss:.6f}, accuracy {accuracy(model, test):.2%}")
     print(f"Meshloom: loss {result.epochs[-1].loss:.6f}, accuracy {ours:.2%}")
     furthest = max(abs(one - alone) for one in (loss, result.epochs[-1].loss))
     print(f"devices: {' and '.join(DEVICES)}, divided by 255 and {args.divide:g}")

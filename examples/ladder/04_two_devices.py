@@ -1,36 +1,28 @@
-"""Rung 4, layers on several devices, for a model that is too large for one; only one device works at a time.
+"""Rung 4, ResNet-50 on several devices, for a model that is too large for one; only one device works at a time.
 
-    python examples/ladder/04_two_devices.py --model resnet50
-    python examples/ladder/04_two_devices.py --model seqnet --devices 3
+    python examples/ladder/04_two_devices.py
+    python examples/ladder/04_two_devices.py --devices 3 --size 33
 
 A network is a list of layers. Each device gets a run of consecutive ones, and activations are copied from device to
 device. The time of a step is printed beside that on one device: as each device waits for the one before it, two are no
 faster than one, and slower by the copies. Rung 5 is the cure.
 
-On the CPU all devices are `cpu`: the code is the same, and nothing is copied. SeqNet takes FashionMNIST from `--data
-DIR`: the four files of github.com/zalandoresearch/fashion-mnist, unzipped, in DIR/FashionMNIST/raw (`--download` puts
-them there). Where they are not, the images are noise.
+On the CPU all devices are `cpu`: the code is the same, and nothing is copied. The images are noise of 3 x 128 x 128, of
+1,000 classes. `04_seqnet.py` trains a smaller network, on FashionMNIST, and sets Meshloom beside it.
 """
 
 import argparse
 import statistics
 import time
-from pathlib import Path
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import DataLoader
-from torchvision.datasets import FashionMNIST
 from torchvision.models import resnet50
-from torchvision.transforms import ToTensor
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--model", choices=("seqnet", "resnet50"), default="seqnet")
-parser.add_argument("--data", type=Path, default=Path("data"))
-parser.add_argument("--download", action="store_true")
 parser.add_argument("--devices", "--ranks", type=int, default=2)
-for name, default in {"steps": 5, "batch": 16, "size": 33}.items():
+for name, default in {"steps": 5, "batch": 16, "size": 128}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 GPUS = torch.cuda.device_count() >= args.devices
@@ -39,10 +31,7 @@ DEVICES = [f"cuda:{number}" if GPUS else "cpu" for number in range(args.devices)
 
 def layers():
     torch.manual_seed(0)
-    if args.model == "seqnet":
-        hidden = nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU()
-        return [nn.Flatten(1), *hidden, nn.Linear(200, 10)]
-    net = resnet50(num_classes=10)
+    net = resnet50(num_classes=1000)
     stem = nn.Sequential(net.conv1, net.bn1, net.relu, net.maxpool)
     head = nn.Sequential(net.avgpool, nn.Flatten(1), net.fc)
     return [stem, net.layer1, net.layer2, net.layer3, net.layer4, head]
@@ -65,19 +54,15 @@ class Placed(nn.Module):
 
 
 def batch():
-    if args.model == "seqnet" and (args.download or (args.data / "FashionMNIST" / "raw").exists()):
-        found = FashionMNIST(args.data, train=True, transform=ToTensor(), download=args.download)
-        return next(iter(DataLoader(found, args.batch)))
-    shape = (1, 28, 28) if args.model == "seqnet" else (3, args.size, args.size)
     seeded = torch.Generator().manual_seed(1)
-    images = torch.randn(args.batch, *shape, generator=seeded)
-    return images, torch.randint(10, (args.batch,), generator=seeded)
+    images = torch.randn(args.batch, 3, args.size, args.size, generator=seeded)
+    return images, torch.randint(1000, (args.batch,), generator=seeded)
 
 
 def train(devices):
     """Return the loss after `steps` updates, and the seconds of each step but the first."""
     model = Placed(layers(), devices)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3 if args.model == "seqnet" else 1e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
     images, labels = batch()
     times = []
     for _ in range(args.steps + 1):  # the last one shows the loss after `steps` updates
@@ -101,5 +86,5 @@ if __name__ == "__main__":
     alone, times_alone = train(DEVICES[:1])
     show("one device", times_alone)
     show(f"{args.devices} devices", times)
-    print(f"devices: {', '.join(DEVICES)}, {args.model}")
+    print(f"devices: {', '.join(DEVICES)}, batches of {args.batch}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

@@ -9,6 +9,9 @@ starts two torchrun agents on this machine, as two machines would have one each.
 
 A process drives both devices of its machine. DDP is given no `device_ids`, as the model places its layers itself. On
 one machine with four GPUs each agent takes two of them.
+
+DDP no longer copies a model to several devices in one process: `device_ids` with more than one of them is a ValueError,
+and each device gets a process of its own (`03_ddp.py`).
 """
 
 import argparse

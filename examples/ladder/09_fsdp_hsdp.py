@@ -7,7 +7,8 @@
 Before a block runs, the ranks of a shard group gather its weights, and free them afterwards; in the backward pass they
 gather them again, and reduce-scatter the gradients. All of this goes over the axis `shard`, the fast links of a node.
 Over `replicate`, the slow links, goes only an all-reduce of each rank's shard of the gradients (`09_traffic.py` counts
-both). The loop is that of DDP (`03_ddp.py`). `--by meshloom` is the same from a JSON, by `trainer.train`.
+both). The loop is that of DDP (`03_ddp.py`). Without `--ranks` there are as many as
+GPUs, or two on the CPU. `--by meshloom` is the same from a JSON, by `trainer.train`.
 """
 
 import argparse
@@ -27,7 +28,13 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 parser = argparse.ArgumentParser()
 parser.add_argument("--mesh", type=int, nargs=2, metavar=("REPLICATE", "SHARD"))
 parser.add_argument("--by", choices=("torch", "meshloom"), default="torch")
-for name, default in {"ranks": 2, "steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
+for name, default in {
+    "ranks": torch.cuda.device_count() or 2,
+    "steps": 5,
+    "batch": 16,
+    "width": 32,
+    "blocks": 2,
+}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 SHAPE = tuple(args.mesh or [args.ranks])

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--mesh", type=int, nargs=2, metavar=("REPLICATE", "SHARD"))
-for name, default in {"ranks": 2, "batch": 16, "width": 32, "blocks": 2}.items():
+for name, default in {"ranks": max(2, torch.cuda.device_count()), "batch": 16, "width": 32, "blocks": 2}.items():
     parser.add_argument(f"--{name}", type=int, default=default)
 args = parser.parse_args()
 SHAPE = tuple(args.mesh or [args.ranks])

@@ -3,8 +3,8 @@
     pip install mlflow            # or mlflow-skinny with sqlalchemy and alembic
     python examples/ladder/12_mlflow.py --data DIR
 
-A rank is started for each GPU (two on the CPU). Rank 0 alone logs to MLflow: the parameters, the loss of each epoch, the
-accuracy on the test set, and the model, into a store of local files. The script then opens the model from there, in
+A rank is started for each GPU (two on the CPU). Rank 0 alone logs to MLflow: the parameters, the loss of each epoch,
+the accuracy on the test set, and the model, into a store of local files. The script then opens the model from there, in
 another process, and compares its predictions. `trainer.train` logs to the same store by `"trackers": ["mlflow"]`; its
 `epoch_loss` is the loop's `loss`.
 

@@ -23,16 +23,18 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 NET = ["--steps", "8", "--width", "128", "--blocks", "4", "--batch", "32"]
 TINY = ["--steps", "8"]
+EPOCHS = ["--epochs", "2"]
 RESNET = ["--steps", "7", "--batch", "16", "--size", "33"]
 SPLITS = ["1", "3", "5", "8", "10", "12", "20", "40", "60"]
 RUNGS = {
     "1 one device": ["01_one_device", *NET],
     "2 DataParallel": ["02_data_parallel", *NET],
+    "2 DataParallel, saved": ["02_data_parallel_saved"],
     "3 DDP": ["03_ddp", *NET],
     "3 DDP, trainer": ["03_ddp", "--by", "meshloom", *NET],
     "4 ToyModel on two devices": ["04_toy_model", *TINY],
-    "4 SeqNet on two devices": ["04_two_devices", "--model", "seqnet", *TINY],
-    "4 ResNet-50 on two devices": ["04_two_devices", "--model", "resnet50", *RESNET],
+    "4 SeqNet on two devices": ["04_seqnet", *EPOCHS],
+    "4 ResNet-50 on two devices": ["04_two_devices", *RESNET],
     "5 ResNet-50, pipelined": ["05_pipelined", "--split", "8", "--repeats", "1", *RESNET],
     "5 ResNet-50, two stages": ["05_pipelined_by_stages", "--split", "8", *RESNET],
     "6 DDP x two devices": ["06_ddp_two_devices", *NET],
@@ -55,11 +57,12 @@ RUNGS = {
     "11 recompute every:2": ["11_activation_checkpointing", "--mode", "every:2", *NET],
     "11 recompute selective": ["11_activation_checkpointing", "--mode", "selective", *NET],
     "11 recompute full": ["11_activation_checkpointing", "--mode", "full", *NET],
-    "12 SeqNet, MLflow": ["12_mlflow", *TINY],
+    "12 SeqNet, MLflow": ["12_mlflow", *EPOCHS],
     "13 own module": ["13_own_module", *TINY],
 }
-SWEEP = ["05_pipelined", "--batch", "120", "--steps", "0", "--split", "60", "--splits", *SPLITS]
-STAGES = ["05_pipelined_by_stages", "--batch", "120", "--steps", "3", "--split", "60", "--splits", "10", "20", "40"]
+SWEEP = ["05_pipelined", "--size", "33", "--batch", "120", "--steps", "0", "--split", "60", "--splits", *SPLITS]
+STAGES = ["05_pipelined_by_stages", "--size", "33", "--batch", "120", "--steps", "3", "--split", "60"]
+STAGES += ["--splits", "10", "20", "40"]
 NOTES = """
 Memory and traffic in MiB, of the rank that takes most; gradients, optimizer state and parameters as they are held after
 a backward pass, activations as the peak of what a step allocates and frees again (rung 2 makes most of its own in
@@ -68,7 +71,7 @@ ms" what the busiest rank worked. DeepSpeed keeps float32 masters beside float32
 optimizer; gloo makes a reduce-scatter of an all-reduce, and is counted as what was asked of it.
 """
 KINDS = ("parameters", "gradients", "optimizer", "activations")
-LAST = re.compile(r"loss after \d+ steps (\S+), difference from one device (\S+)")
+LAST = re.compile(r"loss after \d+ (?:steps|epochs) (\S+), difference from one device (\S+)")
 TIMED = re.compile(r"^(.+): (\S+) s a step, \+- (\S+)$", re.MULTILINE)
 
 

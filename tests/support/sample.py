@@ -482,6 +482,9 @@ RARELY: dict[str, tuple[str, ...]] = {
         "log has room-beside",
     ),
     "test_ladder.py": (
+        "same_lines[SeqNet]",
+        "rank_for_each_gpu",
+        "takes_one_device",
         "spawn",
         "[DDP, trainer]",
         "[ZeRO-1]",
