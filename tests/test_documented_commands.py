@@ -247,6 +247,9 @@ SMALL: dict[str, tuple[str, ...]] = {
     "python examples/ladder/07_zero.py --stage 2 --offload --precision bf16": (
         "python examples/ladder/07_zero.py --stage 2 --offload --precision bf16 --steps 1",
     ),
+    "python -m tests.support.picture_files generated": (
+        "python -m tests.support.picture_files {out}",
+    ),
     "python examples/ladder/climb.py --only FSDP": (
         "python examples/ladder/climb.py --only FSDP --output {out}",
     ),
@@ -299,6 +302,7 @@ SAME: dict[str, str] = {
     "accelerate launch": f"accelerate launch {TRAIN} C.json",
     "OMP_NUM_THREADS=1 python benchmarks/packing.py --steps 4": "python benchmarks/packing.py",
     "python benchmarks/guide.py": "python benchmarks/guide.py 3",
+    "python -m tests.support.picture_files data": "python -m tests.support.picture_files generated",
     "python benchmarks/images.py": "python benchmarks/images.py --smoke",
     "python benchmarks/loss_memory.py --repeats 5": "python benchmarks/loss_memory.py",
     "python benchmarks/plan_memory.py": "python benchmarks/plan_memory.py --smoke mesh-zero3",

@@ -76,6 +76,7 @@ DOCUMENTED: dict[str, str] = {
     "03_distributed_sampler.py --ranks 4": "sampler",
     "04_toy_model.py": "ToyModel",
     "04_seqnet.py --data DIR": "SeqNet",
+    "04_seqnet.py --data generated": "SeqNet",
     "04_seqnet.py --data DIR --divide 1": "SeqNet, divided once",
     "04_two_devices.py": "ResNet-50",
     "04_two_devices.py --devices 3 --size 33": "ResNet-50, three devices",
@@ -98,9 +99,11 @@ DOCUMENTED: dict[str, str] = {
     "10_three_axes.py": "3-D",
     "11_activation_checkpointing.py": "recomputation",
     "12_mlflow.py --data DIR": "MLflow",
+    "12_mlflow.py --data generated": "MLflow",
     "13_own_module.py": "own module",
 }
-"""What follows `python examples/ladder/` in a docstring -> the rung that is its smallest form."""
+"""What follows `python examples/ladder/` in docs and docstrings -> the rung that is its smallest
+form."""
 
 
 SAME_MODEL = (
@@ -114,13 +117,15 @@ ON_IMAGES = ("04_seqnet", "12_mlflow")
 """The scripts that train on FashionMNIST."""
 
 
-def climb(folder: Path, script: str, *arguments: str) -> tuple[float, float, str]:
+def climb(
+    folder: Path, script: str, *arguments: str, images: int = 400
+) -> tuple[float, float, str]:
     """Run a copy of one script in an empty folder; its loss, its difference from one device, and
     what it printed.
     """
     shutil.copy(LADDER / f"{script}.py", folder)
     if script in ON_IMAGES:
-        write_fashion_mnist(folder, 400)
+        write_fashion_mnist(folder, images)
         arguments = (*arguments, "--data", str(folder))
     cold = script == "12_mlflow"  # what is pickled names the module that runs
     command = [sys.executable, folder / f"{script}.py", *arguments]
@@ -174,6 +179,37 @@ def test_mlflow_has_the_same_of_the_loop_and_of_meshloom(tmp_path):
     (_, theirs, accuracy), (_, ours, own) = SCORE.findall(output)
     assert float(theirs) == pytest.approx(float(ours), abs=1e-5) and accuracy == own
     assert "the same predictions: True" in output and len(EPOCH.findall(output)) == 2
+
+
+LETTER = (ROOT / "docs" / "from_a_tutorial.md").read_text().partition("## Tutorials to the letter")
+
+
+def test_the_page_has_the_lines_of_the_script():
+    own = {line.strip() for line in (LADDER / "04_seqnet.py").read_text().splitlines()}
+    blocks = re.findall(r"^```python\n(.*?)^```", LETTER[2], re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 2
+    lines = {line.strip() for block in blocks for line in block.splitlines()}
+    assert lines - own == {""}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("divided", ["255", "1"])
+def test_the_page_shows_what_dividing_twice_costs(tmp_path, divided):
+    """Ten epochs of float32 multiply what another processor rounds otherwise."""
+    _, _, output = climb(tmp_path, "04_seqnet", "--divide", divided, images=1000)
+    [row] = re.findall(rf"^\| 255 and {divided} \|(.*)\|$", LETTER[2], re.MULTILINE)
+    loop, ours, right, ours_right = (cell.strip() for cell in row.split("|"))
+    (_, loss, accuracy), (_, own, own_accuracy) = SCORE.findall(output)
+    assert float(loss) == pytest.approx(float(loop), rel=0.02)
+    assert float(own) == pytest.approx(float(ours), rel=0.02)
+    assert float(accuracy) == pytest.approx(float(right.rstrip("%")), abs=3)
+    assert float(own_accuracy) == pytest.approx(float(ours_right.rstrip("%")), abs=3)
+    if divided == "255":
+        shown = re.findall(r"^\| (\d+) \| (\S+) \| (\S+) \|$", LETTER[2], re.MULTILINE)
+        assert [int(epoch) for epoch, _, _ in shown] == list(range(1, 11))
+        for lines, column in zip(beside_meshloom(output), (2, 1), strict=True):
+            found = [float(EPOCH.match(line)[3]) for line in lines]
+            assert [float(row[column]) for row in shown] == pytest.approx(found, rel=0.02)
 
 
 @pytest.mark.parametrize(

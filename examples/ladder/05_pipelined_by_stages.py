@@ -84,5 +84,6 @@ if __name__ == "__main__":
         deviation = statistics.stdev(times) if len(times) > 1 else 0.0
         print(f"stages, split {split}: {statistics.mean(times):.4f} s a step, +- {deviation:.4f}", flush=True)
     alone = one_device()
+    print(f"the loop: loss {alone:.6f}; Meshloom: loss {loss:.6f}")
     print(f"devices: 2 ranks, a stage each, {args.schedule}, batches of {args.batch} in parts of {args.split}")
     print(f"loss after {args.steps} steps {loss:.6f}, difference from one device {abs(loss - alone):.1e}")

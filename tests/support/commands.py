@@ -165,7 +165,8 @@ def metrics(run_folder: Path) -> list[dict[str, Any]]:
 
 def losses(run_folder: Path) -> list[float]:
     """Return the losses of each step, then of the evaluation."""
-    return [line.get("loss", line.get("evaluation_loss")) for line in metrics(run_folder)]
+    rows = [line for line in metrics(run_folder) if "epoch_loss" not in line]
+    return [line.get("loss", line.get("evaluation_loss")) for line in rows]
 
 
 def sample_ids(run_folder: Path) -> dict[int, list[int]]:
