@@ -372,7 +372,7 @@ def language_model(config: Config, ranks: Ranks, progress: Progress, order: int)
     if longest is not None and sequence > longest:
         expected = f"at most the model's {longest} positions"
         raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
-    notes = _say_rotary(sequence, architecture)
+    notes = (*_say_rotary(sequence, architecture), *data.unrendered())
     spec = replace(spec, notes=(*spec.notes, *notes))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
     return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
