@@ -297,7 +297,7 @@ def prepare(
     end_of_text(tokenizer)
     away = listing_of(str(options.path)) if "://" in str(options.path) else None
     location = locate(None if away else options.path, options.format)
-    cut = Cut(options.sequence_length, options.documents, options.isolate, options.too_long)
+    cut = Cut(options.sequence_length, options.arrangement, options.isolate, options.too_long)
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
     work = Tokenising(template, cut, options.evaluation_fraction, options.corrupt == "skip")
     before = stamps(location.files)
