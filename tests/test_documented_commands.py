@@ -134,8 +134,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
     f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
-    "trainer.data.path=chats.jsonl "
-    "trainer.data.documents=pack trainer.epochs=3 optimizer.params.lr=2e-5 --preview 2": (
+    "trainer.data.path=chats.jsonl trainer.epochs=3 optimizer.params.lr=2e-5 --preview 2": (
         (
             f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT} trainer.data.documents=pack "
             "--preview 2"

@@ -60,7 +60,8 @@ def test_the_wheel_holds_the_package_and_the_configs(wheel):
     modules = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "trainer").rglob("*")
-        if path.suffix in (".py", ".yml", ".j2", ".txt", ".bash") or path.name == "schema.json"
+        if path.suffix in (".py", ".yml", ".j2", ".txt", ".bash", ".jinja")
+        or path.name == "schema.json"
     }
     configs = {f"trainer/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}

@@ -1364,7 +1364,7 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
             'saw "a" twice; expected another label for each',
         ),
         (
-            {"too_long": "drop"},
+            {"too_long": "drop", "documents": "concatenate"},
             'trainer.data.too_long: saw "drop", with trainer.data.documents "concatenate"',
         ),
     ],

@@ -130,7 +130,7 @@ def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
     axes = ("pipeline.stages", "tensor_parallel.autotp_size")
     pipelined, split = (at(settings, size) not in (None, 0, 1, AUTO) for size in axes)
     data, has_path = trainer.data, trainer.data.evaluation_path is not None
-    model, stream = trainer.model.name_or_path, data.documents == "concatenate"
+    model, stream = trainer.model.name_or_path, data.arrangement == "concatenate"
     decays = [group.weight_decay for group in trainer.parameter_groups]
     decays.append(at(settings, "optimizer.params.weight_decay"))
     conditions: dict[str, tuple[Any, str]] = {

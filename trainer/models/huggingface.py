@@ -67,10 +67,10 @@ def read_config(options: Any) -> PreTrainedConfig:
         config = _pretrained_config(options)
         quantised.remove_config(config)
         return config
-    values = EMBEDDED if options.config is None else options.config
+    values = EMBEDDED if options.config is None else stated(options.config)
     place = "trainer.model.config"
-    if isinstance(values, str):
-        place, values = f"trainer.model.config: {values}", _read_json(Path(values))
+    if isinstance(options.config, str):
+        place = f"{place}: {options.config}"
     if "model_type" not in values:
         expected = 'an architecture, such as "model_type": "llama"'
         raise ConfigError(Problem(place, "no model_type", expected))
@@ -79,6 +79,11 @@ def read_config(options: Any) -> PreTrainedConfig:
     quantised.remove_config(config)
     check_kernels(config, place)
     return config
+
+
+def stated(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+    """Return what `trainer.model.config` states of a new model. Raises ConfigError."""
+    return _read_json(Path(config)) if isinstance(config, str) else config or {}
 
 
 def _pretrained_config(options: Any) -> PreTrainedConfig:

@@ -51,6 +51,15 @@ def checked(
     return applied(spec, findings), notes
 
 
+def packing_refusal(spec: ModelSpec, task: TrialTask, layout: Layout, ranks: Ranks) -> str:
+    """Return why the model or layout can't train on packed documents; else nothing. Collective."""
+    try:
+        checked(spec, task, layout, ranks, packed=True)
+    except ConfigError as error:
+        return error.problems[0].seen
+    return ""
+
+
 def check_layout(
     spec: ModelSpec, task: TrialTask, layout: Layout, findings: Findings, packed: bool = False
 ) -> None:

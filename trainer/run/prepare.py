@@ -136,6 +136,7 @@ def prepare(
     if problems := profile_problems(section, steps):
         raise ConfigError(*problems).share()
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
+    config = subject.settled(config)
     few_cores = share_of_cores(local or 1) if layout.offloads else None
     notes = [*filter(None, [few_cores]), *_faster(composed, name)]
     config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from trainer import checkpoint
 from trainer.checkpoint.directory import check_same
 from trainer.checkpoint.upload import MARK, Upload, check, mark_at, restore
 from trainer.config import Config, leaves
+from trainer.config.read import at
+from trainer.config.sections.section import TEXT
 from trainer.config.sections.trainer import HubSection
 from trainer.data.order import KEYED, LISTED
 from trainer.distributed.ranks import ALONE, Ranks
@@ -42,6 +44,9 @@ BESIDE = {
     "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile", "hub"),
 }
 """Keys that may differ within one run: they only decide what is reported and kept of it."""
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id")
+"""Keys of a model's config that are the tokenizer's, whose changes are found in the data."""
 
 BEGINS, GOES_ON, FINISHED, UNFINISHED = "begins", "goes on", "finished", "unfinished"
 """The states of a run, the last one that of another run in the folder of this name."""
@@ -239,6 +244,24 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
     return source, lines
 
 
+def as_begun(config: Config, start: Start) -> Config:
+    """Return the config with what the resumed run decided on its documents, if that is open.
+
+    So a run that began while chats were concatenated by default goes on so.
+    """
+    data, source = config.trainer.data, start.source
+    if source is None or data.documents is not None or config.trainer.task not in TEXT.tasks:
+        return config
+    saved = start.ranks.on_keepers(lambda: checkpoint.read_description(source).get("config") or {})
+    documents = at(saved, "trainer.data.documents")
+    if documents not in ("concatenate", "pad", "pack"):
+        return config
+    data = data.model_copy(update={"documents": documents})
+    origins = config.origins | {"trainer.data.documents": "auto: as the resumed run began"}
+    trainer = config.trainer.model_copy(update={"data": data})
+    return replace(config, trainer=trainer, origins=origins)
+
+
 def _order_of(source: Path) -> int:
     """Return the version of the order of a checkpoint's run. Raises DiskError if it is unknown."""
     order = checkpoint.read_description(source).get("order", LISTED)
@@ -268,6 +291,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
         actual = f"fingerprint {now['base'][:12]}..."
         expected = f"the base of the adapter, {before['base'][:12]}..."
         raise ConfigError(Problem(f"trainer.model.name_or_path: {source}", actual, expected, hint))
+    before, now = (_apart_from(SPECIAL_IDS, one) for one in (before, now))
     if model := differences(before, now):
         expected = "the model of the checkpoint"
         raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
@@ -278,6 +302,10 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     versions = description.get("versions") or known
     changed += differences(known, {name: versions.get(name) for name in known})
     return [f"changed since the checkpoint: {line}" for line in changed]
+
+
+def _apart_from(keys: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in model.items() if key not in keys}
 
 
 def without_place(request: Any) -> Any:

@@ -157,6 +157,7 @@ def execute(
                 return None
             start.ranks.on_keepers(lambda: status_files.begin(start.folder))
         log_to(start.folder)
+        config = resume.as_begun(config, start)
         machine = replace(machine, ranks=start.ranks)
         if (hub := config.trainer.hub) is not None:
             machine.signs.at("looking at the repository on the Hub")

@@ -24,6 +24,7 @@ from trainer.data.images.image_samples import open_images
 from trainer.data.progress import Progress
 from trainer.data.remote import fetched
 from trainer.data.stream import Place, Stream
+from trainer.data.text.arrangement import Arranged, arranged
 from trainer.data.text.chat import Template
 from trainer.data.text.preparation import open_data
 from trainer.data.text.preview import preview
@@ -37,7 +38,9 @@ from trainer.models.finetuning.frozen import frozen
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.tuned import tuned
 from trainer.models.own import module
+from trainer.models.own_vocabulary import align
 from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.parallel.checks import packing_refusal
 from trainer.parallel.parallel_mesh import division_of
 from trainer.plugins import NAMED
 from trainer.run import images
@@ -91,6 +94,10 @@ class Subject:
     """The comparison of prepared data with what was written."""
     unit: ClassVar[str] = "tok"
     """The short name of what rates count."""
+
+    def settled(self, config: Config) -> Config:
+        """The config with what the data has decided, and with its origin."""
+        return config
 
     def trained(self, spec: ModelSpec, section: TrainerSection) -> Subject:
         """The subject with the checked `spec` and the task as it is trained. Raises ConfigError."""
@@ -158,6 +165,16 @@ class LanguageSubject(Subject):
     """A causal language model on documents."""
 
     task: CausalLM
+    form: Arranged = Arranged("concatenate")
+    """The arrangement of documents in samples."""
+
+    def settled(self, config: Config) -> Config:
+        data = config.trainer.data.model_copy(update={"documents": self.form.documents})
+        origins = dict(config.origins)
+        if self.form.reason:
+            origins["trainer.data.documents"] = f"auto: {self.form.reason}"
+        trainer = config.trainer.model_copy(update={"data": data})
+        return replace(config, trainer=trainer, origins=origins)
 
     def trained(self, spec: ModelSpec, section: TrainerSection) -> Subject:
         task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
@@ -190,6 +207,13 @@ class LanguageSubject(Subject):
 
     def is_named(self, section: TrainerSection) -> bool:
         return True
+
+    def describe_to(self, planned: dict[str, Any]) -> None:
+        model = planned["model"]
+        if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
+            rows = {"vocab_size": self.spec.language.vocabulary}
+            told = huggingface.stated(model["config"])
+            model["config"] = {**rows, **told} if told else {**huggingface.EMBEDDED, **rows}
 
     def measures(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, 700.0))}
@@ -274,7 +298,7 @@ def subject_of(
         found = image_classifier(config, handed_in, layout, ranks)
         return replace(found, spec=amended(found.spec, config.trainer, ranks))
     if kind is LanguageSubject:
-        return language_model(config, ranks, progress, order)
+        return language_model(config, layout, ranks, progress, order)
     return own_module(config, handed_in, ranks)
 
 
@@ -350,18 +374,33 @@ def image_classifier(config: Config, given: Given, layout: Layout, ranks: Ranks)
     return ImageSubject(spec.tried_on(task.trial(first)), task, data)
 
 
-def language_model(config: Config, ranks: Ranks, progress: Progress, order: int) -> Subject:
+def language_model(
+    config: Config, layout: Layout, ranks: Ranks, progress: Progress, order: int
+) -> Subject:
     section = config.trainer
     if section.evaluation.tasks:
         ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
     architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
     tokenizer = _tokenizer(config, ranks, progress)
-    data = open_data(section.data, tokenizer, cache_folder(), ranks, section.seed, progress, order)
+    notes: tuple[str, ...] = ()
+    if section.model.name_or_path is None:
+        told = huggingface.stated(section.model.config)
+        notes = ranks.on_own(lambda: align(architecture, told, tokenizer))
+    spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
+    task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
+
+    def refusal() -> str:
+        if section.model.attention == "flash_attention_2":
+            return "with flash_attention_2 a model shows only at its first step if it takes them"
+        return packing_refusal(spec, task, layout, ranks)
+
+    form = arranged(section.data, refusal, ranks)
+    settled = section.data.model_copy(update={"documents": form.documents})
+    data = open_data(settled, tokenizer, cache_folder(), ranks, section.seed, progress, order)
     if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
         template = Template.of(tokenizer, section.data.chat_template)
         if template.text:
             tokenizer = _tokenizer(config, ranks, progress, chat_template=template.text)
-    spec = amended(huggingface.spec_of(architecture, section.model), section, ranks)
     rows, longest = spec.language.vocabulary, spec.language.positions
     sequence = section.data.sequence_length
     if (largest := data.largest_token_id) >= rows:
@@ -372,10 +411,11 @@ def language_model(config: Config, ranks: Ranks, progress: Progress, order: int)
     if longest is not None and sequence > longest:
         expected = f"at most the model's {longest} positions"
         raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
-    notes = _say_rotary(sequence, architecture)
+    notes = (*notes, *_say_rotary(sequence, architecture), *data.unrendered())
+    if form.reason and form.documents == "pad":
+        notes = (*notes, f"trainer.data.documents is pad: {form.reason}")
     spec = replace(spec, notes=(*spec.notes, *notes))
-    task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
-    return LanguageSubject(spec, task, data, tokenizer, section.data.packs, data.check)
+    return LanguageSubject(spec, task, data, tokenizer, settled.packs, data.check, form)
 
 
 def _tokenizer(config: Config, ranks: Ranks, progress: Progress, **options: Any) -> Any:

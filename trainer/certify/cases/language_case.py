@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from trainer.certify.reference import Reference
 from trainer.certify.text_reference import Documents, LanguageReference, PackedReference
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
+from trainer.data.text.arrangement import arranged
 from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
@@ -24,6 +26,7 @@ from trainer.models import huggingface
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
+from trainer.parallel.checks import packing_refusal
 from trainer.run.subject import Given, Subject, amended
 from trainer.tasks.causal_lm import CausalLM
 from trainer.trial.findings import observe_draws
@@ -51,6 +54,7 @@ class LanguageCase:
             huggingface.untie(architecture)
         self.base = files.finding
         small = small.noting(files.note) if files.note else small
+        small = with_arrangement(small, architecture, machine)
         if small.packed:
             architecture, section = without_dropout(architecture, small.config.trainer)
             small = replace(small, config=replace(small.config, trainer=section)).noting(ONE_BY_ONE)
@@ -99,6 +103,26 @@ class LanguageCase:
         kind = PackedReference if small.packed else LanguageReference
         own = learner(model, section, (plain, copy))
         return kind(small, spec, own, documents, self._machine.device)
+
+
+def with_arrangement(small: Tiny, architecture: Any, machine: Machine) -> Tiny:
+    """Decide on `trainer.data.documents` as a run does, where the data can be read. Collective."""
+    section = small.config.trainer
+
+    def refusal() -> str:
+        if section.model.attention == "flash_attention_2":
+            return "with flash_attention_2"
+        unnamed = section.model.model_copy(update={"name_or_path": None})
+        spec = huggingface.spec_of(deepcopy(architecture), unnamed)
+        return packing_refusal(spec, CausalLM.of(spec), small.layout, machine.ranks)
+
+    if section.data.documents is not None:
+        return small
+    form = arranged(section.data, refusal, machine.ranks)
+    data = section.data.model_copy(update={"documents": form.documents})
+    changed = replace(small.config, trainer=section.model_copy(update={"data": data}))
+    said = (f"trainer.data.documents is {form.documents}: {form.reason}",) if form.reason else ()
+    return replace(small, config=changed).noting(*said)
 
 
 def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:

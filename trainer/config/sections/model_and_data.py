@@ -142,7 +142,8 @@ class DataSection(Rows):
     sources: Annotated[list[SourceSection], Field(max_length=1000), TEXT] = []
     """Several sources, mixed; in place of `path`."""
     chat_template: Annotated[str | None, ROWS, TEXT] = None
-    """A file with a Jinja template; None: the tokenizer's own, or a plain one."""
+    """A file with a Jinja template, or the name of a shipped one; None: the tokenizer's own, or a
+    plain one."""
     loss_on: Annotated[Literal["assistant", "last_assistant", "all"], ROWS, TEXT] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
     too_long: Annotated[Literal["truncate", "drop", "error"], TEXT] = "truncate"
@@ -156,8 +157,15 @@ class DataSection(Rows):
     """True to prepare each file of `path` when its samples are needed, and to remove it after."""
     sequence_length: Annotated[Whole, Field(ge=2, le=2**24), TEXT] = 512
     """Tokens per sample."""
-    documents: Annotated[Literal["concatenate", "pad", "pack"], TEXT] = "concatenate"
-    """Samples are cut from one stream; one document each; or several isolated whole documents."""
+    documents: Annotated[
+        Literal["concatenate", "pad", "pack"] | None,
+        Only(TEXT.tasks, lambda documents: documents == "concatenate", "none: images have no text"),
+    ] = None
+    """Samples are cut from one stream; one document each; or several isolated whole documents.
+
+    None: chats are packed, or padded if the model does not keep packed ones apart; others are
+    concatenated.
+    """
     isolate: Annotated[bool, TEXT, Needs("concatenated documents")] = False
     """True if concatenated documents do not see one another, as padded and packed ones never do."""
     evaluation_path: Annotated[
@@ -177,7 +185,12 @@ class DataSection(Rows):
     @property
     def packs(self) -> bool:
         """True if a sample may be several documents that do not see one another."""
-        return self.documents == "pack" or (self.documents == "concatenate" and self.isolate)
+        return self.documents == "pack" or (self.arrangement == "concatenate" and self.isolate)
+
+    @property
+    def arrangement(self) -> Literal["concatenate", "pad", "pack"]:
+        """The value of `documents`, which is concatenated where it has not been decided."""
+        return self.documents or "concatenate"
 
 
 class AugmentSection(Section):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 import signal
 import sys
@@ -19,9 +18,11 @@ from typing import Any
 import numpy as np
 
 from trainer.data.formats import short
+from trainer.data.text import shipped
 from trainer.data.text.records import Chat, checked_text
 from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import tokens_of
+from trainer.data.text.unrendered import unrendered
 from trainer.errors import ConfigError, DataError, Problem, first_line, refused
 
 PLAIN = (
@@ -38,6 +39,7 @@ PLAIN = (
 
 LONGEST, TIMES, MEMORY, SECONDS = 1 << 18, 16, 1 << 30, 60.0
 """A rendering's limits: characters, characters for each of the chat, bytes, CPU seconds."""
+MORE = "once more turns follow"
 Span = tuple[int, int]
 """A range of characters in the rendered chat: the first, and one past the last."""
 
@@ -56,12 +58,18 @@ class Template:
 
     @classmethod
     def of(cls, tokenizer: Any, path: str | None, loss_on: str = "assistant") -> Template:
-        """Return the file's template, the tokenizer's own, or the plain one. Raises ConfigError."""
+        """Return the template of this name or file, the tokenizer's own, or the plain one.
+
+        Raises ConfigError.
+        """
         if path is None and tokenizer.chat_template:
             return cls(tokenizer, None, "the tokenizer's own template", loss_on)
         if path is None:
             return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", loss_on)
+        if path in shipped.NAMES:
+            return cls(tokenizer, shipped.read(path), f"the template {path}", loss_on)
         place = f"trainer.data.chat_template: {path}"
+        shipped.check_name(path, place)
         with refused(place, "a file with a Jinja template", OSError, UnicodeDecodeError):
             text = Path(path).expanduser().read_text(encoding="utf-8")
         _compiled(text, place)
@@ -83,20 +91,23 @@ class Template:
             seen = f"{kind}, which does not say which characters a token stands for"
             raise DataError(Problem("trainer.data.tokenizer", seen, "a fast tokenizer, for chats"))
         rendered = [self.render(chat) for chat in chats]
-        found = tokens_of(self.tokenizer, [text for text, _ in rendered], offsets=True)
+        found = tokens_of(self.tokenizer, [text for text, *_ in rendered], offsets=True)
         tokens = zip(found["input_ids"], found["offset_mapping"], strict=True)
-        for chat, (_, spans), (ids, offsets) in zip(chats, rendered, tokens, strict=True):
+        for chat, (_, spans, unseen), (ids, offsets) in zip(chats, rendered, tokens, strict=True):
             characters = np.array(offsets, np.int64).reshape(-1, 2)
-            yield Encoded(ids, _overlapping(characters, spans), chat.place)
+            yield Encoded(ids, _overlapping(characters, spans), chat.place, unseen)
 
-    def render(self, chat: Chat) -> tuple[str, list[Span]]:
-        """Render a chat, and find the spans that count in the loss. Raises DataError."""
+    def render(self, chat: Chat) -> tuple[str, list[Span], dict[str, int]]:
+        """Render a chat, find the spans that count in the loss, and count what is not rendered.
+
+        Raises DataError.
+        """
         marked = "endgeneration" in self._template(chat)
         text, generated = self._rendered(chat, len(chat.messages), marks=marked)
         checked_text(chat.place, text, "the rendered chat holds ")
-        _check_complete(chat, text)
+        unseen = unrendered(chat, text, self._attempt)
         if self.loss_on == "all" and not chat.learned_from:
-            return text, [(0, len(text))]
+            return text, [(0, len(text))], unseen
         roles = [message["role"] for message in chat.messages]
         answers = [turn for turn, role in enumerate(roles) if role == "assistant"]
         learned = self._learned(chat, answers)
@@ -106,16 +117,17 @@ class Template:
                 seen = f"{blocks} for {len(answers)} of the assistant's turns"
                 raise DataError(Problem(chat.place, seen, "one for each", "Mend the chat template"))
             of_turn = dict(zip(answers, generated, strict=True))
-            spans = {turn: self._with_end(of_turn[turn], text) for turn in learned}
+            spans = {turn: of_turn[turn] for turn in learned}
         else:
             spans = {turn: self._span(chat, turn, text) for turn in learned}
+        spans = {turn: self._with_end(span, text) for turn, span in spans.items()}
         last = len(roles) - 1
         if last in spans:
             start, end = spans[last]
-            if not self._ends_turn(text[start:end]):  # the model has to learn where to stop
+            if not self._is_ended(text[start:end]):  # the model has to learn where to stop
                 text = text[:end] + self.tokenizer.eos_token
                 spans[last] = start, len(text)
-        return text, list(spans.values())
+        return text, list(spans.values()), unseen
 
     def _learned(self, chat: Chat, answers: list[int]) -> list[int]:
         turns = answers[-1:] if self.loss_on == "last_assistant" else answers
@@ -130,7 +142,7 @@ class Template:
         if not after.startswith(before):
             self._rewrites(chat, turn, before, after, "once it is answered")
         if not text.startswith(after):
-            self._rewrites(chat, turn, after, text, "once more turns follow")
+            self._rewrites(chat, turn, after, text, MORE)
         return len(before), len(after)
 
     def _without_tail(self, text: str, start: int) -> str:
@@ -138,15 +150,42 @@ class Template:
 
         Text before `start` ends no turn: for an empty answer, it is the header of the turn.
         """
+        parts = self._ended(text, start)
+        known = [part for part in parts if self._end and part.endswith(self._end)]
+        return next(iter(known or parts), text)
+
+    def _ended(self, text: str, start: int) -> list[str]:
+        """Return the text up to its last special token; before it, that without end-of-text."""
         bare = text.rstrip()
         inner = bare.removesuffix(self.tokenizer.eos_token).rstrip()
-        for part in (inner, bare):
-            if len(part) > start and self._ends_turn(part):
-                return part
-        return text
+        parts = (inner, bare)
+        return [part for part in parts if len(part) > start and part.endswith(self._special)]
 
-    def _ends_turn(self, text: str) -> bool:
-        return text.endswith(self._special)
+    @cached_property
+    def _end(self) -> str | None:
+        """The token with which the template ends an answer in words; empty if it writes none.
+
+        A token that the next question takes away, as Phi-3's end-of-text, ends the chat. None: not
+        known, as the template refuses a plain chat.
+        """
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        try:
+            text, _ = self._rendered(Chat([question, answer]), 2)
+            more, _ = self._rendered(Chat([question, answer, question]), 3)
+        except DataError:
+            return None
+        parts = self._ended(text, text.rfind("b") + 1)
+        kept = [part for part in parts[::-1] if more.startswith(part)] or parts
+        found = [token for part in kept[:1] for token in self._special if part.endswith(token)]
+        return max(found, key=len, default="")
+
+    def _is_ended(self, text: str) -> bool:
+        """True if an answer's text ends with a token that ends its turn.
+
+        In a template that ends no plain answer itself, a special token at the end of another one
+        (a tool call's) is a part of it.
+        """
+        return self._end != "" and text.rstrip().endswith(self._special)
 
     @cached_property
     def _special(self) -> tuple[str, ...]:
@@ -154,9 +193,16 @@ class Template:
         return tuple(str(token) for token in tokens if token.special)
 
     def _with_end(self, span: Span, text: str) -> Span:
-        """Extend a marked span by the token that ends the turn, if the mark leaves it out."""
+        """Extend an answer's span by the token that ends the turn, if it leaves that out.
+
+        Where the template writes none, that is the token with which the next turn begins.
+        """
         start, end = span
-        if self._ends_turn(text[start:end].rstrip()):
+        own, known = text[start:end].rstrip(), self._end
+        rest = text[end:]
+        if known and not own.endswith(known) and rest.lstrip().startswith(known):
+            return start, end + rest.index(known) + len(known)
+        if self._is_ended(own):
             return span
         following = [len(token) for token in self._special if text.startswith(token, end)]
         return start, end + max(following, default=0)
@@ -166,9 +212,20 @@ class Template:
         before, after = (short(repr(text[at : at + 24])) for text in (one, other))
         seen = f"the template rewrites turn {turn} {when}: {before} becomes {after}"
         expected = "a template that keeps what it has written"
-        other = 'set trainer.data.loss_on to "last_assistant"'
-        mend = f"Mark answers in it with {{% generation %}}, or {other}"
-        raise DataError(Problem(chat.place, seen, expected, mend))
+        ways = ["mark answers in it with {% generation %}"]
+        if name := shipped.recognised(self._template(chat), self._special):
+            ways.insert(0, f'set trainer.data.chat_template to "{name}"')
+        if self.loss_on != "last_assistant" and when == MORE:
+            ways.append('set trainer.data.loss_on to "last_assistant"')
+        mend = ", or ".join(ways)
+        raise DataError(Problem(chat.place, seen, expected, mend[0].upper() + mend[1:]))
+
+    def _attempt(self, chat: Chat) -> str | None:
+        """Render another version of a chat; None if the template refuses it."""
+        try:
+            return self._rendered(chat, len(chat.messages))[0]
+        except DataError:
+            return None
 
     def _template(self, chat: Chat) -> str:
         return str(self.tokenizer.get_chat_template(self.text, tools=chat.tools))
@@ -215,18 +272,6 @@ def _compiled(template: str, place: str) -> None:
     except jinja2.TemplateSyntaxError as error:
         problem = Problem(f"{place}:{error.lineno}", str(error.message), "a Jinja template")
         raise ConfigError(problem) from error
-
-
-def _check_complete(chat: Chat, text: str) -> None:
-    """Raise DataError for a turn that the template leaves out because it does not know the role."""
-    for turn, message in enumerate(chat.messages):
-        # past reasoning that a reasoning model's template drops is not required
-        words = message["content"].rpartition("</think>")[2].strip()
-        forms = words, json.dumps(words)[1:-1], json.dumps(words, ensure_ascii=False)
-        if not any(form in text for form in forms):
-            turned = f'turn {turn} of the role "{message["role"]}"'
-            seen = f"{turned} is not in what the chat template renders"
-            raise DataError(Problem(chat.place, seen, "roles that the template knows"))
 
 
 def _overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:

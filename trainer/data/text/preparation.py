@@ -29,7 +29,14 @@ from trainer.data.text import corpus
 from trainer.data.text.chat import Template
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
 from trainer.data.text.records import Document, Found, read_documents
-from trainer.data.text.token_files import Cut, Origin, PartWriter, PreparedSource, Summary
+from trainer.data.text.token_files import (
+    Counts,
+    Cut,
+    Origin,
+    PartWriter,
+    PreparedSource,
+    Summary,
+)
 from trainer.data.text.tokenizer import end_of_text, tokenizer_key
 from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
@@ -37,7 +44,7 @@ from trainer.errors import DataError, NoSamples, Problem
 
 _SILENT_SECONDS = 600.0
 """Seconds for which the preparation of a stream's file may show no progress, as in its end."""
-_VERSION = 4
+_VERSION = 5
 """The version of prepared files, to be raised whenever the same input gives other files."""
 
 
@@ -56,7 +63,7 @@ class Share(NamedTuple):
 
     def description(self) -> dict[str, Any]:
         """Return the numbers of the samples, which a checkpoint keeps."""
-        left_out = {"kind", "first_dropped", "empty", "corrupt", "first_corrupt"}
+        left_out = {"kind", "first_dropped", "empty", "corrupt", "first_corrupt", "unrendered"}
         newer = {"chats", "too_long", "fill"}  # earlier checkpoints lack them
         return {
             name: value
@@ -88,6 +95,18 @@ class Data:
     @property
     def has_chats(self) -> bool:
         return any(share.source.summary.origin.chats for share in self.shares)
+
+    def unrendered(self) -> tuple[str, ...]:
+        """Say, if there is any, what chats hold that their template does not render."""
+        counts = Counts()
+        for part in (*(share.source for share in self.shares), *self.evaluations.values()):
+            counts.note(part.summary.counts.unrendered)
+        held = [
+            f"{key} ({count:,} {'chats' if key == 'tools' else 'messages'})"
+            for key, count in counts.unrendered.items()
+        ]
+        start = "the chat template does not render all that the chats hold: left out are"
+        return (f"{start} {', '.join(held)}",) if held else ()
 
     def describe(self) -> str:
         """Describe the data for the user, on one line."""
@@ -278,7 +297,7 @@ def prepare(
     end_of_text(tokenizer)
     away = listing_of(str(options.path)) if "://" in str(options.path) else None
     location = locate(None if away else options.path, options.format)
-    cut = Cut(options.sequence_length, options.documents, options.isolate, options.too_long)
+    cut = Cut(options.sequence_length, options.arrangement, options.isolate, options.too_long)
     template = Template.of(tokenizer, options.chat_template, options.loss_on)
     work = Tokenising(template, cut, options.evaluation_fraction, options.corrupt == "skip")
     before = stamps(location.files)

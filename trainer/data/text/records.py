@@ -51,8 +51,6 @@ class Found:
         """The share of the input that has been read, if known."""
         self.roles: dict[str, None] = {}
         self.turns = 0
-        self.unread: dict[str, None] = {}
-        """Keys of messages that nothing here reads."""
 
     def progress(self, share: float) -> None:
         self.share = share
@@ -66,14 +64,12 @@ class Found:
             self.turns = max(self.turns, len(document.messages))
             for message in document.messages:
                 self.roles.setdefault(message["role"])
-                self.unread.update(dict.fromkeys(key for key in message if key not in _READ))
 
     def describe(self) -> str:
         if not self.roles:
             return self.kind
-        unread = f"; only a template may read {', '.join(self.unread)}" if self.unread else ""
         roles = f"{len(self.roles)} roles ({', '.join(self.roles)})"
-        return f"{self.kind}, {roles}, {self.turns} turns at most{unread}"
+        return f"{self.kind}, {roles}, {self.turns} turns at most"
 
 
 @dataclass(frozen=True)
@@ -257,7 +253,6 @@ _ROLES = {
     "observation": "tool",
     "function_response": "tool",
 }
-_READ = frozenset({"role", "content", "tool_calls", "tool_call_id", "name", "counts"})
 
 
 def _messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:

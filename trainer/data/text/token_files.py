@@ -13,8 +13,8 @@ import hashlib
 import json
 import os
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
 
@@ -50,6 +50,8 @@ class Encoded(NamedTuple):
     """The mask, of the same length."""
     place: str = ""
     """The row that it is from, for the user."""
+    unrendered: Mapping[str, int] = {}
+    """The numbers of a chat's messages by the key that its template does not render."""
 
     @classmethod
     def from_token(cls, tokens: Sequence[int] | np.ndarray, first: int, place: str = "") -> Encoded:
@@ -85,6 +87,12 @@ class Counts:
     """The number of rows that were skipped."""
     first_corrupt: str = ""
     """The error of the first row that was skipped."""
+    unrendered: dict[str, int] = field(default_factory=dict)
+    """The numbers of chats' messages by the key that the template does not render."""
+
+    def note(self, unrendered: Mapping[str, int]) -> None:
+        for key, count in unrendered.items():
+            self.unrendered[key] = self.unrendered.get(key, 0) + count
 
     def skip(self, error: DataError) -> None:
         problem = error.problems[0]
@@ -97,6 +105,7 @@ class Counts:
         self.too_long += other.too_long
         self.dropped += other.dropped
         self.corrupt += other.corrupt
+        self.note(other.unrendered)
         self.first_dropped = self.first_dropped or other.first_dropped
         self.first_corrupt = self.first_corrupt or other.first_corrupt
 
@@ -215,6 +224,7 @@ class CutDocuments:
         """Add a document. Raises DataError if it is too long and that is an error."""
         longest = cut.longest
         self.counts.documents += 1
+        self.counts.note(document.unrendered)
         if longest is not None and len(document.tokens) > longest + 1:
             if cut.too_long == "error":
                 raise _too_long(document, longest)

@@ -1,0 +1,45 @@
+"""The vocabulary and the special tokens of a new model's config, from its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trainer.errors import ConfigError, Problem
+
+IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def align(config: Any, stated: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
+    """Set a new model's vocabulary and special tokens, in place, to the tokenizer's.
+
+    What the user has `stated` stays; returns notes where it differs. A padding token that also
+    begins or ends texts is none of the model's: its embedding would get no gradient. Raises
+    ConfigError for a stated vocabulary that does not hold all of the tokenizer's ids.
+    """
+    text = config.get_text_config()
+    inner = stated.get("text_config")
+    own = {**stated, **(inner if isinstance(inner, Mapping) else {})}
+    names = {"vocab_size", text.attribute_map.get("vocab_size", "vocab_size")}
+    rows = max(tokenizer.get_vocab().values(), default=-1) + 1
+    found = {name: getattr(tokenizer, name, None) for name in IDS}
+    if found["pad_token_id"] in (found["bos_token_id"], found["eos_token_id"]):
+        found["pad_token_id"] = None
+    said = {name: own[name] for name in IDS if name in own}
+    values = {name: value for name, value in found.items() if name not in own}
+    if given := [own[name] for name in names if name in own]:
+        if given[0] < rows:
+            expected = f"at least {rows:,}, for all ids of the tokenizer"
+            mend = "Leave it out: it is then the tokenizer's"
+            place = "trainer.model.config.vocab_size"
+            raise ConfigError(Problem(place, f"{given[0]:,}", expected, mend))
+    else:
+        values["vocab_size"] = rows
+    for part in (text, config):
+        part.update({name: value for name, value in values.items() if hasattr(part, name)})
+    differing = [
+        f"{name} is {value} in trainer.model.config, and the tokenizer has {found[name]}"
+        for name, value in said.items()
+        if value != found[name]
+    ]
+    return tuple(differing)
