@@ -17,7 +17,13 @@ def defaults(given: Json) -> Json:
     values = dict(content["defaults"])
     if given.get("use_peft"):
         values |= content["peft_defaults"]
-    if {"dataset_name", "train_file", "dataset_mixture", "dataset_mixer"} & given.keys():
+    if {
+        "dataset_name",
+        "train_file",
+        "datasets",
+        "dataset_mixture",
+        "dataset_mixer",
+    } & given.keys():
         values |= {"assistant_only_loss": False}
         if not {"block_size", "max_seq_length", "model_max_length"} & given.keys():
             values |= {"max_length": 1024}
@@ -35,11 +41,13 @@ def _rows(draft: Draft, keys: Roles) -> None:
     draft.skip(trains, predicts)
     hub, file = keys["dataset_name"], keys["train_file"]
     source = hub if hub.key else file
-    draft.put(source, "trainer.data.path", source.value)
-    if not source.key:
+    if not keys["datasets"].is_set:
+        draft.put(source, "trainer.data.path", source.value)
+    if not source.key or keys["datasets"].is_set:  # TRL's own list comes first
         put_mixture(draft, keys)
     elif keys["dataset_configs"].is_set:
-        draft.lose(keys["dataset_configs"], "it is a key of a mixture; TRL reads dataset_config")
+        text = "it is a key of a mixture: with a dataset_name, only dataset_config names a subset"
+        draft.note(keys["dataset_configs"], text)
     window, longest, packing = keys["block_size"], keys["max_length"], keys["packing"]
     for entry in (window, longest):
         draft.put(entry, "trainer.data.sequence_length", entry.value)

@@ -11,6 +11,8 @@ from trainer.errors import ConfigError, Problem
 from trainer.tools.importers.draft import Draft, Entry, Roles, names
 
 _USUAL = {"split": "train", "text_column": "text"}
+_NAMES = {"path": "id", "name": "config"}
+"""The alignment handbook's names for TRL's."""
 _UNNAMED = "a part of a hub data set to evaluate on has no name here: set trainer.data."
 
 
@@ -53,43 +55,51 @@ def has_rows_to_evaluate(draft: Draft) -> bool:
 
 
 def put_mixture(draft: Draft, keys: Roles) -> None:
-    """Convert a mixture of the alignment handbook, in its newer form or its older one.
+    """Convert a mixture: TRL's list, or the alignment handbook's newer or older section.
 
     Each data set is one source, read whole. A weight below 1 is there a share of the rows, which
     are drawn once: it has no counterpart here.
     """
-    new, old = keys["dataset_mixture"], keys["dataset_mixer"]
-    if new.is_set:
-        sets = _listed(new)
-        draft.skip(*(keys[name] for name in ("dataset_splits", "dataset_configs")))
-        _put_share_of(draft, new)
-    elif old.is_set:
+    forms = [keys[name] for name in ("datasets", "dataset_mixture", "dataset_mixer")]
+    entry = next((form for form in forms if form.is_set), None)
+    if entry is None:
+        return
+    if entry is forms[2]:
         sets = _paired(draft, keys)
     else:
-        return
-    entry = new if new.is_set else old
+        held, listed = keys["test_split_size"], entry.value
+        if entry is forms[1]:
+            held, listed = _sections_of(entry)
+        sets = _listed(entry, listed)
+        draft.skip(*(keys[name] for name in ("dataset_splits", "dataset_configs")))
+        _put_held_out(draft, held if held.key else Entry(entry.key, 0))
     parts = [_part(draft, entry, one) for one in sets]
     if parts:
         put_sources(draft, entry, parts, [part["path"] for part in parts])
 
 
-def _listed(entry: Entry) -> list[Json]:
-    given = entry.value.get("datasets") if isinstance(entry.value, Mapping) else None
-    if not isinstance(given, list) or not all(
-        isinstance(one, dict) and "id" in one for one in given
-    ):
-        expected = "a section with a list of datasets, each with an id"
+def _sections_of(entry: Entry) -> tuple[Entry, Any]:
+    """Return what a section of the alignment handbook holds out, and its data sets."""
+    given = entry.value if isinstance(entry.value, Mapping) else {}
+    return Entry(entry.key, given.get("test_split_size") or 0), given.get("datasets")
+
+
+def _listed(entry: Entry, given: Any) -> list[Json]:
+    """Return data sets as the alignment handbook names their parts; TRL says path and name."""
+    listed = given if isinstance(given, list) else []
+    sets = [one if isinstance(one, dict) else {} for one in listed]
+    renamed = [{_NAMES.get(key, key): value for key, value in one.items()} for one in sets]
+    if not renamed or not all("id" in one for one in renamed):
+        expected = "a list of data sets, each with its name"
         raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", expected))
-    return given
+    return renamed
 
 
-def _put_share_of(draft: Draft, entry: Entry) -> None:
-    held = entry.value.get("test_split_size", 0)
-    if type(held) not in (int, float) or held < 0:
+def _put_held_out(draft: Draft, held: Entry) -> None:
+    if type(held.value) not in (int, float) or held.value < 0:
         expected = "a share below 1, or a number of rows"
-        place = f"{entry.key}.test_split_size"
-        raise ConfigError(Problem(place, f"saw {show(held)}", expected))
-    put_share(draft, Entry(entry.key, held))
+        raise ConfigError(Problem(held.key, f"saw {show(held.value)} to hold out", expected))
+    put_share(draft, held)
 
 
 def _paired(draft: Draft, keys: Roles) -> list[Json]:
