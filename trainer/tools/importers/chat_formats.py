@@ -36,11 +36,10 @@ def put_given(draft: Draft, entry: Entry) -> None:
     text = str(entry.value)
     if "{" not in text:
         draft.put(entry, PLACE, text)
-    elif draft.template not in (None, text):
-        draft.lose(entry, "the config has two templates")
-    else:
-        draft.template = text
+    elif draft.add_template(text):
         draft.put(entry, PLACE, draft.template_path)
+    else:
+        draft.lose(entry, "the config has two templates")
 
 
 def end_of_text(draft: Draft, entry: Entry) -> None:

@@ -85,6 +85,12 @@ class Draft:
         """Report a known difference, which changes nothing or little of what is trained."""
         self._report(self.notes, entry, difference)
 
+    def add_template(self, text: str) -> bool:
+        """Keep the text of a chat template for its file; return False if there is another one."""
+        if self.template is None:
+            self.template = text
+        return self.template == text
+
     def skip(self, *entries: Entry) -> None:
         """Report keys that change nothing of what is trained, or nothing beside the others."""
         keys = (entry.key for entry in entries if self.explicit(entry))

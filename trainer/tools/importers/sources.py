@@ -88,7 +88,7 @@ def _listed(entry: Entry, given: Any) -> list[Json]:
     """Return data sets as the alignment handbook names their parts; TRL says path and name."""
     listed = given if isinstance(given, list) else []
     sets = [one if isinstance(one, dict) else {} for one in listed]
-    renamed = [{_NAMES.get(key, key): value for key, value in one.items()} for one in sets]
+    renamed = [{str(_NAMES.get(key, key)): value for key, value in one.items()} for one in sets]
     if not renamed or not all("id" in one for one in renamed):
         expected = "a list of data sets, each with its name"
         raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", expected))

@@ -54,8 +54,8 @@ def translate(
     """
     rules, defaults, groups = SYSTEMS[system]
     base = section_of("deepspeed", given.get("deepspeed"), folder)
-    draft = Draft(given, folder, base=base, made=deepcopy(base))
-    draft.template_path = template or draft.template_path
+    path = template or Draft.template_path
+    draft = Draft(given, folder, base=base, made=deepcopy(base), template_path=path)
     set_keys = {key: value for key, value in given.items() if value is not None}
     fill(draft, rules, defaults(set_keys), groups)
     draft = replace(draft, made=_ordered(draft.made))
