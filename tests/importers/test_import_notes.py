@@ -214,6 +214,29 @@ def test_a_template_in_their_config_goes_to_a_file(tmp_path: Path, capsys):
     assert "--output" in capsys.readouterr().err
 
 
+def test_the_file_of_a_template_is_never_that_of_the_config(tmp_path: Path):
+    source, target = tmp_path / "theirs.yml", tmp_path / "ours.jinja"
+    keys = {"model_name_or_path": "m", "dataset_name": "a/b", "chat_template": TEMPLATE}
+    source.write_text(yaml.safe_dump({**RATE, **keys}))
+    assert main(["--from", "trainer", str(source), "--output", str(target)], "import") == 0
+    place = json.loads(target.read_text())["trainer"]["data"]["chat_template"]
+    assert place != str(target) and Path(place).read_text() == TEMPLATE
+
+
+@pytest.mark.parametrize("template", [{"default": TEMPLATE}, [TEMPLATE], 3, True])
+def test_a_template_that_is_no_text_is_lost(tmp_path: Path, template):
+    keys = {"model_name_or_path": "m", "dataset_name": "a/b", "chat_template": template}
+    with pytest.raises(ConfigError, match="chat_template"):
+        written(tmp_path, "trainer", keys)
+
+
+@pytest.mark.parametrize("token", ["<|im_start|>", "m", "role", "{", "<|other|>"])
+def test_an_end_token_that_is_only_somewhere_in_a_template_is_lost(tmp_path: Path, token: str):
+    keys = {"model_name_or_path": "m", "dataset_name": "a/b", "chat_template": TEMPLATE}
+    with pytest.raises(ConfigError, match="eos_token"):
+        written(tmp_path, "trainer", {**keys, "eos_token": token})
+
+
 def test_an_end_token_that_no_template_writes_is_lost(tmp_path: Path):
     keys = {"model_name_or_path": "m", "dataset_name": "a/b", "eos_token": "<|im_end|>"}
     with pytest.raises(ConfigError, match="eos_token"):
@@ -282,6 +305,9 @@ def test_axes_of_devices_keep_the_batch_as_large(tmp_path: Path):
     made = written(tmp_path, "axolotl", keys | {"dp_shard_size": 4}).made
     assert made["tensor_parallel"]["autotp_size"] == made["sequence_parallel_size"] == 2
     assert made["trainer"]["engine"] == "mesh"
+    draft = written(tmp_path, "axolotl", keys | {"fsdp_config": {"reshard_after_forward": True}})
+    engines = [text for texts in draft.carried.values() for text in texts if "engine" in text]
+    assert set(engines) == {'trainer.engine "mesh"'}
     assert "engine" not in written(tmp_path, "axolotl", {"base_model": "m"}).made["trainer"]
 
 

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str], name: str) -> int:
         parser.error("--from SYSTEM FILE, or arguments after --")
     given = read_file(options.file) if end is None else read_flags(arguments[end + 1 :])
     folder = options.file.parent if options.file else Path()
-    template = options.output.with_suffix(".jinja") if options.output else Path("x.jinja")
+    output = options.output or Path("config.json")
+    template = output.with_name(f"{output.name.removesuffix('.json')}.jinja")
     draft = translate(options.system or "trainer", given, folder, options.partial, str(template))
     text = json.dumps(draft.made, indent=2, ensure_ascii=False) + "\n"
     if draft.template is not None:

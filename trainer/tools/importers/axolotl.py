@@ -69,7 +69,7 @@ def _layout(draft: Draft, keys: Roles) -> None:
     ):
         if type(entry.value) is int and entry.value > 1:
             draft.put(entry, path, entry.value)
-            draft.put(entry, "trainer.engine", "mesh")
+            draft.replace(entry, "trainer.engine", "mesh")
         elif not entry.is_set or entry.value == 1:
             draft.skip(entry)
     draft.skip(keys["dp_shard_size"])  # the devices that the other axes leave

@@ -33,8 +33,10 @@ def put_named(draft: Draft, entry: Entry, system: str) -> None:
 
 def put_given(draft: Draft, entry: Entry) -> None:
     """Set a template that is text, which the caller writes to a file, or the name of a file."""
-    text = str(entry.value)
-    if "{" not in text:
+    text = entry.value
+    if not isinstance(text, str):
+        draft.lose(entry, "neither the text of a template nor the name of a file")
+    elif "{" not in text:
         draft.put(entry, PLACE, text)
     elif draft.add_template(text):
         draft.put(entry, PLACE, draft.template_path)
@@ -48,10 +50,12 @@ def end_of_text(draft: Draft, entry: Entry) -> None:
     With a template that ends turns with that token, the same tokens are trained on: each answer
     is followed by it. Without one, it would follow texts and answers, and the key is lost.
     """
-    ends = read_table("templates")["ends"].get(draft.get(PLACE))
+    content, token = read_table("templates"), str(entry.value)
+    ends = content["ends"].get(draft.get(PLACE))
+    written = token in content["end_tokens"] and token in (draft.template or "")
     if not entry.is_set:
         draft.skip(entry)
-    elif str(entry.value) == ends or str(entry.value) in (draft.template or ""):
+    elif token == ends or written:
         draft.keep(entry, "the chat template ends turns with it")
         draft.note(entry, "the tokenizer that is saved keeps its own end token")
     else:

@@ -73,6 +73,12 @@ class Draft:
             inner[name] = value
             self.keep(entry, f"{self.place}{path} {show(value)}")
 
+    def replace(self, entry: Entry, path: str, value: Any) -> None:
+        """Set `path` in place of what another key has set, and report this one alone."""
+        for texts in self.carried.values():
+            texts[:] = [text for text in texts if not text.startswith(f"{self.place}{path} ")]
+        self.put(entry, path, value)
+
     def keep(self, entry: Entry, place: str) -> None:
         """Report where a foreign key is in ours."""
         self._report(self.carried, entry, place)

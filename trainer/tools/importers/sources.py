@@ -8,7 +8,7 @@ from typing import Any
 from trainer.config.grammar import show
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
-from trainer.tools.importers.draft import Draft, Entry, Roles, names
+from trainer.tools.importers.draft import Draft, Entry, Roles, names, number
 
 _USUAL = {"split": "train", "text_column": "text"}
 _NAMES = {"path": "id", "name": "config"}
@@ -138,7 +138,7 @@ def _part(draft: Draft, entry: Entry, one: Mapping[str, Any]) -> Json:
         part["records"] = "chat"
     elif columns:
         draft.lose(entry, f"the columns {', '.join(map(str, columns))}: only messages is read")
-    if one.get("weight", 1) not in (None, 1):
+    if number(one.get("weight", 1)) not in (None, 1):
         reason = (
             f"a share of {show(one['weight'])} of the rows of {part['path']}: here all are read"
         )
