@@ -401,6 +401,7 @@ ELSEWHERE: dict[str, str] = {
     ),
     "meshloom train --config parity.json": "test_hooks_page.py::test_the_plugin_trains",
     "python -m tests.support.budget": "test_communication.py::test_the_docs_have_the_tables",
+    "python -m tests.support.foreign": "test_public_configs.py::test_the_page_is_up_to_date",
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.command import parser_of, reporting
-from trainer.errors import printable
+from trainer.errors import ConfigError, Problem, printable, refused
 
 if TYPE_CHECKING:
     from trainer.tools.importers.translate import Draft
@@ -23,8 +23,9 @@ EPILOG = """
 
 FILE is their YAML or JSON. After -- come the Trainer's arguments, or with --from another trainer's.
 Each key is listed with what became of it. A key that changes what is trained and has no counterpart
-here is an error, and nothing is written; --partial writes the rest. Another kind of training
-(preferences, inference, ...) is always an error. Exit codes: 0 written, 64 not.
+here is an error, and nothing is written; --partial writes the rest, unless the key decides which
+parameters are trained or on which loss. Another kind of training (preferences, inference, ...) is
+always an error. A chat template in their config goes to OUT.jinja. Exit codes: 0 written, 64 not.
 """
 
 REQUIRED = (
@@ -56,15 +57,34 @@ def main(arguments: Sequence[str], name: str) -> int:
         parser.error("--from SYSTEM FILE, or arguments after --")
     given = read_file(options.file) if end is None else read_flags(arguments[end + 1 :])
     folder = options.file.parent if options.file else Path()
-    draft = translate(options.system or "trainer", given, folder, options.partial)
+    output = options.output or Path("config.json")
+    template = output.with_name(f"{output.name.removesuffix('.json')}.jinja")
+    draft = translate(options.system or "trainer", given, folder, options.partial, str(template))
     text = json.dumps(draft.made, indent=2, ensure_ascii=False) + "\n"
+    if draft.template is not None:
+        _check_room(options.output, template, draft.template)
     if options.output:
         with disk_errors(options.output):
             options.output.write_text(text, encoding="utf-8")
+            if draft.template is not None:
+                template.write_text(draft.template, encoding="utf-8")
     else:
         print(text, end="")
     print("\n".join(_report(draft)), file=sys.stdout if options.output else sys.stderr)
     return 0
+
+
+def _check_room(output: Path | None, template: Path, text: str) -> None:
+    """Raise ConfigError if there is no file for their chat template, or another one is there."""
+    if output is None:
+        seen = "their config has a chat template, which goes to a file beside the new config"
+        raise ConfigError(Problem("--output", seen, "a file", "Give --output OUT.json."))
+    if template.exists():
+        with refused(str(template), "a chat template", OSError, UnicodeDecodeError):
+            found = template.read_text(encoding="utf-8")
+        if found != text:
+            seen, hint = "another chat template is there", "Move it, or choose another --output."
+            raise ConfigError(Problem(str(template), seen, "the one of their config", hint))
 
 
 def _report(draft: Draft) -> Iterator[str]:
@@ -74,11 +94,10 @@ def _report(draft: Draft) -> Iterator[str]:
     for key, places in draft.carried.items():
         yield printable(f"  {key:<{width}}  {'; '.join(places)}")
     yield f"lost, though it changes what is trained ({len(draft.lost)})"
-    reasons: dict[str, list[str]] = {}
-    for key, why in draft.lost.items():
-        reasons.setdefault("; ".join(why), []).append(key)
-    for reason, keys in reasons.items():
-        yield printable(f"  {', '.join(keys)}: {reason}")
+    yield from _by_reason(draft.lost)
+    if draft.notes:
+        yield f"known differences, and keys of speed alone ({len(draft.notes)})"
+        yield from _by_reason(draft.notes)
     if draft.listed:
         yield f"ask for nothing, or change nothing of what is trained ({len(draft.listed)})"
         yield printable(f"  {', '.join(draft.listed)}")
@@ -87,3 +106,11 @@ def _report(draft: Draft) -> Iterator[str]:
         absent.remove("trainer.data.path")
     if absent:
         yield f"still to set: {', '.join(absent)}"
+
+
+def _by_reason(lines: Mapping[str, Sequence[str]]) -> Iterator[str]:
+    reasons: dict[str, list[str]] = {}
+    for key, why in lines.items():
+        reasons.setdefault("; ".join(why), []).append(key)
+    for reason, keys in reasons.items():
+        yield printable(f"  {', '.join(keys)}: {reason}")

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
+from trainer.tools.importers.chat_formats import end_of_text, put_given
 from trainer.tools.importers.draft import Draft, Entry, Roles
 from trainer.tools.importers.shared_keys import GROUPS
+from trainer.tools.importers.sources import put_mixture
 from trainer.tools.importers.tables import Group, read_table
 
 
@@ -15,13 +17,23 @@ def defaults(given: Json) -> Json:
     values = dict(content["defaults"])
     if given.get("use_peft"):
         values |= content["peft_defaults"]
-    if {"dataset_name", "train_file"} & given.keys():
+    if {
+        "dataset_name",
+        "train_file",
+        "datasets",
+        "dataset_mixture",
+        "dataset_mixer",
+    } & given.keys():
         values |= {"assistant_only_loss": False}
+        if not {"block_size", "max_seq_length", "model_max_length"} & given.keys():
+            values |= {"max_length": 1024}
     return values
 
 
 def _rows(draft: Draft, keys: Roles) -> None:
-    """Convert the data keys of transformers' scripts (`block_size`) and TRL's (`max_length`)."""
+    """Convert the data keys of transformers' scripts (`block_size`), TRL's (`max_length`) and the
+    alignment handbook's (`dataset_mixture`).
+    """
     trains, predicts = keys["do_train"], keys["do_predict"]
     if predicts.value and not trains.value:
         seen = "saw true without do_train: a prediction"
@@ -29,7 +41,13 @@ def _rows(draft: Draft, keys: Roles) -> None:
     draft.skip(trains, predicts)
     hub, file = keys["dataset_name"], keys["train_file"]
     source = hub if hub.key else file
-    draft.put(source, "trainer.data.path", source.value)
+    if not keys["datasets"].is_set:
+        draft.put(source, "trainer.data.path", source.value)
+    if not source.key or keys["datasets"].is_set:  # TRL's own list comes first
+        put_mixture(draft, keys)
+    elif keys["dataset_configs"].is_set:
+        text = "it is a key of a mixture: with a dataset_name, only dataset_config names a subset"
+        draft.note(keys["dataset_configs"], text)
     window, longest, packing = keys["block_size"], keys["max_length"], keys["packing"]
     for entry in (window, longest):
         draft.put(entry, "trainer.data.sequence_length", entry.value)
@@ -41,16 +59,24 @@ def _rows(draft: Draft, keys: Roles) -> None:
 
 
 def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
-    """Convert the evaluation rows; the parts of a hub data set are not known here."""
+    """Convert the evaluation rows; a part of a hub data set has no name here."""
     share, test = keys["validation_split_percentage"], keys["dataset_test_split"]
     if not share.key:
         share = Entry("validation_split_percentage", 5 if keys["train_file"].key else 0)
     draft.put(share, "trainer.data.evaluation_fraction", share.value / 100)
-    if hub.key and draft.get("trainer.evaluation.every"):
-        reason = "its rows to evaluate on: a validation_file is carried over"
-        draft.lose(test if test.key else hub, reason)
-    else:
-        draft.skip(test)
+    draft.skip(test)
 
 
-SCRIPTS: tuple[Group, ...] = (*GROUPS, _rows)
+def _template(draft: Draft, keys: Roles) -> None:
+    """Convert TRL's chat template: a file, or the text of one; a folder is a tokenizer's."""
+    text, path = keys["chat_template"], keys["chat_template_path"]
+    if text.is_set:
+        put_given(draft, text)
+    if path.is_set and not str(path.value).endswith((".jinja", ".jinja2", ".j2")):
+        draft.lose(path, "a tokenizer's folder: give the Jinja file of its template")
+    elif path.is_set:
+        put_given(draft, path)
+    end_of_text(draft, keys["eos_token"])
+
+
+SCRIPTS: tuple[Group, ...] = (_rows, *GROUPS, _template)

@@ -8,8 +8,9 @@ from trainer.config.grammar import show
 from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import shared_keys
+from trainer.tools.importers.chat_formats import end_of_text, put_given, put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles
-from trainer.tools.importers.shared_keys import put_share, put_sources
+from trainer.tools.importers.sources import put_share, put_sources
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 _PLACES = {
@@ -58,6 +59,30 @@ def _batch(draft: Draft, keys: Roles) -> None:
         draft.lose(whole, f"no multiple of the micro-batch of {show(micro.value)}")
 
 
+def _layout(draft: Draft, keys: Roles) -> None:
+    """Convert the axes over which devices are laid out: they decide how large a batch is."""
+    tensor, context = keys["tensor_parallel_size"], keys["context_parallel_size"]
+    for entry, path in (
+        (tensor, "tensor_parallel.autotp_size"),
+        (context, "sequence_parallel_size"),
+        (keys["dp_replicate_size"], "trainer.mesh.replicate"),
+    ):
+        if type(entry.value) is int and entry.value > 1:
+            draft.put(entry, path, entry.value)
+            draft.replace(entry, "trainer.engine", "mesh")
+        elif not entry.is_set or entry.value == 1:
+            draft.skip(entry)
+    draft.skip(keys["dp_shard_size"])  # the devices that the other axes leave
+
+
+def _weights(draft: Draft, keys: Roles) -> None:
+    """Note that Axolotl loads weights in bfloat16 wherever it computes in it."""
+    masters = draft.base or draft.get("trainer.adapter.type") or draft.get("trainer.engine")
+    bf16 = keys["bf16"]
+    if bf16.value in (True, 1, "auto") and draft.explicit(bf16) and not masters:
+        draft.note(bf16, shared_keys.LOW_WEIGHTS)
+
+
 def _samples(draft: Draft, keys: Roles) -> None:
     length, packing = keys["sequence_len"], keys["sample_packing"]
     excess, stream = keys["excess_length_strategy"], keys["pretraining_dataset"].value
@@ -68,10 +93,13 @@ def _samples(draft: Draft, keys: Roles) -> None:
     if stream or (texts and all(texts)):  # long texts are cut, and none is lost
         draft.put(decides, "trainer.data.documents", "concatenate")
         draft.put(decides, "trainer.data.isolate", True)
-        draft.skip(excess)
+        draft.skip(excess, keys["train_on_inputs"])
         if not packing.value and not stream:
             draft.lose(length, "a text is a sample of its own there; here several fill one")
         return
+    if keys["train_on_inputs"].is_set:
+        draft.lose(keys["train_on_inputs"], OTHERWISE)
+    draft.skip(keys["train_on_inputs"])
     draft.put(decides, "trainer.data.documents", "pack" if packing.value else "pad")
     if any(texts):
         draft.lose(length, "a long text is cut up there; here it is dropped or cut off")
@@ -81,11 +109,14 @@ def _samples(draft: Draft, keys: Roles) -> None:
 
 
 def _template(draft: Draft, keys: Roles) -> None:
-    template = keys["chat_template_jinja"]
-    if template.value and "{" in str(template.value):
-        draft.lose(template, "write it to a file, and give its path")
-    elif template.value:
-        draft.put(template, "trainer.data.chat_template", str(template.value))
+    template, name = keys["chat_template_jinja"], keys["chat_template"]
+    if template.value:
+        put_given(draft, template)
+    if str(name.value) in ("", "none", "tokenizer_default", "jinja") or not name.is_set:
+        draft.skip(name)
+    else:
+        put_named(draft, name, "axolotl")
+    end_of_text(draft, keys["special_tokens.eos_token"])
 
 
 def _data(draft: Draft, keys: Roles) -> None:
@@ -142,4 +173,13 @@ def _source(part: Draft, keys: Roles) -> None:
         part.lose(kind, OTHERWISE)
 
 
-GROUPS: tuple[Group, ...] = (_model, _batch, *shared_keys.GROUPS, _samples, _template, _data)
+GROUPS: tuple[Group, ...] = (
+    _model,
+    _batch,
+    _data,
+    *shared_keys.GROUPS,
+    _layout,
+    _weights,
+    _samples,
+    _template,
+)

@@ -47,6 +47,12 @@ class Draft:
     carried: dict[str, list[str]] = field(default_factory=dict)
     lost: dict[str, list[str]] = field(default_factory=dict)
     """Foreign keys that change the training and are not carried over, with the reasons."""
+    notes: dict[str, list[str]] = field(default_factory=dict)
+    """Foreign keys whose effect is the same here up to a known difference, with that difference."""
+    template_path: str = "chat_template.jinja"
+    """The file for a chat template that stands in the foreign config itself."""
+    template: str | None = None
+    """The text of that file."""
     listed: list[str] = field(default_factory=list)
     """Keys that ask for nothing, or change nothing of what is trained beside the others."""
 
@@ -67,6 +73,12 @@ class Draft:
             inner[name] = value
             self.keep(entry, f"{self.place}{path} {show(value)}")
 
+    def replace(self, entry: Entry, path: str, value: Any) -> None:
+        """Set `path` in place of what another key has set, and report this one alone."""
+        for texts in self.carried.values():
+            texts[:] = [text for text in texts if not text.startswith(f"{self.place}{path} ")]
+        self.put(entry, path, value)
+
     def keep(self, entry: Entry, place: str) -> None:
         """Report where a foreign key is in ours."""
         self._report(self.carried, entry, place)
@@ -74,6 +86,16 @@ class Draft:
     def lose(self, entry: Entry, reason: str = "has no counterpart here") -> None:
         """Report that a foreign key changes what is trained, and is not carried over."""
         self._report(self.lost, entry, reason)
+
+    def note(self, entry: Entry, difference: str) -> None:
+        """Report a known difference, which changes nothing or little of what is trained."""
+        self._report(self.notes, entry, difference)
+
+    def add_template(self, text: str) -> bool:
+        """Keep the text of a chat template for its file; return False if there is another one."""
+        if self.template is None:
+            self.template = text
+        return self.template == text
 
     def skip(self, *entries: Entry) -> None:
         """Report keys that change nothing of what is trained, or nothing beside the others."""
@@ -86,7 +108,8 @@ class Draft:
 
     def take(self, part: Draft) -> Json:
         """Return the part of a config that `part` converted, and add its report to this one."""
-        for ours, theirs in ((self.carried, part.carried), (self.lost, part.lost)):
+        both = (self.carried, part.carried), (self.lost, part.lost), (self.notes, part.notes)
+        for ours, theirs in both:
             for key, lines in theirs.items():
                 ours.setdefault(key, []).extend(lines)
         self.listed += part.listed
@@ -98,7 +121,7 @@ class Draft:
         return key in self.given or key.partition(".")[0] in self.given
 
     def reported(self, entry: Entry) -> bool:
-        lines = (*self.carried, *self.lost)
+        lines = (*self.carried, *self.lost, *self.notes)
         return entry.key in {*self.listed, *(line.partition(" ")[0] for line in lines)}
 
     def _report(self, lines: dict[str, list[str]], entry: Entry, text: str) -> None:

@@ -9,9 +9,10 @@ from trainer.config.grammar import show
 from trainer.config.read import Json, read
 from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, shared_keys
+from trainer.tools.importers.chat_formats import put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside
-from trainer.tools.importers.shared_keys import put_share, put_sources
+from trainer.tools.importers.sources import put_share, put_sources
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 
@@ -60,12 +61,13 @@ def _samples(draft: Draft, keys: Roles) -> None:
         draft.put(decides, "trainer.data.documents", "pack" if packing.value else "pad")
         if packing.value:
             draft.lose(packing, "documents in one sample see one another: say neat_packing: true")
-    if not stream:  # theirs cuts question and answer in proportion
+    if not stream:
         draft.put(length, "trainer.data.too_long", "error")
-    if texts:
+        draft.note(length, "a longer sample is an error: theirs cuts question and answer alike")
+    if texts or not template.is_set:
         draft.skip(template)
     else:
-        draft.lose(template, "the tokenizer's own chat template is used, or a file of yours")
+        put_named(draft, template, "llamafactory")
 
 
 def _data(draft: Draft, keys: Roles) -> None:
@@ -123,4 +125,4 @@ def _source(part: Draft, keys: Roles) -> None:
             part.lose(kind, OTHERWISE)
 
 
-GROUPS: tuple[Group, ...] = (_stage, *shared_keys.GROUPS, _recomputation, _samples, _data)
+GROUPS: tuple[Group, ...] = (_stage, _data, *shared_keys.GROUPS, _recomputation, _samples)

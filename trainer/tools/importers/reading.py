@@ -40,7 +40,7 @@ def read_flags(words: Sequence[str]) -> Json:
         raise ConfigError(Problem("--", seen, expected))
     flags: Json = {}
     for key, value in _pairs(words):
-        if key in flags:
+        if key in flags and (flags[key] != value or type(flags[key]) is not type(value)):
             seen = f"saw {show(flags[key])} and {show(value)}"
             raise ConfigError(Problem(f"--{key}", seen, "one value"))
         flags[key] = value
@@ -56,10 +56,13 @@ def checked(given: Any, place: str, text: str = "") -> Any:
 
 
 def beside(folder: Path, name: str) -> Path | None:
-    """Find a file or folder, relative to `folder`, else to the working directory, or None."""
+    """Find a file or folder, or None: relative to `folder`, the working directory, or a folder
+    above `folder`, as configs in the folders of a repository name files from its root.
+    """
     try:
         path = Path(name).expanduser()
-        return next((found for found in (folder / path, path) if found.exists()), None)
+        above = (parent / path for parent in folder.resolve().parents[:4])
+        return next((found for found in (folder / path, path, *above) if found.exists()), None)
     except (OSError, RuntimeError, ValueError):
         return None
 

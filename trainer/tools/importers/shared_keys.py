@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -14,13 +13,21 @@ from trainer.config.keys import OPTIMIZERS
 from trainer.config.read import Json, at, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, refused
+from trainer.tools.importers.adapters import adapter
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside, checked
+from trainer.tools.importers.sources import has_rows_to_evaluate
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 _VALUES = read_table("arguments")["values"]
 _BFLOAT16 = ("bfloat16", "torch.bfloat16")
 _FLOAT32 = (AUTO, "float32", "torch.float32")
+_EIGHT_BITS = "its state is in 8 bits there, in float32 here: the same updates, in more memory"
+_NO_ROWS = "no rows to evaluate on are known here: set trainer.data.evaluation_path"
+LOW_WEIGHTS = (
+    "weights stay in bfloat16 there unless the launch adds DeepSpeed or FSDP, here in float32; "
+    "bf16.bf16_master_weights_and_grads and bf16_optimizer_states with ZeRO 1 do as theirs"
+)
 Leave = Callable[..., None]
 """Reports a key that is not carried over, with a reason of its own if there is one."""
 
@@ -54,7 +61,9 @@ def optimizer(draft: Draft, keys: Roles) -> None:
     kind, exact = _optimizer(str(entry.value))
     draft.put(entry, "optimizer.type", kind)
     if not exact and "optimizer" not in draft.base:
-        draft.lose(entry, "its state is in 8 bits there, in float32 here, or it is not offered")
+        in_8_bits = str(entry.value) in _VALUES["in_8_bits"].split()
+        report = draft.note if in_8_bits else draft.lose
+        report(entry, _EIGHT_BITS if in_8_bits else "it is not offered here")
     values = {"lr": keys["learning_rate"], "weight_decay": decay, "eps": keys["adam_epsilon"]}
     for name, value in values.items():
         if name in OPTIMIZERS[kind]:
@@ -158,8 +167,17 @@ def _steps_of(draft: Draft, entry: Entry) -> int | None:
 
 
 def evaluation(draft: Draft, keys: Roles) -> None:
-    _interval(draft, keys, "eval", "trainer.evaluation.every", draft.lose)
-    patience = keys["early_stopping_patience"]
+    """Convert when to evaluate; that changes nothing of what is trained unless it ends the run."""
+    patience, best = keys["early_stopping_patience"], keys["load_best_model_at_end"]
+    leave = draft.lose if patience.value or best.value else draft.note
+    if not has_rows_to_evaluate(draft):
+        asked = [keys[name] for name in ("eval_strategy", "eval_steps", "evals_per_epoch")]
+        for entry in asked:
+            if entry.is_set and entry.value != "no":
+                leave(entry, _NO_ROWS)
+            draft.skip(entry)
+        return
+    _interval(draft, keys, "eval", "trainer.evaluation.every", leave)
     if patience.value and draft.get("trainer.evaluation.every"):
         draft.put(patience, "trainer.evaluation.patience", int(patience.value))
         if not draft.get("trainer.evaluation.samples"):  # theirs evaluates on all rows held out
@@ -174,7 +192,7 @@ def saving(draft: Draft, keys: Roles) -> None:
     if not best.value:
         return
     saves, evaluates = (draft.get(f"trainer.{name}.every") for name in ("checkpoint", "evaluation"))
-    if saves is None or evaluated_at(saves, evaluates):
+    if has_rows_to_evaluate(draft) and (saves is None or evaluated_at(saves, evaluates)):
         draft.put(best, "trainer.checkpoint.keep_best", True)
     draft.lose(best, "final/ is the last step's: keep_best keeps the best checkpoint beside it")
 
@@ -197,7 +215,7 @@ def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> 
         draft.skip(steps)
         _each_epoch(draft, strategy, 1, path, leave)
     elif kind != "steps":
-        leave(strategy)
+        leave(strategy, "not known")
     elif name == "save":
         draft.skip(steps)
 
@@ -214,25 +232,38 @@ def _each_epoch(draft: Draft, entry: Entry, often: float, path: str, leave: Leav
 
 
 def precision(draft: Draft, keys: Roles) -> None:
+    """Convert the dtypes of weights and products.
+
+    Master weights are in float32 with DeepSpeed, FSDP and adapters there, too. Without these, keys
+    that keep all in bfloat16 are carried over as such; a dtype to load weights in leaves that to
+    the launch.
+    """
     bf16, fp16, pure, dtype = (keys[name] for name in ("bf16", "fp16", "pure_bf16", "dtype"))
+    loaded = dtype if str(dtype.value) in _BFLOAT16 else Entry()
     if str(dtype.value) in _FLOAT32:
         draft.skip(dtype)
-    elif str(dtype.value) in _BFLOAT16:
-        pure = dtype
-    # masters are in float32 with DeepSpeed, FSDP and adapters there, too
     masters = draft.base or draft.get("trainer.adapter.type") or draft.get("trainer.engine")
-    for entry in (pure, bf16 if bf16.value == "full" else Entry()):
-        if entry.value and not masters:
-            draft.lose(entry, OTHERWISE)
     if fp16.value and not (bf16.value and draft.explicit(bf16)):
         draft.put(fp16, "fp16.enabled", True)
     else:
-        for entry in (bf16, pure):
+        for entry in (bf16, pure, loaded):
             if entry.value:
                 draft.put(entry, "bf16.enabled", AUTO if entry.value == AUTO else True)
+        for entry in (pure, bf16 if bf16.value == "full" else Entry()):
+            if entry.value and not masters:
+                _put_low_weights(draft, entry)
+        if loaded.value and not masters:
+            draft.note(loaded, LOW_WEIGHTS)
     for entry, name in ((bf16, "bf16"), (fp16, "fp16")):
         if not entry.value and at(draft.base, f"{name}.enabled") == AUTO:
             draft.put(entry, f"{name}.enabled", False)
+
+
+def _put_low_weights(draft: Draft, entry: Entry) -> None:
+    """Keep weights and the optimizer's state in bfloat16, for which ZeRO 1 is the least."""
+    draft.put(entry, "bf16.bf16_master_weights_and_grads", True)
+    draft.put(entry, "bf16.bf16_optimizer_states", True)
+    draft.put(entry, "zero_optimization.stage", 1)
 
 
 def sharding(draft: Draft, keys: Roles) -> None:
@@ -259,66 +290,6 @@ def sharding(draft: Draft, keys: Roles) -> None:
     part = Draft(inner, draft.folder, prefix="fsdp_config.", made=draft.made)
     fill(part, inner_table("arguments"), {})
     draft.take(part)
-
-
-def adapter(draft: Draft, keys: Roles) -> None:
-    """Convert LoRA, if requested. Raises ConfigError for another method."""
-    kind, dropout, folder = keys["use_peft"], keys["lora_dropout"], keys["lora_path"]
-    same = [(keys[name], ours) for name, ours in _VALUES["adapter"].items()]
-    targets = [keys[name] for name in _TARGETS]
-    rest = [*(entry for entry, _ in same), *targets, keys["lora_modules_to_save"]]
-    if not kind.key:
-        return
-    if not kind.is_set or kind.value in (0, "full"):
-        draft.skip(kind, dropout, folder, *rest)
-        return
-    if kind.value not in (1, "lora", "qlora"):
-        expected = "lora, or all parameters: no other is offered"
-        raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", expected))
-    draft.put(kind, "trainer.adapter.type", "lora")
-    if kind.value == "qlora":
-        draft.lose(kind, "the base is in 16 bits, not in 4: say lora, and load_in_4bit: false")
-    if dropout.value:
-        draft.put(dropout, "trainer.adapter.dropout", dropout.value)
-    draft.skip(*(() if dropout.value else (dropout,)))
-    if folder.value:
-        draft.put(folder, "trainer.adapter.path", folder.value)
-        draft.skip(*rest)
-        return
-    for entry, ours in same:
-        if entry.value not in (None, False, ""):
-            draft.put(entry, f"trainer.adapter.{ours}", entry.value)
-    _modules(draft, keys)
-    given = {"r": keys["lora_r"].is_set, "alpha": keys["lora_alpha"].is_set}
-    given |= {"dropout": dropout.is_set, "targets": any(entry.is_set for entry in targets)}
-    if missing := [name for name, known in given.items() if not known]:
-        draft.lose(kind, f"nothing says LoRA's {', '.join(missing)}")
-
-
-_TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear")
-_NAME = re.compile(r"[\w.-]+")
-
-
-def _modules(draft: Draft, keys: Roles) -> None:
-    """Set the adapted modules: names, or a text that PEFT takes as a regular expression."""
-    save, linear = keys["lora_modules_to_save"], keys["lora_target_linear"]
-    if save.is_set:
-        draft.put(save, "trainer.adapter.modules_to_save", names(save.value))
-    expressions = bool(keys["lora_target_modules"].key)
-    entry = keys["lora_target_modules"] if expressions else keys["lora_target"]
-    modules = names(entry.value) if entry.is_set else []
-    if linear.value:
-        draft.put(linear, "trainer.adapter.targets", "all-linear")
-        if all(name.endswith("_proj") for name in modules):
-            draft.skip(entry)  # Axolotl joins both, and all-linear contains these
-    elif modules == (["all-linear"] if expressions else ["all"]):
-        draft.put(entry, "trainer.adapter.targets", "all-linear")
-    elif modules and all(map(_NAME.fullmatch, modules)):
-        draft.put(entry, "trainer.adapter.targets", modules)
-    elif modules and expressions and isinstance(entry.value, str):
-        draft.put(entry, "trainer.adapter.targets", entry.value)
-    elif modules:
-        draft.lose(entry, "in a list PEFT takes names as they are, and no layer is called so")
 
 
 def trackers(draft: Draft, keys: Roles) -> None:
@@ -357,49 +328,3 @@ GROUPS: tuple[Group, ...] = (
     run_folder,
 )
 """The groups in the order in which they depend on one another."""
-
-
-_USUAL = {"split": "train", "text_column": "text"}
-
-
-def put_sources(
-    draft: Draft, entry: Entry, parts: Sequence[Json], labels: Sequence[str], test: bool = False
-) -> None:
-    """Set one data set as `trainer.data`, several as its sources; evaluation sets by path alone."""
-    named = dict(zip(_unlike(labels), parts, strict=True))
-    if test:
-        paths = {label: part["path"] for label, part in named.items()}
-        value = paths if len(paths) > 1 else parts[0]["path"]
-        draft.put(entry, "trainer.data.evaluation_path", value)
-        if any(_reads_otherwise(draft.get("trainer.data"), part) for part in parts):
-            draft.lose(entry, "its rows are read as those that are trained on")
-    elif len(parts) == 1:
-        draft.made.setdefault("trainer", {}).setdefault("data", {}).update(parts[0])
-        draft.keep(entry, "trainer.data")
-    else:
-        sources = [{"label": label, **part} for label, part in named.items()]
-        draft.put(entry, "trainer.data.sources", sources)
-
-
-def put_share(draft: Draft, held: Entry) -> None:
-    """Set the share of the rows that is held out, unless there are data sets to evaluate on."""
-    if held.value > 1:
-        draft.lose(held, "a share is held out, not a number of rows")
-    elif not draft.get("trainer.data.evaluation_path"):
-        draft.put(held, "trainer.data.evaluation_fraction", held.value)
-    elif not held.value:
-        draft.skip(held)
-
-
-def _reads_otherwise(data: Json, part: Json) -> bool:
-    """Return True if the rows of an evaluation set need other options than those trained on."""
-    # with several sources, the rows themselves decide what they hold
-    decided = {"path", "records", "chat_column"} if "sources" in data else {"path"}
-    options = {key: value for key, value in part.items() if key not in decided}
-    return any(data.get(key, _USUAL.get(key)) != value for key, value in options.items())
-
-
-def _unlike(labels: Sequence[str]) -> list[str]:
-    """Shorten each path to its last part, numbered where that is not unique."""
-    short = [label.rstrip("/").rpartition("/")[2][:80] or "source" for label in labels]
-    return [f"{name}-{at}" if short.count(name) > 1 else name for at, name in enumerate(short)]

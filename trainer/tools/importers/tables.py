@@ -62,8 +62,9 @@ def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
         yield from ((key, KeyRule(section)) for key in content.get(section, "").split())
     for section in ("alike", "carried"):
         yield from ((key, KeyRule(section, says)) for key, says in content.get(section, {}).items())
-    for kind, keys in content.get("another", {}).items():
-        yield from ((key, KeyRule("another", kind)) for key in keys.split())
+    for section in ("another", "noted"):
+        for says, keys in content.get(section, {}).items():
+            yield from ((key, KeyRule(section, says)) for key in keys.split())
 
 
 def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = ()) -> None:
@@ -85,6 +86,8 @@ def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = (
         elif rule.section == "carried":
             place, ours = _translated(draft, key, entry, rule.says)
             candidates.setdefault(place, []).append((entry, ours))
+        elif rule.section == "noted" and is_set(value):
+            draft.note(entry, rule.says)
         elif rule.section == "unlike" and is_set(value):
             draft.lose(entry)
         elif rule.section == "alike" and not _alike(value, rule.says):

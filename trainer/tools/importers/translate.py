@@ -6,6 +6,7 @@ that belong together. A key that changes the training and has no equivalent here
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -19,7 +20,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.tools.importers import arguments, axolotl, llamafactory
 from trainer.tools.importers.draft import Draft
 from trainer.tools.importers.shared_keys import section_of
-from trainer.tools.importers.tables import Group, Table, fill, table
+from trainer.tools.importers.tables import Group, Table, fill, read_table, table
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
 
@@ -39,32 +40,51 @@ SYSTEMS = {
 }
 
 
-def translate(system: str, given: Json, folder: Path, partial: bool = False) -> Draft:
-    """Translate foreign keys into a config, in `made`, with a report on each key; `folder`: that of
-    their file.
+def translate(
+    system: str, given: Json, folder: Path, partial: bool = False, template: str = ""
+) -> Draft:
+    """Translate foreign keys into a config, in `made`, with a report on each key.
+
+    `folder` is that of their file; `template` is the path that the config gets for a chat template
+    that stands in theirs (`Draft.template`), which the caller writes.
 
     Raises ConfigError for another kind of training, for values that this trainer does not take,
-    and, unless `partial`, for lost keys that change what is trained.
+    for lost keys that decide which parameters are trained or on which loss, and, unless `partial`,
+    for any lost key.
     """
     rules, defaults, groups = SYSTEMS[system]
     base = section_of("deepspeed", given.get("deepspeed"), folder)
-    draft = Draft(given, folder, base=base, made=deepcopy(base))
+    path = template or Draft.template_path
+    draft = Draft(given, folder, base=base, made=deepcopy(base), template_path=path)
     set_keys = {key: value for key, value in given.items() if value is not None}
     fill(draft, rules, defaults(set_keys), groups)
     draft = replace(draft, made=_ordered(draft.made))
+    dropped = {line: why for line, why in draft.lost.items() if line not in draft.carried}
+    deciding = {line: why for line, why in dropped.items() if decides(line.partition(" ")[0])}
+    if partial and deciding:
+        hint = "--partial leaves none of these out: all that is left would train something else."
+        raise ConfigError(*_refusals(deciding, hint))
     if draft.lost and not partial:
-        raise ConfigError(*_refusals(draft.lost))
+        hint = "Take them out of theirs, or give --partial: it writes the rest and lists them."
+        raise ConfigError(*_refusals(draft.lost, hint))
     load(draft.made)
     return draft
 
 
-def _refusals(lost: Mapping[str, Sequence[str]]) -> list[Problem]:
+_DECIDING = re.compile("|".join(read_table("arguments")["deciding"]))
+
+
+def decides(key: str) -> bool:
+    """Return True if a foreign key says which parameters are trained, or on which loss."""
+    return bool(_DECIDING.search(key))
+
+
+def _refusals(lost: Mapping[str, Sequence[str]], hint: str) -> list[Problem]:
     problems = []
     for line, reasons in lost.items():
         key, _, value = line.partition(" ")
         seen = f"saw {value} ({'; '.join(reasons)})"
         problems.append(Problem(key, seen, "something that has a key here"))
-    hint = "Take them out of theirs, or give --partial: it writes the rest and lists them."
     seen = f"{len(problems)} of theirs, which would change what is trained"
     return [Problem("not imported", seen, "all of it", hint), *problems]
 

@@ -1,0 +1,72 @@
+"""LoRA in other trainers' configs."""
+
+from __future__ import annotations
+
+import re
+
+from trainer.config.grammar import show
+from trainer.errors import ConfigError, Problem
+from trainer.tools.importers.draft import Draft, Roles, names
+from trainer.tools.importers.tables import read_table
+
+_ADAPTER = read_table("arguments")["values"]["adapter"]
+
+
+def adapter(draft: Draft, keys: Roles) -> None:
+    """Convert LoRA, if requested. Raises ConfigError for another method."""
+    kind, dropout, folder = keys["use_peft"], keys["lora_dropout"], keys["lora_path"]
+    same = [(keys[name], ours) for name, ours in _ADAPTER.items()]
+    targets = [keys[name] for name in _TARGETS]
+    rest = [*(entry for entry, _ in same), *targets, keys["lora_modules_to_save"]]
+    if not kind.key:
+        return
+    if not kind.is_set or kind.value in (0, "full"):
+        draft.skip(kind, dropout, folder, *rest)
+        return
+    if kind.value not in (1, "lora", "qlora"):
+        expected = "lora, or all parameters: no other is offered"
+        raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", expected))
+    draft.put(kind, "trainer.adapter.type", "lora")
+    if kind.value == "qlora":
+        draft.lose(kind, "the base is in 16 bits, not in 4: say lora, and load_in_4bit: false")
+    if dropout.value:
+        draft.put(dropout, "trainer.adapter.dropout", dropout.value)
+    draft.skip(*(() if dropout.value else (dropout,)))
+    if folder.value:
+        draft.put(folder, "trainer.adapter.path", folder.value)
+        draft.skip(*rest)
+        return
+    for entry, ours in same:
+        if entry.value not in (None, False, ""):
+            draft.put(entry, f"trainer.adapter.{ours}", entry.value)
+    _modules(draft, keys)
+    given = {"r": keys["lora_r"].is_set, "alpha": keys["lora_alpha"].is_set}
+    given |= {"dropout": dropout.is_set, "targets": any(entry.is_set for entry in targets)}
+    if missing := [name for name, known in given.items() if not known]:
+        draft.lose(kind, f"nothing says LoRA's {', '.join(missing)}")
+
+
+_TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear")
+_NAME = re.compile(r"[\w.-]+")
+
+
+def _modules(draft: Draft, keys: Roles) -> None:
+    """Set the adapted modules: names, or a text that PEFT takes as a regular expression."""
+    save, linear = keys["lora_modules_to_save"], keys["lora_target_linear"]
+    if save.is_set:
+        draft.put(save, "trainer.adapter.modules_to_save", names(save.value))
+    expressions = bool(keys["lora_target_modules"].key)
+    entry = keys["lora_target_modules"] if expressions else keys["lora_target"]
+    modules = names(entry.value) if entry.is_set else []
+    if linear.value:
+        draft.put(linear, "trainer.adapter.targets", "all-linear")
+        if all(name.endswith("_proj") for name in modules):
+            draft.skip(entry)  # Axolotl joins both, and all-linear contains these
+    elif modules == (["all-linear"] if expressions else ["all"]):
+        draft.put(entry, "trainer.adapter.targets", "all-linear")
+    elif modules and all(map(_NAME.fullmatch, modules)):
+        draft.put(entry, "trainer.adapter.targets", modules)
+    elif modules and expressions and isinstance(entry.value, str):
+        draft.put(entry, "trainer.adapter.targets", entry.value)
+    elif modules:
+        draft.lose(entry, "in a list PEFT takes names as they are, and no layer is called so")
