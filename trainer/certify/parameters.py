@@ -7,6 +7,8 @@ and `trainer.adapter`.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -104,24 +106,36 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]
     inside = tuple(f"{block}." for block in blocks)
     linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
     names = [n for n in linear if n.startswith(inside or "")]
-    wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
+    wanted = adapter.targets
+    if adapter.path:
+        saved = _lora(adapter, ())
+        layers = {name.removesuffix(".weight") for name in saved.target_parameters or ()}
+        wanted = {*(saved.target_modules or ()), *layers}
     if wanted == "all-linear":
         return names
+    if isinstance(wanted, str):
+        return [name for name in names if re.fullmatch(wanted, name)]
     return [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
-    """Wrap a model by PEFT, with PEFT's initial values, each from the seed of its place."""
-    from peft import get_peft_model
+    """Wrap a model by PEFT, with PEFT's initial values, each from the seed of its place.
+
+    Its modules are named as tensors of a file are: PEFT takes some names of a config for others.
+    """
+    from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    on_meta = next(model.parameters()).is_meta
-    wrapped = get_peft_model(model, _lora(section.adapter, targets), low_cpu_mem_usage=on_meta)  # type: ignore[arg-type]
+    on_meta, config = next(model.parameters()).is_meta, _lora(section.adapter, ("by tensors",))
+    names: Any = {f"{name}.lora_A.weight": None for name in targets}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the config has other names
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta, state_dict=names)
     for name, module in () if on_meta else model.named_modules():
         if isinstance(module, LoraLayer):
             with seeded_init(section.seed, f"{name}.lora_A.default"):
                 module.reset_lora_parameters("default", True)
-    return wrapped.get_base_model()  # type: ignore[operator,no-any-return]
+    return model
 
 
 def _lora(adapter: Any, targets: Sequence[str]) -> Any:
@@ -143,4 +157,5 @@ def _lora(adapter: Any, targets: Sequence[str]) -> Any:
         inference_mode=False,
         lora_dropout=adapter.dropout,
         target_modules=set(targets) or config.target_modules,
+        target_parameters=None if targets else config.target_parameters,
     )
