@@ -67,7 +67,9 @@ def injected(model: nn.Module, config: Any, targets: Sequence[str]) -> nn.Module
     own = replace(copy.deepcopy(config), target_modules=_NONE)
     names = dict.fromkeys(f"{name}.lora_A.weight" for name in targets)
     with torch.device("meta"), _silent():
-        return inject_adapter_in_model(own, model, ADAPTER, low_cpu_mem_usage=True, state_dict=names)  # type: ignore[arg-type]
+        return inject_adapter_in_model(
+            own, model, ADAPTER, low_cpu_mem_usage=True, state_dict=names
+        )  # type: ignore[arg-type]
 
 
 def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
@@ -90,8 +92,7 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
     # each tensor is one number, by which it is known wherever PEFT puts it
     names, found = sorted(shapes), dict[str, str]()
     tensors = {
-        name: torch.tensor(float(index)).expand(shapes[name])
-        for index, name in enumerate(names)
+        name: torch.tensor(float(index)).expand(shapes[name]) for index, name in enumerate(names)
     }
 
     def note(module: nn.Module, loaded: Mapping[str, torch.Tensor], *_: Any) -> None:
