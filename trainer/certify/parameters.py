@@ -24,7 +24,24 @@ from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
+from trainer.run.folder import FINAL
+from trainer.run.hooks import MERGED
 from trainer.trial.setup import drawn
+
+
+class Published(NamedTuple):
+    """A trained adapter as PEFT and transformers open it: tensors by name."""
+
+    adapted: Mapping[str, torch.Tensor]
+    """The model's parameters with the adapter around the base."""
+    base: Mapping[str, torch.Tensor]
+    """The base, in float32, as are the two others."""
+    merged: Mapping[str, torch.Tensor]
+    """The base after PEFT's `merge_and_unload`."""
+    ours: Mapping[str, torch.Tensor] | None
+    """`final-merged/`; None without one."""
+    eps: float
+    """The relative rounding of the files in `final-merged/`."""
 
 
 class Learner(NamedTuple):
@@ -33,6 +50,8 @@ class Learner(NamedTuple):
     model: nn.Module
     groups: Mapping[str, tuple[float, float | None]]
     """Parameter -> the factor of its learning rate, and its own weight decay, if any."""
+    published: Callable[[Path], Published] | None = None
+    """Opens the folder that a trained adapter was written to."""
 
 
 def learner(
@@ -86,6 +105,25 @@ def opened(folder: Path, options: Any) -> nn.Module:
     if options.attention in ("eager", "sdpa"):
         more["attn_implementation"] = options.attention
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)  # type: ignore[no-any-return]
+
+
+def published(base: Path, options: Any, exported: Path) -> Published:
+    """Open a trained adapter, around its base and merged, by PEFT and transformers alone."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    def tensors(of: nn.Module) -> dict[str, torch.Tensor]:
+        named = of.named_parameters(remove_duplicate=False)
+        return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named}
+
+    model: Any = opened(base, options)
+    before, merged = tensors(model), exported / MERGED
+    model = PeftModel.from_pretrained(model, exported / FINAL)
+    adapted = tensors(model)
+    ours = tensors(opened(merged, options)) if merged.exists() else None
+    stored = [value for file in merged.glob("*.safetensors") for value in load_file(file).values()]
+    eps = max((torch.finfo(v.dtype).eps for v in stored if v.is_floating_point()), default=0.0)
+    return Published(adapted, before, tensors(model.merge_and_unload()), ours, eps)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
