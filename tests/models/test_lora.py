@@ -264,7 +264,7 @@ def test_what_ships_is_certified_with_an_adapter(pools, tmp_path, name):
     overrides = [
         f"trainer.model.name_or_path={base}",
         f"trainer.adapter.dropout={dropout}",
-        "trainer.adapter.r=4",
+        *("trainer.adapter.r=4", "trainer.adapter.merge=true"),
     ]
     path = str(ROOT / "ds_configs" / f"{name}.json")
     for passed, _, table in pools[world_size].run(
