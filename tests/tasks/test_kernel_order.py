@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
-from tests.models.test_masks import tiny
+from tests.tasks.test_attention import tiny
 from trainer.tasks import attention, kernel_order
 
 CUDNN, FLASH = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION
@@ -65,8 +65,8 @@ def calls(monkeypatch: Any) -> list[tuple[bool, int, list[SDPBackend]]]:
 
 
 def attend(length: int, mask: torch.Tensor | None = None, **more: Any) -> None:
-    heads = [torch.randn(1, 2, length, 8) for _ in range(3)]
-    attention.attend(torch.nn.Module(), *heads, mask, **more)
+    q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+    attention.attend(torch.nn.Module(), q, k, v, mask, **more)
 
 
 HOPPER = {
@@ -139,7 +139,7 @@ def test_a_compiled_layer_has_cudnn_first_in_one_graph(machine: Any) -> None:
 
     machine()
     counter = CompileCounterWithBackend("eager")
-    heads = [torch.randn(1, 2, 16, 8) for _ in range(3)]
+    q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     layer = torch.nn.Module()
-    torch.compile(attention.attend, backend=counter, fullgraph=True)(layer, *heads, None)
+    torch.compile(attention.attend, backend=counter, fullgraph=True)(layer, q, k, v, None)
     assert counter.frame_count == 1 and "sdpa_kernel" in str(counter.graphs[0].code)

@@ -1,4 +1,4 @@
-"""What PEFT opens from an adapter's config and file, compared with the matrices that are adapted.
+"""The adapters that PEFT opens from a config and a file, compared with those that are trained.
 
 PEFT 0.19 to 0.21 read the names `gate_proj`, `up_proj` and `down_proj` of many mixtures of experts
 as their stacked experts, so that a linear layer of that name, in a dense or a shared MLP, gets no
@@ -65,11 +65,11 @@ def injected(model: nn.Module, config: Any, targets: Sequence[str]) -> nn.Module
 
     # PEFT takes the modules from names of tensors; those in a config it may read as others
     own = replace(copy.deepcopy(config), target_modules=_NONE)
-    names = dict.fromkeys(f"{name}.lora_A.weight" for name in targets)
+    names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets}
     with torch.device("meta"), _silent():
         return inject_adapter_in_model(
             own, model, ADAPTER, low_cpu_mem_usage=True, state_dict=names
-        )  # type: ignore[arg-type]
+        )
 
 
 def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
@@ -103,7 +103,7 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
         with torch.device("meta"):
             model: Any = get_peft_model(build(), copy.deepcopy(config), low_cpu_mem_usage=True)  # type: ignore[arg-type]
         model.register_load_state_dict_pre_hook(note)
-        result = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
+        result: Any = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
     for name in result.unexpected_keys:
         found.pop(name.removeprefix(_PREFIX), None)
     return Adapters(scalings_of(model, _PREFIX), found)
