@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -43,6 +45,7 @@ from tests.support.training import (
 )
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.errors import ConfigError
+from trainer.models.finetuning import lora, lora_weights
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_weights import made_up
 from trainer.models.materialise import materialise
@@ -192,6 +195,12 @@ RUNS = {
     "accelerate-3, dora": ("accelerate", 3, {"dora": True}, 2),
     "mesh-3, gpt2": ("mesh", 3, {"bias": "lora_only"}, 2),
     "mesh-0, pipeline": ("mesh", 0, {"modules_to_save": ["lm_head"], "rslora": True}, 2),
+    "mesh-3, deepseek": ("mesh", 3, {"dropout": 0.0}, 2),
+    "deepspeed-3, deepseek, MLPs alone": (
+        *("deepspeed", 3),
+        {"targets": ["gate_proj", "up_proj", "down_proj"], "rslora": True},
+        2,
+    ),
 }
 
 
@@ -203,7 +212,9 @@ def test_what_is_saved_opens_in_peft_with_the_same_logits(pools, tmp_path, name)
 
     engine, stage, more, world_size = RUNS[name]
     wide = {"vocab_size": 4096, "tie_word_embeddings": True}
-    base = write_base(tmp_path / "base", **({**GPT2, **wide} if "gpt2" in name else {}))
+    changes = {"gpt2": {**GPT2, **wide}, "deepseek": DEEPSEEK}
+    of = next((of for key, of in changes.items() if key in name), {})
+    base = write_base(tmp_path / "base", **of)
     before = {file.name: file.read_bytes() for file in base.iterdir()}
     path = job(tmp_path, base, engine, stage, LORA | {"merge": True} | more)
     stages = ["pipeline.stages=2"] if "pipeline" in name else []
@@ -253,13 +264,84 @@ def test_what_ships_is_certified_with_an_adapter(pools, tmp_path, name):
     overrides = [
         f"trainer.model.name_or_path={base}",
         f"trainer.adapter.dropout={dropout}",
-        "trainer.adapter.r=4",
+        *("trainer.adapter.r=4", "trainer.adapter.merge=true"),
     ]
     path = str(ROOT / "ds_configs" / f"{name}.json")
     for passed, _, table in pools[world_size].run(
         certified, path=path, world_size=world_size, overrides=overrides
     ):
         assert passed, table
+
+
+DEEPSEEK: dict[str, Any] = {
+    **{"model_type": "deepseek_v3", "num_hidden_layers": 3, "num_key_value_heads": 4},
+    **{"first_k_dense_replace": 1, "n_routed_experts": 4, "n_shared_experts": 1},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 16, "n_group": 2, "topk_group": 1},
+    **{"q_lora_rank": 16, "kv_lora_rank": 16, "v_head_dim": 8, "head_dim": 8},
+    **{"qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "attention_dropout": 0.0},
+}
+"""A dense layer, and two with experts and a shared MLP."""
+
+
+@contextmanager
+def merged_without_shared_mlps() -> Iterator[None]:
+    own = lora_weights.MergedWeights.read
+
+    def read(self: Any, name: str) -> Any:
+        return self._base.read(name) if "shared_experts" in name else own(self, name)
+
+    with mock.patch.object(lora_weights.MergedWeights, "read", read):
+        yield
+
+
+@contextmanager
+def merged_by_another_factor() -> Iterator[None]:
+    own = lora_weights.MergedWeights.read
+
+    def read(self: Any, name: str) -> Any:
+        value, base = own(self, name), self._base.read(name)
+        return base if value is None or base is None else (base + 0.9 * (value - base))
+
+    with mock.patch.object(lora_weights.MergedWeights, "read", read):
+        yield
+
+
+@contextmanager
+def saved_with_names_that_peft_reads_as_experts() -> Iterator[None]:
+    def plain(build: Any, config: Any, targets: Any, *_: Any) -> Any:
+        return replace(config, target_modules=list(targets), inference_mode=True)
+
+    with mock.patch.object(lora, "loadable", plain):
+        yield
+
+
+def certified_with(fault: str, **arguments: Any) -> tuple[bool, str, str]:
+    """Runs on each rank: `certified`, with a fault in what is written at the end."""
+    with globals()[fault]() if fault else nullcontext():
+        return certified(**arguments)
+
+
+FAULTS = {
+    "": "",
+    "merged_without_shared_mlps": "merged",
+    "merged_by_another_factor": "merged",
+    "saved_with_names_that_peft_reads_as_experts": "saved adapter",
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_in_what_is_saved_or_merged_is_caught(pools, tmp_path, fault):
+    base = write_base(tmp_path / "base", **DEEPSEEK)
+    overrides = [
+        f"trainer.model.name_or_path={base}",
+        *("trainer.adapter.r=4", "trainer.adapter.merge=true", "trainer.engine=mesh"),
+    ]
+    path = str(ROOT / "ds_configs" / "zero3.json")
+    for passed, first, table in pools[2].run(
+        certified_with, fault=fault, path=path, world_size=2, overrides=overrides
+    ):
+        assert first == FAULTS[fault] and passed == (not fault), table
+        assert "merged " in table
 
 
 def test_a_run_goes_on_from_adapters_alone_and_only_with_their_base(pools, tmp_path):

@@ -24,7 +24,6 @@ SAMPLE: dict[str, tuple[str, ...]] = {
     "test_as_on_gpus.py": ("says[ZeRO-3]", "says[HSDP, offload]"),
     "test_attention.py": (
         "why_it_is_not",
-        "order_of_kernels",
         "alone[qwen2-borders]",
         "alone[llama-blocks]",
         "one_mask",

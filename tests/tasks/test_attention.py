@@ -5,15 +5,12 @@ No GPU is needed: PyTorch's operators run on the CPU by their definition, or on 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.data.test_packing import loss_alone, packed_samples
@@ -22,7 +19,7 @@ from tests.support import varlen
 from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
-from trainer.tasks import attention
+from trainer.tasks import attention, kernel_order
 from trainer.tasks.attention import Attention, Borders, documents_of
 
 windows = pytest.mark.skipif(
@@ -94,43 +91,10 @@ def test_without_windows_in_varlen_there_are_blocks(hopper: None, monkeypatch: A
     assert chosen == "blocks" and "no windows in varlen_attn" in why
 
 
-@pytest.mark.parametrize(
-    ("generation", "dropout", "installed", "first", "activated"),
-    [
-        (8, 0.0, (), ("flash", "cuDNN"), []),
-        (9, 0.0, (), ("cuDNN", "flash"), []),
-        (9, 0.0, ("flash_attn_interface",), ("flash", "cuDNN"), ["FA3"]),
-        (9, 0.1, ("flash_attn_interface",), ("cuDNN", "flash"), []),
-        (10, 0.0, ("flash_attn", "flash_attn.cute"), ("flash", "cuDNN"), ["FA4"]),
-        (10, 0.0, ("flash_attn",), ("cuDNN", "flash"), []),
-    ],
-)
-def test_the_order_of_kernels(
-    generation: int, dropout: float, installed: Any, first: Any, activated: Any, monkeypatch: Any
-) -> None:
-    set_as: list[Any] = []
-    used: list[str] = []
-
-    @contextmanager
-    def kernels(order: list[SDPBackend], set_priority: bool) -> Iterator[None]:
-        set_as.append((order, set_priority))
-        yield
-
-    own = attention.attention
-    monkeypatch.setattr(attention, "sdpa_kernel", kernels)
-    monkeypatch.setattr(attention, "find_spec", lambda name: name in installed or None)
-    monkeypatch.setattr(own, "list_flash_attention_impls", lambda: ["FA3", "FA4"])
-    monkeypatch.setattr(own, "activate_flash_attention_impl", used.append)
-    order = attention.prefer.__wrapped__(generation, dropout)
-    assert order == (*first, "efficient", "math") and used == activated
-    assert set_as == [([attention.BACKENDS[name] for name in order], True)]
-
-
 def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: Any) -> list[str]:
     spec, task, _ = tiny(name, **more)
-    order = ("cuDNN", "flash", "efficient", "math")
-    monkeypatch.setattr(attention, "prefer", lambda generation, dropout: order)
-    choice = attention.BACKENDS[takes].value
+    monkeypatch.setattr(attention, "prefer", lambda generation, dropout: ())
+    choice = kernel_order.BACKENDS[takes].value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *heads, **more: choice)
     found = task.attention()
     return list(attention.notes(found, spec, packed, HALF, torch.device("cpu")))

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from trainer.certify.outputs import Outputs, apart
+from trainer.certify.parameters import Published
 from trainer.certify.recording import Recording, State, Tensors
 from trainer.certify.reference import Expected, Judged, Reference, scheduler_of
 from trainer.certify.rounding import coefficients
@@ -43,6 +44,8 @@ TOLERANCES = {
     "loaded state": 0.0,
     "resumed loss": 0.0,
     "resumed state": 0.0,
+    "saved adapter": 0.0,
+    "merged": 1e-3,
 }
 """The checks in the order of a step: the first that fails shows where the error arises."""
 
@@ -129,6 +132,9 @@ def compare(
                 theirs = reference.held_out(run.states[step + 1])
                 found.extend(compare_held_out(run, step, theirs, expected[-1]))
         found.extend(compare_resumed(resumed, run, small.middle, order))
+        if run.exported is not None and reference.published is not None:
+            opened = reference.published(run.exported)
+            found.extend(compare_published(run, opened, reference.held, order))
         if run.rounded is not None and isinstance(reference, LanguageReference):
             projected = reference.projected(run.states[-1], len(run.losses))
             found.extend(compare_rounded(run, *projected))
@@ -289,6 +295,31 @@ def compare_resumed(
             yield Finding("resumed loss", step, error, 0.0)
         after = resumed.states[index + 1], whole.states[step + 1]
         yield _states("resumed state", step, *after, order)
+
+
+def compare_published(
+    run: Recording, theirs: Published, held: Collection[str], order: Order
+) -> Iterator[Finding]:
+    """Compare the adapter that PEFT opens with the one that was trained, and the merged model with
+    PEFT's merge: the error beyond the rounding of its dtype, relative to the adapter's effect.
+    """
+    step, state = len(run.losses), run.states[-1]
+    names = {name for name in order.places if name not in held}
+    names |= {name for name in {*theirs.adapted, *(of for of, _ in state)} if ".lora_" in name}
+    ours = {(n, WEIGHT): state[n, WEIGHT].float() for n in names if (n, WEIGHT) in state}
+    shown = {(n, WEIGHT): theirs.adapted[n] for n in names if n in theirs.adapted}
+    yield _states("saved adapter", step, ours, shown, order)
+    if theirs.ours is None:
+        return
+    if odd := sorted(theirs.ours.keys() ^ theirs.merged.keys()):
+        yield _one_sided("merged", step, odd[0], odd[0] in theirs.ours)
+        return
+    errors = dict[str, float]()
+    for name, value in theirs.merged.items():
+        slack = theirs.eps * value.abs()
+        beyond = _largest(((theirs.ours[name] - value).abs() - slack).clamp_min(0))
+        errors[name] = beyond / max(_largest(value - theirs.base[name]), 1e-30)
+    yield _first("merged", step, errors, {}, sorted(errors, key=order.place))
 
 
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:

@@ -7,6 +7,8 @@ and `trainer.adapter`.
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -22,7 +24,24 @@ from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
+from trainer.run.folder import FINAL
+from trainer.run.hooks import MERGED
 from trainer.trial.setup import drawn
+
+
+class Published(NamedTuple):
+    """A trained adapter as PEFT and transformers open it: tensors by name."""
+
+    adapted: Mapping[str, torch.Tensor]
+    """The model's parameters with the adapter around the base."""
+    base: Mapping[str, torch.Tensor]
+    """The base, in float32, as are the two others."""
+    merged: Mapping[str, torch.Tensor]
+    """The base after PEFT's `merge_and_unload`."""
+    ours: Mapping[str, torch.Tensor] | None
+    """`final-merged/`; None without one."""
+    eps: float
+    """The relative rounding of the files in `final-merged/`."""
 
 
 class Learner(NamedTuple):
@@ -31,6 +50,8 @@ class Learner(NamedTuple):
     model: nn.Module
     groups: Mapping[str, tuple[float, float | None]]
     """Parameter -> the factor of its learning rate, and its own weight decay, if any."""
+    published: Callable[[Path], Published] | None = None
+    """Opens the folder that a trained adapter was written to."""
 
 
 def learner(
@@ -86,6 +107,25 @@ def opened(folder: Path, options: Any) -> nn.Module:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 
+def published(base: Path, options: Any, exported: Path) -> Published:
+    """Open a trained adapter, around its base and merged, by PEFT and transformers alone."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    def tensors(of: nn.Module) -> dict[str, torch.Tensor]:
+        named = of.named_parameters(remove_duplicate=False)
+        return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named}
+
+    model: Any = opened(base, options)
+    before, merged = tensors(model), exported / MERGED
+    model = PeftModel.from_pretrained(model, exported / FINAL)
+    adapted = tensors(model)
+    ours = tensors(opened(merged, options)) if merged.exists() else None
+    stored = [value for file in merged.glob("*.safetensors") for value in load_file(file).values()]
+    eps = max((torch.finfo(v.dtype).eps for v in stored if v.is_floating_point()), default=0.0)
+    return Published(adapted, before, tensors(model.merge_and_unload()), ours, eps)
+
+
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Return the names of parameters that match; a tied parameter matches by any of its names."""
     first = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -104,24 +144,36 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]
     inside = tuple(f"{block}." for block in blocks)
     linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
     names = [n for n in linear if n.startswith(inside or "")]
-    wanted = _lora(adapter, ()).target_modules if adapter.path else adapter.targets
+    wanted = adapter.targets
+    if adapter.path:
+        saved = _lora(adapter, ())
+        layers = {name.removesuffix(".weight") for name in saved.target_parameters or ()}
+        wanted = {*(saved.target_modules or ()), *layers}
     if wanted == "all-linear":
         return names
+    if isinstance(wanted, str):
+        return [name for name in names if re.fullmatch(wanted, name)]
     return [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
-    """Wrap a model by PEFT, with PEFT's initial values, each from the seed of its place."""
-    from peft import get_peft_model
+    """Wrap a model by PEFT, with PEFT's initial values, each from the seed of its place.
+
+    Its modules are named as tensors of a file are: PEFT takes some names of a config for others.
+    """
+    from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    on_meta = next(model.parameters()).is_meta
-    wrapped = get_peft_model(model, _lora(section.adapter, targets), low_cpu_mem_usage=on_meta)  # type: ignore[arg-type]
+    on_meta, config = next(model.parameters()).is_meta, _lora(section.adapter, ("by tensors",))
+    names: Any = {f"{name}.lora_A.weight": None for name in targets}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the config has other names
+        inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta, state_dict=names)
     for name, module in () if on_meta else model.named_modules():
         if isinstance(module, LoraLayer):
             with seeded_init(section.seed, f"{name}.lora_A.default"):
                 module.reset_lora_parameters("default", True)
-    return wrapped.get_base_model()  # type: ignore[operator,no-any-return]
+    return model
 
 
 def _lora(adapter: Any, targets: Sequence[str]) -> Any:
@@ -143,4 +195,5 @@ def _lora(adapter: Any, targets: Sequence[str]) -> Any:
         inference_mode=False,
         lora_dropout=adapter.dropout,
         target_modules=set(targets) or config.target_modules,
+        target_parameters=None if targets else config.target_parameters,
     )

@@ -28,7 +28,9 @@ from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
 from trainer.parallel.parallel_mesh import division_of
 from trainer.run.evaluate import HeldOut, held_out_loss
+from trainer.run.hooks import export_model
 from trainer.run.loop import Hooks, LoopPlan, train
+from trainer.run.subject import Subject
 from trainer.state import RunState
 from trainer.supervise.stall import Phase
 from trainer.tasks import cross_entropy
@@ -62,6 +64,8 @@ class Recording:
     checkpoint: Path | None = None
     rounded: Rounded | None = None
     """The rounding of a language model in low precision."""
+    exported: Path | None = None
+    """The folder with `final/` and `final-merged/`, if the model has an adapter."""
 
     def saved(self, position: RunState, path: Path) -> None:
         self.position, self.checkpoint = position, path
@@ -212,6 +216,8 @@ def record(
         whole = _train(small, engine, sources, RunState(), folder / "checkpoints")
         if small.low_precision and spec.tiny.input is None:
             whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
+        if section.adapter is not None:
+            whole = replace(whole, exported=_exported(engine, folder / "exported"))
         engine.close()
         assert whole.checkpoint is not None
         machine.watch.at(Phase.BUILDING, small.total + 2)
@@ -223,6 +229,15 @@ def record(
         resumed = _train(small, engine, sources, position, None)
         engine.close()
     return whole, resumed
+
+
+def _exported(engine: Engine, folder: Path) -> Path:
+    """Write the adapter as a run does at its end, merged if it is to be. Collective."""
+    job, ranks = engine.job, engine.job.machine.ranks
+    ranks.on_first(folder.mkdir)
+    form = checkpoint.ModelForm(stem=job.spec.files.stem)
+    export_model(Subject(job.spec, job.task, None), engine, folder, ranks, form)
+    return folder
 
 
 def _train(

@@ -119,7 +119,7 @@ class Reference(ABC):
         self._exact = replace(EXACT, least=float8.ERROR[small.layout.float8])
         self._scale = self._layout.data_ranks if self._exact.least else 1  # rounds as the engine
         self._margin = 0.05 if small.low_precision or self._exact.least else 1e-4
-        self.model = own.model.to(device)
+        self.model, self.published = own.model.to(device), own.published
         float8.apply(self.model, spec, small.layout, torch.device("cpu"), gathers=False)
         self._named = dict(self.model.named_parameters())
         self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}

@@ -50,11 +50,13 @@ def skip_rescaling(model: Any) -> None:
 
 
 def saved_adapter_config(config: Any) -> Any:
-    """Return a PEFT config as it is saved: for inference, with its target modules in order.
+    """Return a PEFT config as it is saved: for inference, with its targets in order.
 
     Symptom: PEFT makes a set of them, so that each process saves another order. Can go when
     `save_pretrained` sorts them.
     """
     saved = replace(config, inference_mode=True)
     saved.target_modules = sorted(config.target_modules)
+    if config.target_parameters:
+        saved.target_parameters = sorted(config.target_parameters)
     return saved

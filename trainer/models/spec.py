@@ -155,6 +155,8 @@ class ModelFiles:
     """The function or format by which a trained model's folder is opened."""
     save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
     """Writes config.json, with a dtype if one is given, and generation_config.json to a folder."""
+    check: Callable[[Path], None] = lambda folder: None
+    """Raises DiskError unless a folder that was written opens as the model that is trained."""
     merged: Callable[[Path], ModelSpec] | None = None
     """Makes the spec of the base with a folder's adapter merged, if an adapter is to be merged."""
     revision: str | None = None

@@ -30,6 +30,7 @@ from trainer.run.loop import Hooks
 from trainer.run.metrics import EpochLoss, Meter, Skipped
 from trainer.run.prepare import Prepared
 from trainer.run.resume import Start
+from trainer.run.subject import Subject
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor
 from trainer.supervise.signals import Signals
@@ -332,8 +333,20 @@ def export(
     prepared: Prepared, engine: Engine, folder: Path, ranks: Ranks, merges: bool = True
 ) -> None:
     """Write the model to `final/`; with its adapter merged, to `final-merged/`. Collective."""
-    subject, final = prepared.subject, folder / FINAL
-    spec, form = subject.spec, replace(prepared.form, one_file=subject.spec.one_file)
+    form = replace(prepared.form, one_file=prepared.subject.spec.one_file)
+    export_model(prepared.subject, engine, folder, ranks, form, merges)
+
+
+def export_model(
+    subject: Subject,
+    engine: Engine,
+    folder: Path,
+    ranks: Ranks,
+    form: checkpoint.ModelForm,
+    merges: bool = True,
+) -> None:
+    """Write what is trained, in this form, as `export` does. Collective."""
+    spec, final = subject.spec, folder / FINAL
     entries = stored(spec, engine.state_tensors())
     checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)
     if merges and spec.files.merged is not None:

@@ -152,8 +152,12 @@ class Subject:
         return None
 
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the model's files that hold no tensors, beside weights of this dtype."""
+        """Write the model's files that hold no tensors, beside weights of this dtype.
+
+        Raises DiskError if the folder would open as another model.
+        """
         self.spec.files.save_config(folder, dtype)
+        self.spec.files.check(folder)
 
     def example(self, folder: Path, section: TrainerSection) -> str | None:
         """Text that the trained model in `folder` goes on with, if the config asks for some."""

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,25 +26,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trainer.distributed.shared_rows import ATTRIBUTE, ContextRanks
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
+from trainer.tasks.kernel_order import BACKENDS, kernels_for, prefer
 from trainer.trial.setup import own_randomness, row_of, tiny
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
 """The arguments of PyTorch's attention within borders; in 2.10 it has no window and no scale."""
-BACKENDS = {
-    "cuDNN": SDPBackend.CUDNN_ATTENTION,
-    "flash": SDPBackend.FLASH_ATTENTION,
-    "efficient": SDPBackend.EFFICIENT_ATTENTION,
-    "math": SDPBackend.MATH,
-}
-NEWER_FLASH = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
-"""By the GPU's generation: the flash attention that PyTorch can call, and its module."""
 KERNELS = {
     "borders": "flash attention within borders",
     "blocks": "flex attention in blocks",
     "mask": "a mask of sequence x sequence",
 }
 """The ways to compute packed documents and windows; the first that fits is taken."""
-_KEPT = ExitStack()
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,9 @@ def _attended(
         attention_mask.calls.append((attention_mask.pattern, *widths, more.get("dropout") or 0.0))
         attention_mask = attention_mask.mask
     if not isinstance(attention_mask, Borders):
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+        bias = more.get("position_bias")
+        with kernels_for(bias if attention_mask is None else attention_mask):
+            return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
     cuts, row = attention_mask.cuts, attention_mask.row
     keys = cuts if attention_mask.keys is None else attention_mask.keys
     behind = (attention_mask.window or 0) - 1  # -1: all
@@ -324,22 +316,6 @@ def fault_of(
     return ""
 
 
-@cache
-def prefer(generation: int, dropout: float) -> tuple[str, ...]:
-    """Set the order in which SDPA tries its kernels in this process, and return it.
-
-    A newer flash attention, which has no dropout, is used where it is installed.
-    """
-    name, module = NEWER_FLASH.get(generation, ("", ""))
-    newer = name in attention.list_flash_attention_impls() and not dropout
-    if newer := newer and bool(find_spec(module.partition(".")[0]) and find_spec(module)):
-        attention.activate_flash_attention_impl(name)
-    first = ("cuDNN", "flash") if generation >= 9 and not newer else ("flash", "cuDNN")
-    order = (*first, "efficient", "math")
-    _KEPT.enter_context(sdpa_kernel([BACKENDS[name] for name in order], set_priority=True))
-    return order
-
-
 def notes(
     model: Attention,
     spec: ModelSpec,
@@ -360,7 +336,8 @@ def notes(
             for count in (spec.language.heads, spec.language.kv_heads)
         )
         rows = None, model.dropout, True  # no mask, causal
-        backend = torch._fused_sdp_choice(query, key, key, *rows, enable_gqa=model.groups > 1)
+        with kernels_for(None):
+            backend = torch._fused_sdp_choice(query, key, key, *rows, enable_gqa=model.groups > 1)
         kernel = next(name for name, own in BACKENDS.items() if own.value == backend)
         newer = attention.current_flash_attention_impl() if kernel == "flash" else None
         reason = "" if kernel in ("cuDNN", "flash") else _no_flash(model, dtype, generation)

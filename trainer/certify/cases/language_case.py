@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from trainer.certify.cases.base_files import compare_base
-from trainer.certify.parameters import learner, opened, write_base
+from trainer.certify.parameters import learner, opened, published, write_base
 from trainer.certify.recording import Sources
 from trainer.certify.reference import Reference
 from trainer.certify.text_reference import Documents, LanguageReference, PackedReference
@@ -102,6 +102,7 @@ class LanguageCase:
         model = opened(self._base, section.model) if self._is_read else on_host(copy, section.seed)
         kind = PackedReference if small.packed else LanguageReference
         own = learner(model, section, (plain, copy))
+        own = own._replace(published=partial(published, self._base, section.model))
         return kind(small, spec, own, documents, self._machine.device)
 
 

@@ -7,7 +7,6 @@ blocks stay what engines cut, shard and seed.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,9 +18,16 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.errors import refused
+from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
 from trainer.models.finetuning.lora_folder import STEM, completed, started
+from trainer.models.finetuning.lora_opening import (
+    Adapters,
+    check_folder,
+    injected,
+    loadable,
+    scalings_of,
+)
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
@@ -41,8 +47,8 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     options, model = completed(options), spec.build()
     targets = chosen_targets(model, spec, options.targets)
     check_saved(model, spec, options.modules_to_save, targets)
-    if options.targets == "all-linear":
-        spec = replace(spec, notes=(*spec.notes, *left_out(model, spec)))
+    without = left_out(model, spec, options.targets, targets)
+    spec = replace(spec, notes=(*spec.notes, *without))
     patterns = {pattern_of(name) for name in targets}
 
     @cache
@@ -82,22 +88,22 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
 
     def build() -> nn.Module:
         """Put adapters into a model on the meta device; PEFT decides what is trained."""
-        from peft import inject_adapter_in_model
-
-        model, own = spec.build(), copy.deepcopy(config)
-        with torch.device("meta"):
-            return inject_adapter_in_model(own, model, lora_weights.ADAPTER, low_cpu_mem_usage=True)
+        return injected(spec.build(), config, targets)
 
     expected = "an adapter that PEFT makes"
     with refused("trainer.adapter", expected, ValueError, TypeError, named=True):
         model = build()
     published = _published(model)
+    made = scalings_of(model)
+    if odd := sorted(made.keys() ^ set(targets)):
+        seen = f"PEFT gives {len(made)} adapters for {len(targets)} layers: {listed(odd)}"
+        raise ConfigError(Problem("trainer.adapter.targets", seen, "one for each layer"))
     training = _training(spec, model, published)
     values = sum(parameter.numel() for parameter in model.parameters())
     held = sum(training.frozen.values())
     learned = f"{(values - held) / 1e6:,.2f} M values are trained"
     still = f"the other {held / 1e6:,.1f} M of {spec.name} are frozen"
-    note = f"LoRA of rank {options.r} in {len(targets)} layers: {learned}, {still}"
+    note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
     head, plain = spec.build().get_output_embeddings(), spec.language.plain_head  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     plan = _tensor_plan(spec, targets)
@@ -131,12 +137,24 @@ def _training(spec: ModelSpec, model: nn.Module, published: Mapping[str, str]) -
 def _files(
     spec: ModelSpec, options: Any, model: nn.Module, config: Any, published: Mapping[str, str]
 ) -> ModelFiles:
+    scalings = scalings_of(model)
+    shapes = {
+        published[name]: tuple(parameter.shape)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if name in published
+    }
+    adapters = Adapters(scalings, published)
+    saved = saved_adapter_config(loadable(spec.build, config, list(scalings), adapters, shapes))
+
     def merged(folder: Path) -> ModelSpec:
         weights = lora_weights.MergedWeights(spec.weights, model, folder, published)
         return replace(spec, weights=weights)
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
-        saved_adapter_config(config).save_pretrained(str(folder))
+        saved.save_pretrained(str(folder))
+
+    def check(folder: Path) -> None:
+        check_folder(folder, saved, shapes)
 
     return replace(
         spec.files,
@@ -145,6 +163,7 @@ def _files(
         stem=STEM,
         opens="peft.AutoPeftModelForCausalLM.from_pretrained",
         save_config=save_config,
+        check=check,
     )
 
 

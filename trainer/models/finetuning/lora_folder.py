@@ -18,6 +18,8 @@ from trainer.storage import parse_json, read_file
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"
 PLACE = "trainer.adapter.path"
+WEIGHT = ".weight"
+"""The end of the name of a linear layer's matrix, as `target_parameters` name it."""
 _SAME = {
     "r": "r",
     "alpha": "lora_alpha",
@@ -49,7 +51,7 @@ def completed(options: AdapterSection) -> AdapterSection:
     from peft import LoraConfig
 
     file = Path(options.path) / CONFIG
-    given, default = read_config(file), LoraConfig().to_dict()
+    given, default = _with_layers(read_config(file)), LoraConfig().to_dict()
     known = {*_HARMLESS, *_SAME.values()}
     unsupported = [
         f"{key} {show(value)}"
@@ -79,6 +81,18 @@ def completed(options: AdapterSection) -> AdapterSection:
     if problems:
         raise ConfigError(*problems)
     return options.model_copy(update=found)
+
+
+def _with_layers(given: dict[str, Any]) -> dict[str, Any]:
+    """Return PEFT's config with the weights of layers in `target_parameters` as target modules."""
+    parameters, modules = given.get("target_parameters"), given.get("target_modules") or []
+    names = parameters if isinstance(parameters, list) else []
+    if not names or not isinstance(modules, list):
+        return given
+    if not all(isinstance(name, str) and name.endswith(WEIGHT) for name in names):
+        return given
+    layers = [name.removesuffix(WEIGHT) for name in names]
+    return {**given, "target_modules": [*modules, *layers], "target_parameters": None}
 
 
 def started(

@@ -55,22 +55,36 @@ def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]
     return found
 
 
-def left_out(model: nn.Module, spec: ModelSpec) -> Iterator[str]:
-    """Yield a note on the matrices of blocks that are in no linear layer, if there are some.
+def left_out(
+    model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str], targets: Iterable[str]
+) -> Iterator[str]:
+    """Yield a note on the matrices of blocks that have no adapter, as they are in no linear layer.
 
-    "all-linear" leaves them out: fused experts, routers, convolutions.
+    Of `"all-linear"` all of them: fused experts, routers, convolutions. Of other targets the
+    stacked experts that one could take them for: `gate_up_proj` beside `up_proj`.
     """
-    sizes = {
-        f"{name}.{key}": parameter.numel()
+    inside = {
+        f"{name}.{key}": parameter
         for name, module in _in_blocks(model, spec)
         if type(module) not in LINEAR
         for key, parameter in module.named_parameters(recurse=False)
-        if parameter.ndim > 1
     }
+    if wanted == "all-linear":
+        sizes = {name: p.numel() for name, p in inside.items() if p.ndim > 1}
+        kind, there = '"all-linear" leaves', "matrices"
+    else:
+        words = {word for name in targets for word in _words(name)} - {"proj"}
+        stacked = {name: p.numel() for name, p in inside.items() if p.ndim == 3}
+        sizes = {name: size for name, size in stacked.items() if words & _words(name)}
+        kind, there = "names linear layers, which leaves", "stacks of experts' matrices"
     if sizes:
         values, shown = f"{sum(sizes.values()) / 1e6:,.1f} M values", listed(_patterns(sizes))
-        matrices = f'{_TARGETS} "all-linear" leaves {len(sizes)} matrices ({values})'
+        matrices = f"{_TARGETS} {kind} {len(sizes)} {there} ({values})"
         yield f"{matrices} without an adapter, as they are in no linear layer: {shown}"
+
+
+def _words(name: str) -> set[str]:
+    return set(name.rpartition(".")[2].split("_"))
 
 
 def _names(target: str, name: str) -> bool:

@@ -73,10 +73,9 @@ class MergedWeights(Weights):
             return self._adapter[self._copies[name]].to(value.dtype)
         if name not in self._layers:
             return value
-        prefix = f".{name.removesuffix('.weight')}.lora_"
-        names = [key for key in self._adapter.names() if prefix in key]
-        part = {key.rpartition(prefix)[2]: self._adapter[key].float() for key in names}
-        layer = self._layers[name]
+        layer, prefix = self._layers[name], f"base_model.model.{name.removesuffix('weight')}lora_"
+        names = [key for key in self._adapter.names() if key.startswith(prefix)]
+        part = {key.removeprefix(prefix): self._adapter[key].float() for key in names}
         turned = isinstance(layer.base_layer, Conv1D)
         update = layer.scaling[ADAPTER] * (part["B.weight"] @ part["A.weight"])  # type: ignore[index]
         merged = (value.T if turned else value).float() + update

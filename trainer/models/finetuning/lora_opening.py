@@ -1,0 +1,201 @@
+"""The adapters that PEFT opens from a config and a file, compared with those that are trained.
+
+PEFT 0.19 to 0.21 read the names `gate_proj`, `up_proj` and `down_proj` of many mixtures of experts
+as their stacked experts, so that a linear layer of that name, in a dense or a shared MLP, gets no
+adapter from `target_modules`. Such layers are saved as `target_parameters`: the same tensors, under
+the same names.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+
+from trainer.errors import ConfigError, DiskError, Problem, listed, named_line, refused
+from trainer.models.finetuning.lora_folder import CONFIG, STEM, WEIGHT
+from trainer.models.finetuning.lora_weights import ADAPTER
+from trainer.models.weights import SafetensorsFolder
+
+_NONE = ["no module has this name"]
+_PREFIX = "base_model.model."
+
+Shapes = Mapping[str, tuple[int, ...]]
+"""The shapes of tensors, by their names in a file."""
+
+
+class Adapters(NamedTuple):
+    """The matrices that carry an adapter, and the tensors that are its values."""
+
+    scalings: Mapping[str, float]
+    """The module of each adapter -> the factor of its output."""
+    tensors: Mapping[str, str]
+    """The parameter that is trained -> the name of its tensor in a file."""
+
+    def difference(self, other: Adapters) -> str:
+        """Say how `other` differs; empty if it doesn't."""
+        parts = []
+        for own, theirs in ((self.scalings, other.scalings), (self.tensors, other.tensors)):
+            if lost := own.keys() - theirs.keys():
+                parts.append(f"without {len(lost)} ({listed(sorted(lost), 2)})")
+            if more := theirs.keys() - own.keys():
+                parts.append(f"with {len(more)} more ({listed(sorted(more), 2)})")
+            changed = [name for name in own if theirs.get(name, own[name]) != own[name]]  # type: ignore[attr-defined]
+            if changed:
+                parts.append(f"with another factor or tensor for {listed(sorted(changed), 2)}")
+            if parts:
+                break
+        return ", ".join(parts)
+
+
+def injected(model: nn.Module, config: Any, targets: Sequence[str]) -> nn.Module:
+    """Put adapters into exactly the modules `targets` of a model on the meta device, by PEFT.
+
+    Raises what PEFT raises for a config that it does not take.
+    """
+    from peft import inject_adapter_in_model
+
+    # PEFT takes the modules from names of tensors; those in a config it may read as others
+    own = replace(copy.deepcopy(config), target_modules=_NONE)
+    names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets}
+    with torch.device("meta"), _silent():
+        return inject_adapter_in_model(
+            own, model, ADAPTER, low_cpu_mem_usage=True, state_dict=names
+        )
+
+
+def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
+    """Return the modules that carry an adapter, and the factor of its output."""
+    carriers = ((name, module) for name, module in model.named_modules() if _carries(module))
+    return {name.removeprefix(prefix): float(of.scaling[ADAPTER]) for name, of in carriers}  # type: ignore[index]
+
+
+def _carries(module: nn.Module) -> bool:
+    return hasattr(module, "lora_A") and ADAPTER in module.lora_A  # type: ignore[operator]
+
+
+def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapters:
+    """Return what PEFT makes of a config, and of a file with tensors of these names and shapes.
+
+    `build` makes the base on the meta device. Raises what PEFT raises.
+    """
+    from peft import get_peft_model, set_peft_model_state_dict
+
+    # each tensor is one number, by which it is known wherever PEFT puts it
+    names, found = sorted(shapes), dict[str, str]()
+    tensors = {
+        name: torch.tensor(float(index)).expand(shapes[name]) for index, name in enumerate(names)
+    }
+
+    def note(module: nn.Module, loaded: Mapping[str, torch.Tensor], *_: Any) -> None:
+        for name, value in loaded.items():
+            found[name.removeprefix(_PREFIX)] = names[int(value.flatten()[0])]
+
+    with _silent():
+        with torch.device("meta"):
+            model: Any = get_peft_model(build(), copy.deepcopy(config), low_cpu_mem_usage=True)  # type: ignore[arg-type]
+        model.register_load_state_dict_pre_hook(note)
+        result: Any = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
+    for name in result.unexpected_keys:
+        found.pop(name.removeprefix(_PREFIX), None)
+    return Adapters(scalings_of(model, _PREFIX), found)
+
+
+def loadable(
+    build: Callable[[], nn.Module],
+    config: Any,
+    targets: Sequence[str],
+    trained: Adapters,
+    shapes: Shapes,
+) -> Any:
+    """Return the config to save, from which PEFT opens the adapters that are trained, and no other.
+
+    Raises ConfigError if PEFT has none.
+    """
+
+    def difference(of: Any) -> str:
+        try:
+            return trained.difference(opened(build, of, shapes))
+        except Exception as error:  # whatever PEFT raises for a config or a model
+            return f"not at all ({named_line(error, 120)})"
+
+    plain = replace(config, target_modules=list(targets), inference_mode=True)
+    if not difference(plain):
+        return plain
+    last = {name: name.rpartition(".")[2] for name in targets}
+    lost = {
+        word
+        for word in dict.fromkeys(last.values())
+        if _misread(build, config, [name for name in targets if last[name] == word])
+    }
+    by_parameter = replace(
+        plain,
+        target_modules=[name for name in targets if last[name] not in lost],
+        target_parameters=[f"{name}{WEIGHT}" for name in targets if last[name] in lost],
+        lora_dropout=0.0,  # PEFT has none for parameters, nor has inference
+    )
+    if reason := difference(by_parameter):
+        import peft
+
+        seen = f"PEFT {peft.__version__} would open the adapter {reason}"
+        expected = "one that it opens with the matrices that are trained"
+        mend = "Leave these out of trainer.adapter.targets, or take another version of PEFT"
+        if config.use_dora and lost:
+            mend = f"Set trainer.adapter.dora to false, or leave out {listed(sorted(lost))}"
+        raise ConfigError(Problem("trainer.adapter", seen, expected, mend))
+    return by_parameter
+
+
+def _misread(build: Callable[[], nn.Module], config: Any, names: Sequence[str]) -> bool:
+    """Return True unless PEFT puts adapters into the modules `names` if a config has them alone."""
+    try:
+        with _silent(), torch.device("meta"):
+            from peft import inject_adapter_in_model
+
+            own = replace(copy.deepcopy(config), target_modules=list(names), modules_to_save=None)
+            model = inject_adapter_in_model(own, build(), ADAPTER, low_cpu_mem_usage=True)
+    except Exception:  # whatever PEFT raises for names that it reads as others
+        return True
+    return scalings_of(model).keys() != set(names)
+
+
+def check_folder(folder: Path, config: Any, shapes: Shapes) -> None:
+    """Raise DiskError unless a folder holds this config, and a file with exactly these tensors.
+
+    From those PEFT opens what is trained, as `loadable` has shown.
+    """
+    from peft import LoraConfig
+
+    place, expected = f"{folder / STEM}.safetensors", "the adapter that is trained"
+    with refused(place, expected, OSError, SafetensorError, raises=DiskError):
+        weights = SafetensorsFolder(folder, STEM)
+        found = {name: tuple(weights[name].shape) for name in weights.names()}
+    if odd := [name for name in {**found, **shapes} if found.get(name) != shapes.get(name)]:
+        seen = f"{len(found)} tensors, of which {listed(sorted(odd), 2)} should not be so"
+        raise DiskError(Problem(place, seen, f"the {len(shapes)} of {expected}"))
+    place = str(folder / CONFIG)
+    with refused(place, expected, OSError, ValueError, TypeError, raises=DiskError):
+        saved, own = LoraConfig.from_pretrained(str(folder)).to_dict(), config.to_dict()
+    if odd := [key for key in own if _sorted(saved.get(key)) != _sorted(own[key])]:
+        raise DiskError(Problem(place, f"another {listed(odd)}", f"that of {expected}"))
+
+
+def _sorted(value: Any) -> Any:
+    """Return names in order: PEFT makes sets of them."""
+    return sorted(value) if isinstance(value, set | list | tuple) else value
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep PEFT from warning of what is compared here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
