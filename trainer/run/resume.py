@@ -18,6 +18,7 @@ from trainer.checkpoint.directory import check_same
 from trainer.checkpoint.upload import MARK, Upload, check, mark_at, restore
 from trainer.config import Config, leaves
 from trainer.config.sections.trainer import HubSection
+from trainer.data.dataset import BY_VALUE
 from trainer.data.order import KEYED, LISTED
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
@@ -260,7 +261,8 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
         "Undo the change, start a run of its own with --fresh, or go on in spite of it with "
         "--resume-anyway"
     )
-    if data := differences(saved.get("data", description["data"]), description["data"]):
+    known, notes = _comparable(saved.get("data", description["data"]), description["data"])
+    if data := differences(known, description["data"]):
         expected = "what the checkpoint was made with"
         raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, hint))
     before, now = saved.get("model") or description["model"], description["model"]
@@ -274,10 +276,22 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
         raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", hint))
     changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
-    known = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
-    versions = description.get("versions") or known
-    changed += differences(known, {name: versions.get(name) for name in known})
-    return [f"changed since the checkpoint: {line}" for line in changed]
+    with_it = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
+    versions = description.get("versions") or with_it
+    changed += differences(with_it, {name: versions.get(name) for name in with_it})
+    return [*notes, *(f"changed since the checkpoint: {line}" for line in changed)]
+
+
+def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return a checkpoint's description of its data, with what can be compared alone, and a note.
+
+    Earlier versions hashed pickles of own data, which differ between processes.
+    """
+    now, before = str(here.get("fingerprint", "")), (saved or {}).get("fingerprint")
+    if not now.startswith(BY_VALUE) or str(before).startswith(BY_VALUE):
+        return saved, []
+    note = "the data is not compared with the checkpoint's: an earlier version kept no hash of it"
+    return {**(saved or {}), "fingerprint": now}, [note]
 
 
 def without_place(request: Any) -> Any:
