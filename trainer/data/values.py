@@ -115,14 +115,14 @@ def _of_array(value: np.ndarray | np.generic) -> Iterator[Any]:
 
 def _of_object(value: Any) -> Iterator[Any]:
     """Yield what a pickle would hold of an object, before it is written as bytes."""
-    reduced = value.__reduce_ex__(2)
+    reduced: Any = value.__reduce_ex__(2)
     if isinstance(reduced, str):
         yield reduced.encode()
         return
-    make, arguments, state, items, pairs, *_ = (*reduced, None, None, None)
-    yield from (make, arguments, state)
-    yield list(items or ())
-    yield dict(pairs or ())
+    padded = [*reduced, None, None, None]  # what makes it, from what, its state, items, pairs
+    yield from padded[:3]
+    yield list(padded[3] or ())
+    yield dict(padded[4] or ())
 
 
 def digest_of_samples(
@@ -163,7 +163,8 @@ def seeded() -> Iterator[Callable[[], bool]]:
     they have been used."""
 
     def state() -> list[str]:
-        return [str(random.getstate()), str(np.random.get_state()[1:]), str(torch_state().tolist())]
+        arrays = np.random.get_state(legacy=True)
+        return [str(random.getstate()), str(arrays), str(torch_state().tolist())]
 
     torch_state = torch.default_generator.get_state
     before = random.getstate(), np.random.get_state(), torch_state()
