@@ -1,4 +1,4 @@
-"""The files at an address of fsspec, such as a bucket: no operation waits longer than bytes move."""
+"""The files at an address of fsspec, such as a bucket: nothing waits longer than bytes move."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that are copied back from their copies at an address (`upload.py`), where nothing of them is.
+"""Runs that are copied back from an address (`upload.py`), where nothing of them is left.
 
 A restore has these states, by the names of folders beside the run's:
 
@@ -33,7 +33,7 @@ from trainer.checkpoint.upload import (
     last_writer,
     left_mark,
     mark_at,
-    whole_at,
+    marked_at,
 )
 from trainer.data.progress import QUIET, Progress
 from trainer.errors import DiskError, Problem
@@ -54,7 +54,8 @@ _HASHED = 1e8
 def restore(address: str, base: Path, progress: Progress = QUIET) -> list[str]:
     """Copy what is known of the runs of a name to `base` and its like; return lines for the user.
 
-    The last one comes with its newest good checkpoint, once nobody else writes it. Raises DiskError.
+    The last one comes with its newest good checkpoint, once nobody else writes it. Raises
+    DiskError.
     """
     address = address.rstrip("/")
     settle(base)
@@ -150,7 +151,7 @@ def _fetch_newest(
     Raises DiskError if there are checkpoints, and none is good.
     """
     damaged: dict[str, str] = {}
-    for name in reversed(whole_at(Bucket(address))):
+    for name in reversed(marked_at(Bucket(address))):
         path = folder / "checkpoints" / name
         if (problem := _fetch(address, path, progress)) is None:
             return [f"{name} was copied from {address.rpartition('/')[0]}"], damaged

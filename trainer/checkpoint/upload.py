@@ -17,10 +17,10 @@ and these are the edges between them:
                         whole ones as the run keeps remain
     whole -> copying    the manifest is removed: a restore has found the copy damaged
 
-`final/` and `final-merged/` have the same states; `models.json` at the copy stands for the manifest.
-A run is finished when all that it keeps is whole; a later start of the same command sees what is
-not, and makes it up. One process at a time writes the copy of a run: its mark is there, with a
-sign of life every few seconds.
+`final/` and `final-merged/` have the same states; `models.json` at the copy stands for the
+manifest. A run is finished when all that it keeps is whole; a later start of the same command sees
+what is not, and makes it up. One process at a time writes the copy of a run: its mark is there,
+with a sign of life every few seconds.
 """
 
 from __future__ import annotations
@@ -56,6 +56,8 @@ SIGN_SECONDS, PATIENCE_SECONDS = 10.0, 45.0
 """Seconds between two signs of life, and without one until the writer is taken to be dead."""
 READS = 3
 """How often a mark is read that is cut off: where files are not replaced at once, it is written."""
+ATTEMPTS = 3
+"""Failures in a row, without a file that was copied, after which a newer checkpoint is taken."""
 STREAMS = 4
 """Files that are copied at the same time."""
 
@@ -84,6 +86,7 @@ class Upload:
         self._skipped: list[str] = []
         self._done: set[str] = set()
         """The files that this process has copied of the checkpoint that it copies."""
+        self._fruitless = 0
         self._mark: dict[str, Any] = {}
         self._ended = Event()
         self._signs = Thread(target=self._give_signs, name="signs of life", daemon=True)
@@ -114,7 +117,7 @@ class Upload:
             return [*(path.name for path in self._local()), *self._models()]
 
     def _missing(self) -> list[str]:
-        whole, there = set(whole_at(self._bucket)), self._models_there()
+        whole, there = self._whole_there(), self._models_there()
         here = [path.name for path in self._local() if path.name not in whole]
         return [*here, *(name for name, own in self._models().items() if there.get(name) != own)]
 
@@ -211,7 +214,8 @@ class Upload:
             try:
                 self._copy(path)
             except BaseException:
-                if len(self._done) == before:  # not a step further: then rather a newer one
+                self._fruitless = 0 if len(self._done) > before else self._fruitless + 1
+                if self._fruitless == ATTEMPTS:
                     self._held = None
                 raise
             with self._choosing:
@@ -225,12 +229,13 @@ class Upload:
 
     def _next(self) -> Path | None:
         """Hold and return the newest checkpoint that is not whole, or one that is begun already."""
-        self._whole = set(whole_at(self._bucket))
+        self._whole = self._whole_there()
         with self._choosing:
             missing = [path for path in self._local() if path.name not in self._whole]
             if self._held not in missing:
                 self._held = missing[-1] if missing else None
                 self._done.clear()
+                self._fruitless = 0
             return self._held
 
     def _local(self) -> list[Path]:
@@ -241,7 +246,7 @@ class Upload:
         to = f"checkpoints/{path.name}"
         self._put_all(path, to, [one for one in _files(path) if one != MANIFEST])
         self._check()
-        self._bucket.put(path / MANIFEST, f"{to}/{MANIFEST}")
+        self._bucket.write(f"{to}/{MANIFEST}", (path / MANIFEST).read_bytes())
 
     def _put_all(self, folder: Path, to: str, names: Sequence[str]) -> None:
         def put(name: str) -> None:
@@ -257,9 +262,18 @@ class Upload:
         with suppress(FileNotFoundError):
             self._bucket.write(name, (self._folder / name).read_bytes())
 
+    def _whole_there(self) -> set[str]:
+        """Return the checkpoints whose manifest is there, and was not cut off by a death."""
+        found = set()
+        for name in marked_at(self._bucket):
+            with suppress(FileNotFoundError, ValueError):
+                parse_json(self._bucket.read(f"checkpoints/{name}/{MANIFEST}"))
+                found.add(name)
+        return found
+
     def _prune_there(self) -> None:
         own = {path.name for path in published(self._folder / "checkpoints")}
-        whole = set(whole_at(self._bucket))
+        whole = self._whole_there()
         if not whole & own:
             return
         newest = max(map(_order, whole & own))
@@ -303,8 +317,8 @@ def identity(folder: Path) -> str:
     return hashlib.sha256(repr(found).encode()).hexdigest() if found else ""
 
 
-def whole_at(bucket: Bucket) -> list[str]:
-    """List the checkpoints at a run's copy that are whole, oldest first."""
+def marked_at(bucket: Bucket) -> list[str]:
+    """List the checkpoints at a run's copy that have a manifest, oldest first."""
     steps = filter(STEP_FOLDER.fullmatch, bucket.names("checkpoints"))
     whole = [name for name in steps if MANIFEST in bucket.names(f"checkpoints/{name}")]
     return sorted(whole, key=_order)
