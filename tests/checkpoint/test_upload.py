@@ -175,6 +175,7 @@ def operations(work: Callable[[], object]) -> int:
     return count[0]
 
 
+@pytest.mark.more
 def test_a_failure_at_any_operation_leaves_the_checkpoint_before(tmp_path: Path) -> None:
     folder = begun_at(tmp_path, 10)
     upload = Upload(ADDRESS, folder)

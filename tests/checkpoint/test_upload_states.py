@@ -92,6 +92,7 @@ def moments(work: Callable[[], object]) -> Iterator[int]:
 # local -> copying -> whole -> pruned
 
 
+@pytest.mark.more
 def test_a_copy_that_is_killed_at_any_moment_is_made_up(tmp_path: Path, there: str) -> None:
     folder = begun_at(tmp_path, 10)
     (folder / "final").mkdir()
@@ -208,7 +209,7 @@ def test_a_copy_that_fails_half_way_goes_on_with_the_same_checkpoint(
                 raise ConnectionError("gone for now")
 
     upload = Upload(there, folder)
-    with patch.object(faults, "at", fail), patch.object(upload_module, "STREAMS", 1):
+    with patch.object(faults, "at", fail), patch.object(bucket_module, "STREAMS", 1):
         for step in range(20, 80, 10):
             upload.soon(notes.append)
             settled(upload)
@@ -276,6 +277,7 @@ def lost(config: Config, there: str, *names: str) -> Path:
     return folder
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("names", [("job",), ("job", "job-2", "job-3")])
 def test_a_restore_that_is_killed_at_any_moment_is_done_by_the_next_start(
     config: Config, there: str, names: tuple[str, ...]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from threading import Event, Thread
@@ -24,6 +25,9 @@ SLOW_NETWORK = 1e5
 """The lowest speed, in bytes/s, of a network that is not given up while it moves a block."""
 BLOCK, MOST_BLOCKS = 8 * 2**20, 9_000
 """Bytes that are moved at a time, and the most parts of a file: S3 allows 10,000."""
+
+STREAMS = 4
+"""Files that are copied at the same time."""
 
 
 class Bucket:
@@ -69,7 +73,7 @@ class Bucket:
             else:
                 files.pipe_file(to, content)
 
-        self._bounded(written)
+        self._bounded(written, len(content))
 
     def probe(self, path: str) -> None:
         """Write and remove a file, to see if that can be done."""
@@ -108,6 +112,15 @@ class Bucket:
                     call.moved(len(part))
 
         self._bounded(moved, BLOCK)
+
+    def remove_file(self, path: str) -> None:
+        """Remove a file, if it is there."""
+
+        def removed(files: Any, root: str, call: _Call) -> None:
+            with suppress(FileNotFoundError):
+                files.rm_file(_join(root, path))
+
+        self._bounded(removed)
 
     def remove(self, path: str, first: str) -> None:
         """Remove a folder with all in it, the file `first` before all others."""
@@ -202,3 +215,28 @@ def _written(files: Any, path: str, block: int) -> Iterator[Any]:
 
 def _join(root: str, path: str) -> str:
     return f"{root}/{path}" if path else root
+
+
+def in_streams(work: Callable[[str], object], names: Iterable[str]) -> None:
+    """Work on several names at a time, in threads for which no process waits at its end.
+
+    Raises the first error, once what goes on has ended; nothing is begun after it.
+    """
+    left, errors = deque(names), list[BaseException]()
+
+    def run() -> None:
+        while left and not errors:
+            with suppress(IndexError):  # another thread was as quick
+                name = left.popleft()
+                try:
+                    work(name)
+                except BaseException as error:
+                    errors.append(error)
+
+    threads = [Thread(target=run, name="stream", daemon=True) for _ in range(STREAMS)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]

@@ -20,9 +20,10 @@ import re
 import shutil
 import uuid
 from pathlib import Path
+from threading import Lock
 
 from trainer.checkpoint import faults
-from trainer.checkpoint.bucket import Bucket
+from trainer.checkpoint.bucket import Bucket, in_streams
 from trainer.checkpoint.directory import out_of_the_way, published
 from trainer.checkpoint.manifest import MANIFEST, read_manifest, verify
 from trainer.checkpoint.upload import (
@@ -166,12 +167,13 @@ def _fetch_newest(
 
 def _fetch(address: str, path: Path, progress: Progress) -> str | None:
     """Copy a checkpoint to a path; return what is wrong with it, if anything is."""
-    place, done, whole = f"checkpoints/{path.name}", 0, 0
+    place, lock, done, whole = f"checkpoints/{path.name}", Lock(), 0, 0
 
     def moved(count: int) -> None:
         nonlocal done
-        done += count
-        progress.say(f"copied {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
+        with lock:
+            done += count
+            progress.say(f"copied {done / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
 
     bucket = Bucket(address, moved)
     progress.begin(f"{address}/{place}")
@@ -181,12 +183,15 @@ def _fetch(address: str, path: Path, progress: Progress) -> str | None:
         records = read_manifest(path)  # which names no path that leaves the folder
         whole = sum(record.size for record in records.values())
         ensure_writable(path, whole)
-        for name, record in records.items():
+
+        def fetch(name: str) -> None:
             (path / name).parent.mkdir(parents=True, exist_ok=True)
             bucket.get(f"{place}/{name}", path / name)
-            if (came := (path / name).stat().st_size) != record.size:
-                return f"{name}: {came} bytes; expected {record.size}"
+            if (came := (path / name).stat().st_size) != records[name].size:
+                raise ValueError(f"{name}: {came} bytes; expected {records[name].size}")
             flush(path / name)
+
+        in_streams(fetch, records)
     except (FileNotFoundError, ValueError) as error:
         return str(error) or type(error).__name__
     finally:

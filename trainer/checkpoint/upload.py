@@ -15,7 +15,8 @@ and these are the edges between them:
     copying -> whole    the manifest is written, if the copy is still this run's own
     whole -> pruned     if the run has removed it here, a newer one of the run is whole, and as many
                         whole ones as the run keeps remain
-    whole -> copying    the manifest is removed: a restore has found the copy damaged
+    whole -> copying    a restore has found the copy damaged: its manifest is removed, and the files
+                        stay until a newer one is whole
 
 `final/` and `final-merged/` have the same states; `models.json` at the copy stands for the
 manifest. A run is finished when all that it keeps is whole; a later start of the same command sees
@@ -30,13 +31,12 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
-from trainer.checkpoint.bucket import Bucket
+from trainer.checkpoint.bucket import Bucket, in_streams
 from trainer.checkpoint.directory import prune, published, step_of
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, check_sizes
 from trainer.errors import DiskError, MeshloomError, Problem, listed, named_line, refused
@@ -58,8 +58,6 @@ READS = 3
 """How often a mark is read that is cut off: where files are not replaced at once, it is written."""
 ATTEMPTS = 3
 """Failures in a row, without a file that was copied, after which a newer checkpoint is taken."""
-STREAMS = 4
-"""Files that are copied at the same time."""
 
 
 def check(address: str) -> None:
@@ -103,7 +101,7 @@ class Upload:
             self._mark = {"token": own["token"], "by": f"{socket.gethostname()}, {os.getpid()}"}
             self._sign()
             for name in own.get("damaged", ()):
-                self._bucket.remove(f"checkpoints/{name}", MANIFEST)
+                self._bucket.remove_file(f"checkpoints/{name}/{MANIFEST}")
         self._signs.start()
 
     def lacking(self, own: Mapping[str, Any]) -> list[str]:
@@ -225,7 +223,8 @@ class Upload:
                 note(f"{slow}: {listed(skipped)} went before it was copied")
         self._check()
         self._prune_there()
-        self._copy_record(RECORDS[2])
+        with suppress(FileNotFoundError):
+            self._bucket.put(self._folder / RECORDS[2], RECORDS[2])
 
     def _next(self) -> Path | None:
         """Hold and return the newest checkpoint that is not whole, or one that is begun already."""
@@ -254,9 +253,7 @@ class Upload:
                 self._bucket.put(folder / name, place)
                 self._done.add(place)
 
-        with ThreadPoolExecutor(STREAMS, "upload") as threads:
-            for _ in threads.map(put, names):
-                pass
+        in_streams(put, names)
 
     def _copy_record(self, name: str) -> None:
         with suppress(FileNotFoundError):

@@ -24,7 +24,7 @@ from trainer.data.order import KEYED
 from trainer.data.progress import Progress
 from trainer.data.remote import absent
 from trainer.engines import Engine, Job, Machine
-from trainer.errors import MeshloomError, listed
+from trainer.errors import DiskError, MeshloomError, listed
 from trainer.models.spec import stored
 from trainer.run import describe, resume
 from trainer.run.folder import FINAL, not_pushed
@@ -251,7 +251,10 @@ def _train(
     if hooks.patience.line or hooks.callbacks.ended:
         say(console, f"note: {hooks.patience.line or 'stopped: a callback has ended the run'}")
     elif position.step < prepared.steps:
-        _uploaded(prepared.config, start, machine, console)
+        try:
+            _uploaded(prepared.config, start, machine, console)
+        except DiskError as error:  # all is saved here, and the next start copies it
+            say(console, f"note: {error}")
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
     export(prepared, engine, folder, ranks)
