@@ -138,10 +138,15 @@ class Upload:
             self._skipped += [path.name for path in gone if path.name not in self._whole]
             return gone
 
-    def finish(self, moved: Callable[[int], object] = lambda count: None) -> str:
+    def finish(
+        self,
+        moved: Callable[[int], object] = lambda count: None,
+        keep: tuple[int, bool] | None = None,
+    ) -> str:
         """Bring the copy up to date, with the final model; return its address.
 
-        `moved` is called with the bytes of each block. Raises DiskError if the copy is not whole.
+        `moved` is called with the bytes of each block; then what `prune` would `keep` alone stays.
+        Raises DiskError if the copy is not whole.
         """
         self._bucket.report_to(moved)
         with self._choosing:
@@ -151,6 +156,9 @@ class Upload:
         hint = f"All is in {self._folder}: the same command copies what is missing"
         with copying(self._address, hint):
             self._update(lambda line: None)
+            if keep is not None:  # what was being copied stayed longer
+                self.prune(*keep)
+                self._prune_there()
             self._copy_models()
             if missing := self._missing():
                 raise OSError(f"not whole: {listed(missing)}")

@@ -273,11 +273,13 @@ def _uploaded(config: Config, start: Start, machine: Machine, console: Console) 
     if (upload := start.upload) is None:
         return
     say(console, f"copying what is missing to {config.trainer.checkpoint.upload}")
-    moved = lambda count: machine.watch.moves()  # noqa: E731
-    say(console, f"copied: {machine.ranks.await_first(lambda: upload.finish(moved))}")
-    kept, directory = config.trainer.checkpoint, start.folder / "checkpoints"
-    # one that was being copied stayed longer
-    machine.ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
+    kept = config.trainer.checkpoint
+
+    def finish() -> str:
+        moved = lambda count: machine.watch.moves()  # noqa: E731
+        return upload.finish(moved, (kept.keep_last, kept.keep_best))
+
+    say(console, f"copied: {machine.ranks.await_first(finish)}")
 
 
 def _give_time(folder: Path, machine: Machine) -> None:
