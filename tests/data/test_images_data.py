@@ -334,3 +334,18 @@ def test_labels_that_are_no_classes(tmp_path, monkeypatch):
 def test_keys_that_do_not_fit(section, message):
     _, problems = validate({"task": "image_classification"} | section)
     assert message in "\n".join(map(str, problems))
+
+
+def test_own_images_that_change_at_random_are_the_same_data_and_it_is_said(tmp_path):
+    class Noisy:
+        classes, targets = ("a", "b"), [0, 1] * 20
+
+        def __len__(self) -> int:
+            return 40
+
+        def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+            return torch.rand(3, 8, 8), self.targets[index]
+
+    found, again = (opened(tmp_path, None, own=(Noisy(), None)) for _ in range(2))
+    assert found.fingerprint == again.fingerprint and found.description() == again.description()
+    assert "differ from reading to reading" in found.lines()[-1]

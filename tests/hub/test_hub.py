@@ -322,6 +322,33 @@ def test_a_signal_ends_the_push_of_two_ranks_and_the_model_stays(hub: Hub, tmp_p
     assert again.code == 0 and "finished: " in again.output and hub.requests == []
 
 
+def test_a_finished_run_is_pushed_once_its_config_names_a_repository(
+    hub: Hub, tmp_path: Path
+) -> None:
+    job = write_job(tmp_path, device="cpu", steps=1)
+    words = ("meshloom", "train", "--config", job)
+    environment = hub.environment()
+    assert run(*words, cold=True, **environment).code == 0 and hub.repositories == {}
+    hub.before = refused
+    failed = run(*words, "trainer.hub.repository=me/tiny", cold=True, **environment)
+    assert failed.code == 69 and "finished: " not in failed.output, failed.output
+    hub.before = lambda method, path: None
+    made_up = run(*words, "trainer.hub.repository=me/tiny", cold=True, **environment)
+    assert made_up.code == 0 and "pushed: " in made_up.output, made_up.output
+    assert "finished: " in made_up.output
+    commits = len(hub.repositories["me/tiny"].commits)
+    again = run(*words, "trainer.hub.repository=me/tiny", cold=True, **environment)
+    assert again.code == 0 and "pushed: " not in again.output, again.output
+    assert len(hub.repositories["me/tiny"].commits) == commits
+    other = run(*words, "trainer.hub.repository=me/other", cold=True, **environment)
+    assert other.code == 0 and "me/other" in hub.repositories, other.output
+
+
+def refused(method: str, path: str) -> None:
+    if "/commit/" in path:
+        raise ConnectionError
+
+
 def test_a_signal_while_the_model_is_saved_ends_the_push() -> None:
     with stop_signals() as signals:
         signals.saving()

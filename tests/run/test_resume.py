@@ -306,6 +306,17 @@ def test_changes(config):
         refuse_changed(path, {**was, "model": {"rope_theta": 500}})
 
 
+def test_own_data_of_an_earlier_version_is_not_refused_and_it_is_said(config: Config) -> None:
+    """Its fingerprint was the digest of a pickle, which is another one in each process."""
+    folder = Path(config.trainer.run.folder)
+    was = {"data": {"fingerprint": "0" * 64, "samples": 75}, "model": {}}
+    path = save(folder, STATE, live().state_tensors(), was, model_files, ALONE)
+    now = {**was, "data": {"fingerprint": "values-a", "samples": 75}}
+    assert "not compared" in refuse_changed(path, now)[0]
+    with pytest.raises(DataError, match="samples 75 -> 74"):
+        refuse_changed(path, {**now, "data": {"fingerprint": "values-a", "samples": 74}})
+
+
 def test_a_pipe_in_place_of_what_a_run_was_asked_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / resume.ENVIRONMENT)
     assert resume._request(tmp_path) is None

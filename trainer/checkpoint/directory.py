@@ -50,7 +50,7 @@ def newest(
         _seen_beside(path, there, ranks)
         wrong = manifest.verify_each(path, ranks, below)
         bad = [keeper for keeper, problems in wrong.items() if problems and there[keeper]]
-        aside = ranks.on_each(partial(_out_of_the_way if ranks.rank in bad else Path, path))
+        aside = ranks.on_each(partial(out_of_the_way if ranks.rank in bad else Path, path))
         damaged += [(path, aside[keeper], wrong[keeper]) for keeper in bad]
         if good := [keeper for keeper, problems in wrong.items() if not problems]:
             found = path
@@ -103,7 +103,7 @@ def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
         raise DiskError(Problem(str(path), actual, "copies of one checkpoint", hint)).share()
 
 
-def _out_of_the_way(path: Path) -> Path:
+def out_of_the_way(path: Path) -> Path:
     """Rename a damaged checkpoint, for the user to inspect: nothing here ever removes it."""
     endings = (f"-{number}" if number > 1 else "" for number in count(1))
     names = (path.with_name(f"{path.name}{DAMAGED}{ending}") for ending in endings)
@@ -113,14 +113,16 @@ def _out_of_the_way(path: Path) -> Path:
     return aside
 
 
-def prune(folder: Path, keep_last: int, keep_best: bool = False) -> list[Path]:
+def prune(
+    folder: Path, keep_last: int, keep_best: bool = False, held: Sequence[Path] = ()
+) -> list[Path]:
     """Remove all but the last `keep_last` checkpoints and, if `keep_best`, that of the lowest loss.
 
-    The loss is the held-out one. At least one with all files stays. Runs on one rank; returns the
-    removed. Raises DiskError.
+    The loss is the held-out one. Those `held` stay, too, and at least one with all files. Runs on
+    one rank; returns the removed. Raises DiskError.
     """
     directory = published(folder)
-    stay = set(directory[-max(keep_last, 1) :])
+    stay = {*directory[-max(keep_last, 1) :], *held}
     if keep_best and (best := _best(directory)):
         stay.add(best)
     by_preference = [*sorted(stay, key=step_of, reverse=True), *reversed(directory)]

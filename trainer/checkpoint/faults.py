@@ -10,4 +10,8 @@ def at(phase: str) -> None:
     `flush`; rank 0 then with `manifest`, `rename` (the manifest is written), `latest` (the
     checkpoint is published), and with `prune` when an older one is out of sight and not yet
     removed.
+
+    A copy elsewhere calls it, in threads, with `bucket` before each operation there and with
+    `block` after each block of a file that was read or written; a restore with `restored` once all
+    is here, and before each piece of it is put in its place.
     """

@@ -1,63 +1,90 @@
-"""Copies of a run at an address of fsspec, such as `s3://bucket/runs`.
+"""Copies of a run at an address of fsspec, such as `s3://bucket/runs`, made behind the training.
 
-They are made behind the training, and read where nothing of the run is left. One process at a time
-writes the copy of a run: its mark is there, with a sign of life every few seconds.
+Each checkpoint of the run is in one of four states, which is what is on the two disks:
+
+    local     it is in the run's folder, and nothing of it is at the copy
+    copying   files of it are at the copy, without the manifest
+    whole     its manifest is at the copy: it was written last, after all other files
+    pruned    the manifest was removed first, then the files
+
+and these are the edges between them:
+
+    local -> copying    the newest that is not whole is taken first. It is held: until it is whole,
+                        the run does not remove it here, however slow the copying is
+    copying -> copying  a failure, or a death: it is begun anew, at the next checkpoint or start
+    copying -> whole    the manifest is written, if the copy is still this run's own
+    whole -> pruned     if the run has removed it here, a newer one of the run is whole, and as many
+                        whole ones as the run keeps remain
+    whole -> copying    a restore has found the copy damaged: its manifest is removed, and the files
+                        stay until a newer one is whole
+
+`final/` and `final-merged/` have the same states; `models.json` at the copy stands for the
+manifest. A run is finished when all that it keeps is whole; a later start of the same command sees
+what is not, and makes it up. One process at a time writes the copy of a run: its mark is there,
+with a sign of life every few seconds.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
-import re
-import shutil
 import socket
 import time
-import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from typing import Any
 
-import fsspec
-
-from trainer.checkpoint.directory import published, step_of
-from trainer.checkpoint.folders import PARTIAL
-from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, read_manifest
-from trainer.errors import DiskError, MeshloomError, Problem, named_line, refused
-from trainer.storage import parse_json, rename_folder, to_json, write_file
+from trainer.checkpoint.bucket import Bucket, in_streams
+from trainer.checkpoint.directory import prune, published, step_of
+from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, check_sizes
+from trainer.errors import DiskError, MeshloomError, Problem, listed, named_line, refused
+from trainer.storage import parse_json, to_json
 
 KEY = "trainer.checkpoint.upload"
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
 """The files of a run by which it is known, and goes on where it was."""
-MODELS = ("final", "final-merged")
+MODELS, MODELS_MARK = ("final", "final-merged"), "models.json"
+"""The folders of the final model, and the file at a copy that says which of them are whole."""
 MARK = "upload.json"
 """The file at a copy, with who writes it and the token of the folder that the copy is of.
 
-The run's folder has one with its own token, and that of the copy it was made from."""
+The run's folder has one with its own token, that of the copy it was made from, and the names of
+the checkpoints that were damaged there."""
 SIGN_SECONDS, PATIENCE_SECONDS = 10.0, 45.0
 """Seconds between two signs of life, and without one until the writer is taken to be dead."""
+READS = 3
+"""How often a mark is read that is cut off: where files are not replaced at once, it is written."""
+ATTEMPTS = 3
+"""Failures in a row, without a file that was copied, after which a newer checkpoint is taken."""
 
 
 def check(address: str) -> None:
-    """Raise ConfigError unless the address can be written."""
+    """Raise ConfigError unless the address can be written, DiskError if it does not answer."""
     expected = "an address of fsspec that you may write, such as s3://bucket/runs"
     with refused(f"{KEY}: {address}", expected, named=True):
-        files, root = _opened(address.rstrip("/"))
-        files.makedirs(root, exist_ok=True)
-        files.pipe_file(f"{root}/.meshloom", b"")
-        files.rm_file(f"{root}/.meshloom")
+        Bucket(address).probe(".meshloom")
 
 
 class Upload:
-    """The copy of one run's folder, which a thread brings up to date.
-
-    The manifest of a checkpoint is written last, and removed first: what has none is never read.
-    """
+    """The copy of one run's folder, which a thread brings up to date."""
 
     def __init__(self, address: str, folder: Path) -> None:
         self._address, self._folder = f"{address.rstrip('/')}/{folder.name}", folder
+        self._bucket, self._silent = Bucket(self._address), Bucket(self._address)
+        """The copy; and again for signs of life, which are no progress."""
         self._thread: Thread | None = None
+        self._choosing = Lock()
+        """Held while a local checkpoint is chosen to be copied, and while others are removed."""
+        self._held: Path | None = None
         self._asked = False
+        self._whole: set[str] = set()
+        """The checkpoints that were whole at the copy when it was last looked at."""
+        self._skipped: list[str] = []
+        self._done: set[str] = set()
+        """The files that this process has copied of the checkpoint that it copies."""
+        self._fruitless = 0
         self._mark: dict[str, Any] = {}
         self._ended = Event()
         self._signs = Thread(target=self._give_signs, name="signs of life", daemon=True)
@@ -67,29 +94,74 @@ class Upload:
 
         Raises DiskError if the copy is of another folder.
         """
-        with _copying(self._address, "Check the address"):
-            if (found := mark_at(self._address)) and found["token"] not in own.values():
-                raise _foreign(self._address, found)
+        with copying(self._address, "Check the address"):
+            found = mark_of(self._silent)
+            if found and found["token"] not in (own["token"], own.get("follows")):
+                raise foreign(self._address, found)
             self._mark = {"token": own["token"], "by": f"{socket.gethostname()}, {os.getpid()}"}
             self._sign()
+            for name in own.get("damaged", ()):
+                self._bucket.remove_file(f"checkpoints/{name}/{MANIFEST}")
         self._signs.start()
+
+    def lacking(self, own: Mapping[str, Any]) -> list[str]:
+        """Name what of the run's folder is not whole at the copy; raise DiskError without answer.
+
+        All of it if the copy is not of the folder with the mark `own`.
+        """
+        with copying(self._address, "Check the address"):
+            if own and mark_of(self._silent).get("token") == own["token"]:
+                return self._missing()
+            return [*(path.name for path in self._local()), *self._models()]
+
+    def _missing(self) -> list[str]:
+        whole, there = self._whole_there(), self._models_there()
+        here = [path.name for path in self._local() if path.name not in whole]
+        return [*here, *(name for name, own in self._models().items() if there.get(name) != own)]
 
     def soon(self, note: Callable[[str], None]) -> None:
         """Have the copy brought up to date, at once or after the update that goes on.
 
         `note` is told of one that failed; the next tries again what is missing.
         """
-        self._asked = True
-        if self._thread is None or not self._thread.is_alive():
-            self._thread = Thread(target=self._run, args=(note,), name="upload", daemon=True)
-            self._thread.start()
+        with self._choosing:
+            self._asked = True
+            if self._thread is None:
+                self._thread = Thread(target=self._run, args=(note,), name="upload", daemon=True)
+                self._thread.start()
 
-    def finish(self) -> str:
-        """Bring the copy up to date, with the final model; return its address. Raises DiskError."""
-        if self._thread is not None:
-            self._thread.join()
-        with _copying(self._address, f"All is in {self._folder}: copy it, or start again"):
-            self._update(*(name for name in MODELS if (self._folder / name).is_dir()))
+    def prune(self, keep_last: int, keep_best: bool) -> list[Path]:
+        """Remove checkpoints of the run as `directory.prune` does, but not the one being copied."""
+        with self._choosing:
+            held = [self._held] if self._held else []
+            gone = prune(self._folder / "checkpoints", keep_last, keep_best, held)
+            self._skipped += [path.name for path in gone if path.name not in self._whole]
+            return gone
+
+    def finish(
+        self,
+        moved: Callable[[int], object] = lambda count: None,
+        keep: tuple[int, bool] | None = None,
+    ) -> str:
+        """Bring the copy up to date, with the final model; return its address.
+
+        `moved` is called with the bytes of each block; then what `prune` would `keep` alone stays.
+        Raises DiskError if the copy is not whole.
+        """
+        self._bucket.report_to(moved)
+        with self._choosing:
+            thread, self._asked = self._thread, False
+        if thread is not None:
+            thread.join()
+        hint = f"All is in {self._folder}: the same command copies what is missing"
+        with copying(self._address, hint):
+            self._update(lambda line: None)
+            if keep is not None:  # what was being copied stayed longer
+                self.prune(*keep)
+                self._prune_there()
+            self._copy_models()
+            if missing := self._missing():
+                raise OSError(f"not whole: {listed(missing)}")
             self._ended.set()
             if self._mark:
                 self._signs.join()
@@ -104,6 +176,8 @@ class Upload:
             if thread is not None and thread.is_alive():
                 thread.join()
 
+    # the writer's mark
+
     def _give_signs(self) -> None:
         while not self._ended.wait(SIGN_SECONDS):
             with suppress(Exception):  # the network's: the next one may arrive
@@ -111,151 +185,203 @@ class Upload:
                 self._sign()
 
     def _sign(self, ended: bool = False) -> None:
-        files, root = _opened(self._address)
-        files.makedirs(root, exist_ok=True)
         own = {"time": time.time(), "ended": ended}
-        files.pipe_file(f"{root}/{MARK}", to_json({**self._mark, **own}))
+        self._silent.write(MARK, to_json({**self._mark, **own}))
 
     def _check(self) -> None:
         """Raise DiskError if the copy is another folder's, or another process's, by now."""
-        if not self._mark.items() <= (found := mark_at(self._address)).items():
-            raise _foreign(self._address, found)
+        if not self._mark.items() <= (found := mark_of(self._silent)).items():
+            raise foreign(self._address, found)
+
+    # the thread
 
     def _run(self, note: Callable[[str], None]) -> None:
-        while self._asked:
-            self._asked = False
+        while self._goes_on():
             try:
-                self._update()
+                self._update(note)
             except MeshloomError as error:
-                note(f"note: {error}")
+                note(f"note: not copied: {error}")
             except Exception as error:  # the file system's, its client's or the network's
                 why = f"{self._address} ({named_line(error)})"
                 note(f"note: not copied to {why}; the next checkpoint tries again")
 
-    def _update(self, *models: str) -> None:
+    def _goes_on(self) -> bool:
+        with self._choosing:
+            asked, self._asked = self._asked, False
+            self._thread = self._thread if asked else None
+            return asked
+
+    def _update(self, note: Callable[[str], None]) -> None:
         self._check()
-        files, root = _opened(self._address)
-        here, there = published(self._folder / "checkpoints"), _steps(files, root)
-        for path in reversed(here):
-            if not files.exists(f"{root}/checkpoints/{path.name}/{MANIFEST}"):
-                with suppress(FileNotFoundError):  # removed meanwhile, for a newer one
-                    _put(files, path, f"{root}/checkpoints/{path.name}", self._check)
+        for name in RECORDS[:2]:  # by which a checkpoint belongs to a run
+            self._copy_record(name)
+        while (path := self._next()) is not None:
+            before = len(self._done)
+            try:
+                self._copy(path)
+            except BaseException:
+                self._fruitless = 0 if len(self._done) > before else self._fruitless + 1
+                if self._fruitless == ATTEMPTS:
+                    self._held = None
+                raise
+            with self._choosing:
+                skipped, self._skipped = self._skipped, []
+            if skipped:
+                slow = f"note: copying to {self._address} is slower than saving"
+                note(f"{slow}: {listed(skipped)} went before it was copied")
         self._check()
-        gone = [there[name] for name in there.keys() - {path.name for path in here}]
-        for old in (*gone, *(f"{root}/{name}" for name in models)):
-            _remove(files, old)
-        for name in models:
-            _put(files, self._folder / name, f"{root}/{name}", self._check)
-        for record in (self._folder / name for name in RECORDS):
-            if record.is_file():
-                files.put_file(str(record), f"{root}/{record.name}")
+        self._prune_there()
+        with suppress(FileNotFoundError):
+            self._bucket.put(self._folder / RECORDS[2], RECORDS[2])
+
+    def _next(self) -> Path | None:
+        """Hold and return the newest checkpoint that is not whole, or one that is begun already."""
+        self._whole = self._whole_there()
+        with self._choosing:
+            missing = [path for path in self._local() if path.name not in self._whole]
+            if self._held not in missing:
+                self._held = missing[-1] if missing else None
+                self._done.clear()
+                self._fruitless = 0
+            return self._held
+
+    def _local(self) -> list[Path]:
+        """List the run's checkpoints, oldest first, without those that have lost something."""
+        return [p for p in published(self._folder / "checkpoints") if not check_sizes(p)]
+
+    def _copy(self, path: Path) -> None:
+        to = f"checkpoints/{path.name}"
+        self._put_all(path, to, [one for one in _files(path) if one != MANIFEST])
+        self._check()
+        self._bucket.write(f"{to}/{MANIFEST}", (path / MANIFEST).read_bytes())
+
+    def _put_all(self, folder: Path, to: str, names: Sequence[str]) -> None:
+        def put(name: str) -> None:
+            if (place := f"{to}/{name}") not in self._done:
+                self._bucket.put(folder / name, place)
+                self._done.add(place)
+
+        in_streams(put, names)
+
+    def _copy_record(self, name: str) -> None:
+        with suppress(FileNotFoundError):
+            self._bucket.write(name, (self._folder / name).read_bytes())
+
+    def _whole_there(self) -> set[str]:
+        """Return the checkpoints whose manifest is there, and was not cut off by a death."""
+        found = set()
+        for name in marked_at(self._bucket):
+            with suppress(FileNotFoundError, ValueError):
+                parse_json(self._bucket.read(f"checkpoints/{name}/{MANIFEST}"))
+                found.add(name)
+        return found
+
+    def _prune_there(self) -> None:
+        own = {path.name for path in published(self._folder / "checkpoints")}
+        whole = self._whole_there()
+        if not whole & own:
+            return
+        newest = max(map(_order, whole & own))
+        there = set(filter(STEP_FOLDER.fullmatch, self._bucket.names("checkpoints")))
+        for name in sorted(there - own, key=_order):
+            if _order(name) < newest and (name not in whole or len(whole) > len(own)):
+                self._bucket.remove(f"checkpoints/{name}", MANIFEST)
+                whole.discard(name)
+
+    # the final model
+
+    def _models(self) -> dict[str, str]:
+        found = {name: identity(self._folder / name) for name in MODELS}
+        return {name: one for name, one in found.items() if one}
+
+    def _models_there(self) -> dict[str, Any]:
+        with suppress(FileNotFoundError, ValueError, TypeError):  # or of a write that was cut off
+            return dict(parse_json(self._bucket.read(MODELS_MARK)))
+        return {}
+
+    def _copy_models(self) -> None:
+        there = self._models_there()
+        for name, own in self._models().items():
+            if there.get(name) != own:
+                self._bucket.write(MODELS_MARK, to_json({**there, name: None}))
+                self._bucket.remove(name, "config.json")
+                self._done.clear()
+                self._put_all(self._folder / name, name, _files(self._folder / name))
+                self._check()
+                there[name] = own
+                self._bucket.write(MODELS_MARK, to_json(there))
 
 
-def restore(address: str, base: Path) -> list[str]:
-    """Copy what is known of the runs of a name to `base` and its like; return lines for the user.
+def identity(folder: Path) -> str:
+    """Return what changes when a folder's files are written anew; empty if there is none."""
+    found = [
+        (name, about.st_size, about.st_mtime_ns)
+        for name in _files(folder)
+        for about in [(folder / name).stat()]
+    ]
+    return hashlib.sha256(repr(found).encode()).hexdigest() if found else ""
 
-    The last one comes with its newest checkpoint, once nobody else writes it. Raises DiskError.
-    """
-    with _copying(address, "Check the address, or start a run of its own with --fresh"):
-        files, root = _opened(address := address.rstrip("/"))
-        names = [Path(path).name for path in _listed(files, root)]
-        runs = filter(re.compile(rf"{re.escape(base.name)}(-\d+)?").fullmatch, names)
-        known = sorted(runs, key=lambda name: (len(name), name))
-        if not known:
-            return []
-        last = base.with_name(known[-1])
-        mark = _left_mark(f"{address}/{last.name}")
-        lines = [f"{address}/{last.name} is taken over: it was {_seen(mark)}"]
-        lines = [] if mark.get("ended", not mark) else lines
-        steps = _steps(files, f"{root}/{last.name}")
-        there = {name: at for name, at in steps.items() if files.exists(f"{at}/{MANIFEST}")}
-        if newest := max(there, key=lambda name: step_of(Path(name)), default=None):
-            target = last / "checkpoints" / newest
-            partial = target.with_name(newest + PARTIAL)
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            files.get_file(f"{there[newest]}/{MANIFEST}", str(partial / MANIFEST))
-            for name in read_manifest(partial):  # which names no path that leaves the folder
-                (partial / name).parent.mkdir(parents=True, exist_ok=True)
-                files.get_file(f"{there[newest]}/{name}", str(partial / name))
-            rename_folder(partial, target)
-            lines.append(f"{newest} was copied from {address}")
-        for name in reversed(known):  # then what makes it a run of this machine
-            (folder := base.with_name(name)).mkdir(parents=True, exist_ok=True)
-            own = {"token": uuid.uuid4().hex, "follows": mark.get("token")}
-            write_file(folder / MARK, to_json(own))
-            for record in reversed(RECORDS):
-                if files.exists(f"{root}/{name}/{record}"):
-                    files.get_file(f"{root}/{name}/{record}", str(folder / record))
-    return lines
+
+def marked_at(bucket: Bucket) -> list[str]:
+    """List the checkpoints at a run's copy that have a manifest, oldest first."""
+    steps = filter(STEP_FOLDER.fullmatch, bucket.names("checkpoints"))
+    whole = [name for name in steps if MANIFEST in bucket.names(f"checkpoints/{name}")]
+    return sorted(whole, key=_order)
 
 
 def mark_at(address: str) -> dict[str, Any]:
-    """Return the mark of a copy, or of a run's folder; {} for none."""
-    files, root = _opened(address)
-    with suppress(FileNotFoundError):
-        return dict(parse_json(files.cat_file(f"{root}/{MARK}")))
+    """Return the mark of a copy, or of a run's folder; {} for none, or for no mark of ours."""
+    return mark_of(Bucket(address))
+
+
+def mark_of(bucket: Bucket) -> dict[str, Any]:
+    for attempt in range(READS):
+        time.sleep(attempt / 2)
+        try:
+            content = bucket.read(MARK)
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        with suppress(ValueError, TypeError):  # a write that goes on, or was cut off by a death
+            found = dict(parse_json(content))
+            return found if isinstance(found.get("token"), str) else {}
     return {}
 
 
-def _left_mark(address: str) -> dict[str, Any]:
+def left_mark(address: str, waits: Callable[[], object]) -> dict[str, Any]:
     """Return a copy's mark if its run has ended, or there is no sign of life; {} for none.
 
-    No clocks of two machines are compared. Raises DiskError at a sign of life.
+    No clocks of two machines are compared. `waits` is called meanwhile. Raises DiskError at a sign
+    of life.
     """
-    first, deadline = mark_at(address), time.monotonic() + PATIENCE_SECONDS
+    bucket = Bucket(address)
+    first, deadline = mark_of(bucket), time.monotonic() + PATIENCE_SECONDS
     while not first.get("ended", not first) and time.monotonic() < deadline:
         time.sleep(SIGN_SECONDS / 10)
-        if (found := mark_at(address)) != first:
-            raise _foreign(address, found)
+        waits()
+        if (found := mark_of(bucket)) != first:
+            raise foreign(address, found)
     return first
 
 
-def _foreign(address: str, mark: Mapping[str, Any]) -> DiskError:
+def foreign(address: str, mark: Mapping[str, Any]) -> DiskError:
     own = "Set another trainer.run.name, or stop the other run"
     hint = f"{own}; with its folder here moved away, the same command goes on from that copy"
     expected = "a copy of this folder alone, to which nothing is written now"
-    return DiskError(Problem(f"{KEY}: {address}", _seen(mark), expected, hint))
+    return DiskError(Problem(f"{KEY}: {address}", last_writer(mark), expected, hint))
 
 
-def _seen(mark: Mapping[str, Any]) -> str:
+def last_writer(mark: Mapping[str, Any]) -> str:
     return f"written by {mark.get('by', 'nobody')}, last seen {time.ctime(mark.get('time', 0))}"
 
 
-def _opened(address: str) -> tuple[Any, str]:
-    files, root = fsspec.core.url_to_fs(address)
-    files.invalidate_cache()
-    return files, root
-
-
-def _copying(address: str, hint: str) -> AbstractContextManager[None]:
+def copying(address: str, hint: str) -> AbstractContextManager[None]:
     place, expected = f"{KEY}: {address}", "a copy that is complete"
     return refused(place, expected, named=True, mend=hint, raises=DiskError)
 
 
-def _put(files: Any, folder: Path, target: str, check: Callable[[], None]) -> None:
-    """Copy a folder's files, and after the `check` its manifest."""
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
-    for path in sorted(paths, key=lambda path: path == folder / MANIFEST):
-        if path == folder / MANIFEST:
-            check()
-        to = f"{target}/{path.relative_to(folder).as_posix()}"
-        files.makedirs(to.rpartition("/")[0], exist_ok=True)
-        files.put_file(str(path), to)
+def _order(name: str) -> int:
+    return step_of(Path(name))
 
 
-def _listed(files: Any, root: str) -> list[str]:
-    return files.ls(root, detail=False) if files.exists(root) else []
-
-
-def _steps(files: Any, root: str) -> dict[str, str]:
-    """Return the checkpoints at an address, whole or not: name -> path."""
-    found = {Path(path).name: path for path in _listed(files, f"{root}/checkpoints")}
-    return {name: path for name, path in found.items() if STEP_FOLDER.fullmatch(name)}
-
-
-def _remove(files: Any, path: str) -> None:
-    if files.exists(f"{path}/{MANIFEST}"):
-        files.rm_file(f"{path}/{MANIFEST}")
-    if files.exists(path):
-        files.rm(path, recursive=True)
+def _files(folder: Path) -> list[str]:
+    return sorted(p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file())

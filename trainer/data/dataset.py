@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import pickle
+import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from trainer.data.mixture import Source, sample_of
 from trainer.data.order import split
+from trainer.data.values import digest_of_samples
 from trainer.distributed.ranks import Ranks
-from trainer.errors import DataError, Problem
+from trainer.errors import DataError, Problem, listed
 
-LOOKED_AT = 16
-"""The number of samples, evenly spaced, that the fingerprint covers."""
+LOOKED_AT = 32
+"""The number of samples, chosen at random, that the fingerprint covers."""
+BY_VALUE = "values-"
+"""The beginning of a fingerprint of own data; without it, it is the digest of a pickle."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,8 @@ class Pairs:
     train: Source
     evaluation: Source | None
     fingerprint: str
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """Lines for the user: what of the data a resume can't compare."""
 
     @property
     def evaluations(self) -> dict[str, Source]:
@@ -59,11 +64,11 @@ def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
             check_data_set(name, given)
             if not len(given):
                 raise DataError(Problem(name, "no samples", "at least one"))
-    fingerprint = _fingerprint(data)
+    fingerprint, notes = _fingerprint(data)
     if evaluation is not None or not fraction or len(data) < 2:
-        return Pairs(data, evaluation, fingerprint)
+        return Pairs(data, evaluation, fingerprint, notes=notes)
     train, held = split(len(data), fraction)
-    return Pairs(Subset(data, train), Subset(data, held), fingerprint)
+    return Pairs(Subset(data, train), Subset(data, held), fingerprint, notes=notes)
 
 
 def check_data_set(name: str, given: Any) -> None:
@@ -81,9 +86,22 @@ def check_alike(ranks: Ranks, samples: Any, place: str) -> None:
         raise DataError(Problem(place, seen, f"{same}, on every machine"))
 
 
-def _fingerprint(data: Any) -> str:
-    """Hash the number of samples and some of them, which shows most changes."""
-    digest = hashlib.sha256(str(len(data)).encode())
-    for index in range(0, len(data), max(1, len(data) // LOOKED_AT)):
-        digest.update(pickle.dumps(data[index]))
-    return digest.hexdigest()
+def _fingerprint(data: Any) -> tuple[str, tuple[str, ...]]:
+    """Hash the number of samples and some of them, which shows most changes; return notes, too."""
+    unknown: set[str] = set()
+    # not evenly spaced: that would see one digit of what is counted
+    looked_at = random.Random(0).sample(range(len(data)), min(LOOKED_AT, len(data)))
+    found = digest_of_samples(data.__getitem__, looked_at, unknown)
+    digest = hashlib.sha256(str(len(data)).encode() + (found or b"")).hexdigest()
+    return f"{BY_VALUE}{digest}", notes_on(found is None, unknown)
+
+
+def notes_on(varies: bool, unknown: set[str]) -> tuple[str, ...]:
+    """Return notes on what a resume does not compare of own data."""
+    resume = "a resumed run notices"
+    if varies:
+        return (f"samples differ from reading to reading: {resume} only if their number changes",)
+    if unknown:
+        names = listed(sorted(unknown))
+        return (f"{resume} no change in values of {names}: they can't be compared by value",)
+    return ()

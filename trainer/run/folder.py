@@ -13,12 +13,23 @@ from pathlib import Path
 from trainer.checkpoint import published
 from trainer.checkpoint.manifest import MANIFEST, WEIGHTS_ALONE, check_sizes
 from trainer.checkpoint.slots import MODEL
+from trainer.checkpoint.upload import identity
 from trainer.config import Config
+from trainer.config.sections.trainer import HubSection
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, HubError, Problem, listed
-from trainer.storage import disk_errors, ensure_writable
+from trainer.storage import (
+    disk_errors,
+    ensure_writable,
+    parse_json,
+    read_file,
+    replace_file,
+    to_json,
+)
 
 FINAL, ENVIRONMENT = "final", "environment.json"
+PUSHED = "pushed.json"
+"""The file that says which final model is in which repository of the Hub."""
 PATIENCE_SECONDS = 10.0
 """Seconds until a network file system shows a machine what another one has written."""
 
@@ -75,6 +86,27 @@ def not_pushed(folder: Path, reason: str) -> HubError:
     """Build the error of a push to the Hub that failed, with which nothing is lost."""
     hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / FINAL}"
     return HubError(Problem("trainer.hub", reason, "a model that is on the Hub", hint))
+
+
+def is_pushed(folder: Path, section: HubSection) -> bool:
+    """Return True if the run's final model, as it is, is in the config's repository."""
+    try:
+        found = parse_json(read_file(folder / PUSHED))
+        same = found["repository"] == section.repository
+        return bool(
+            same
+            and found["model"] == identity(folder / FINAL)
+            and found["checkpoints"] >= section.checkpoints
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return False
+
+
+def note_pushed(folder: Path, section: HubSection) -> None:
+    """Note in the run's folder that the final model is in a repository. Raises DiskError."""
+    own = {"repository": section.repository, "checkpoints": section.checkpoints}
+    with disk_errors(folder / PUSHED):
+        replace_file(folder / PUSHED, to_json({**own, "model": identity(folder / FINAL)}))
 
 
 def check_shared(folder: Path, ranks: Ranks) -> None:

@@ -202,9 +202,11 @@ class RunHooks(Hooks):
             if place is not None:
                 check_alike(ranks, place, "trainer.data.stream")
             checkpoint.save(directory, position, entries, description, files, ranks, form)
-            ranks.on_keepers(lambda: checkpoint.prune(directory, kept.keep_last, kept.keep_best))
-            if self.start.upload is not None and ranks.first:
-                self.start.upload.soon(partial(say, self.console))
+            upload = self.start.upload if ranks.first else None
+            remove = partial(checkpoint.prune, directory) if upload is None else upload.prune
+            ranks.on_keepers(lambda: remove(kept.keep_last, kept.keep_best) and None)
+            if upload is not None:
+                upload.soon(partial(say, self.console))
 
         entries = stored(subject.spec, self.engine.state_tensors())
         if self._background is None:

@@ -15,12 +15,15 @@ from rich.console import Console
 
 from trainer import checkpoint
 from trainer.checkpoint.directory import check_same
-from trainer.checkpoint.upload import MARK, Upload, check, mark_at, restore
+from trainer.checkpoint.restoration import has_restored, restore, settle
+from trainer.checkpoint.upload import MARK, Upload, check, mark_at
 from trainer.config import Config, leaves
 from trainer.config.read import at
 from trainer.config.sections.section import TEXT
 from trainer.config.sections.trainer import HubSection
+from trainer.data.dataset import BY_VALUE
 from trainer.data.order import KEYED, LISTED
+from trainer.data.progress import QUIET, Progress
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed
@@ -98,16 +101,19 @@ class Start:
     lines: list[str] = field(default_factory=list)
     """Lines for the user."""
     finished: bool = False
-    """True if nothing is left to do."""
+    """True if the model is in its folder, and what is left to do is to copy and to push it."""
     ranks: Ranks = ALONE
     """The ranks, with the keepers of folders."""
     order: int = KEYED
     """The version of the order of the run's samples, from its first step to its last."""
     upload: Upload | None = None
-    """The copy of the run elsewhere, of which the first rank takes care."""
+    """The copy of the run elsewhere, of which the first rank takes care; None if there is none, or
+    if the run is finished and the copy is whole."""
+    pushes: bool = False
+    """True if the run is finished, and its model is not on the Hub yet."""
 
 
-def choose(config: Config, request: Request, ranks: Ranks) -> Start:
+def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = QUIET) -> Start:
     """Choose the folder `runs/NAME`, or the first free of NAME-2, ..., and the checkpoint.
 
     Collective. The same command again resumes a run that was not finished, and reports another one
@@ -119,10 +125,10 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     if config.trainer.run.node_local:
         ranks = folders.kept(base.parent, ranks)
     address = config.trainer.checkpoint.upload
-    back = _brought_back(address, base, request, ranks) if address else []
+    back = _brought_back(address, base, request, ranks, progress)
     folder, state, lines = _taken(base, config.raw, request, ranks)
     if state == FINISHED:
-        return Start(folder, finished=True, ranks=ranks)
+        return _finished(config, folder, ranks)
     if len(set(ranks.keepers)) < 2:
         folders.check_shared(folder, ranks)
     below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
@@ -139,13 +145,41 @@ def choose(config: Config, request: Request, ranks: Ranks) -> Start:
     return Start(folder, source, [*back, *lines], ranks=ranks, order=order, upload=upload)
 
 
-def _brought_back(address: str, base: Path, request: Request, ranks: Ranks) -> list[str]:
-    """Check an address; copy the run from there if no machine has it. Return lines. Collective."""
-    ranks.on_first(lambda: check(address))
+def _finished(config: Config, folder: Path, ranks: Ranks) -> Start:
+    """Find what of a finished run is not elsewhere yet. Collective; raises as `choose`."""
+    address, hub = config.trainer.checkpoint.upload, config.trainer.hub
+    pushes = hub is not None and ranks.on_first(lambda: not folders.is_pushed(folder, hub))
+    own = ranks.on_first(lambda: mark_at(str(folder)))
+    lacks = bool(address and ranks.await_first(lambda: Upload(address, folder).lacking(own)))
+    upload = None
+    if lacks or pushes:
+        ranks.on_keepers(lambda: locks.take_over(folder))
+        ranks.on_keepers(lambda: status.begin(folder))
+        upload = _upload(address, folder, ranks) if address and lacks else None
+    return Start(folder, finished=True, ranks=ranks, upload=upload, pushes=pushes)
+
+
+def _brought_back(
+    address: str | None, base: Path, request: Request, ranks: Ranks, progress: Progress
+) -> list[str]:
+    """Check an address; copy the run from there if no machine has it. Return lines. Collective.
+
+    A restore that was killed is ended, or begun anew.
+    """
+    if address:
+        progress.begin(address)  # which may not answer for a while
+        ranks.on_first(lambda: check(address))
     begins = request.fresh or request.path is not None
-    if begins or any(ranks.each_keeper(lambda: folders.numbers(base)).values()):
-        return []
-    return ranks.await_first(lambda: restore(address, base))
+
+    def bring() -> list[str]:
+        with locks.one_at_a_time(base.parent, progress.moves):
+            settle(base)
+            wanted = address and not begins and not folders.numbers(base)
+            return restore(address or "", base, progress) if wanted else []
+
+    here = any(ranks.each_keeper(lambda: folders.numbers(base)).values())
+    unsettled = ranks.on_first(lambda: has_restored(base))
+    return ranks.await_first(bring) if unsettled or (address and not begins and not here) else []
 
 
 def _upload(address: str, folder: Path, ranks: Ranks) -> Upload:
@@ -154,6 +188,8 @@ def _upload(address: str, folder: Path, ranks: Ranks) -> Upload:
     mark = ranks.on_first(lambda: next(filter(None, marks.values()), {"token": uuid4().hex}))
     ranks.on_keepers(lambda: replace_file(folder / MARK, to_json(mark)))
     ranks.await_first(lambda: upload.claim(mark))
+    settled = {key: value for key, value in mark.items() if key != "damaged"}
+    ranks.on_keepers(lambda: replace_file(folder / MARK, to_json(settled)))
     return upload
 
 
@@ -283,7 +319,8 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
         "Undo the change, start a run of its own with --fresh, or go on in spite of it with "
         "--resume-anyway"
     )
-    if data := differences(saved.get("data", description["data"]), description["data"]):
+    known, notes = _comparable(saved.get("data", description["data"]), description["data"])
+    if data := differences(known, description["data"]):
         expected = "what the checkpoint was made with"
         raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, hint))
     before, now = saved.get("model") or description["model"], description["model"]
@@ -298,10 +335,22 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
         raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", hint))
     changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
-    known = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
-    versions = description.get("versions") or known
-    changed += differences(known, {name: versions.get(name) for name in known})
-    return [f"changed since the checkpoint: {line}" for line in changed]
+    with_it = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
+    versions = description.get("versions") or with_it
+    changed += differences(with_it, {name: versions.get(name) for name in with_it})
+    return [*notes, *(f"changed since the checkpoint: {line}" for line in changed)]
+
+
+def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return a checkpoint's description of its data, with what can be compared alone, and a note.
+
+    Earlier versions hashed pickles of own data, which differ between processes.
+    """
+    now, before = str(here.get("fingerprint", "")), (saved or {}).get("fingerprint")
+    if not now.startswith(BY_VALUE) or str(before).startswith(BY_VALUE):
+        return saved, []
+    note = "the data is not compared with the checkpoint's: an earlier version kept no hash of it"
+    return {**(saved or {}), "fingerprint": now}, [note]
 
 
 def _apart_from(keys: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:

@@ -21,12 +21,13 @@ from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
+from trainer.data.progress import Progress
 from trainer.data.remote import absent
 from trainer.engines import Engine, Job, Machine
-from trainer.errors import MeshloomError, listed
+from trainer.errors import DiskError, MeshloomError, listed
 from trainer.models.spec import stored
 from trainer.run import describe, resume
-from trainer.run.folder import not_pushed
+from trainer.run.folder import FINAL, not_pushed
 from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import train as loop
 from trainer.run.prepare import Prepared, prepare
@@ -34,7 +35,6 @@ from trainer.run.resume import Request, Start
 from trainer.run.subject import Given
 from trainer.state import RunState
 from trainer.storage import Unfailing
-from trainer.supervise import status_files
 from trainer.supervise.ending import Ending, watched_in_script
 from trainer.supervise.locks import release
 from trainer.supervise.notes import notes_of
@@ -146,24 +146,20 @@ def execute(
 ) -> Result | None:
     """Run in processes that have met; None for a dry run. `log_to` takes the folder. Collective."""
     machine.signs.at("looking at the run's folder")
-    start = resume.choose(config, request, machine.ranks) if request.trains else None
+    progress = Progress(console, machine.watch.moves, machine.signs)
+    start = resume.choose(config, request, machine.ranks, progress) if request.trains else None
+    push = None
     if start is not None:
-        if start.finished:
-            again = "--fresh starts a new run, and more trainer.steps continue it"
-            place = f"{start.folder / 'final'} is there already"
-            say(console, f"finished: {place}; {again} with --resume auto")
-            status = start.ranks.on_first(lambda: status_files.read(start.folder) or {})
-            if config.trainer.hub is None or status.get("ended") == 0:
-                return None
-            start.ranks.on_keepers(lambda: status_files.begin(start.folder))
-        log_to(start.folder)
+        if not start.finished or start.upload is not None or start.pushes:
+            log_to(start.folder)
         config = resume.as_begun(config, start)
         machine = replace(machine, ranks=start.ranks)
-        if (hub := config.trainer.hub) is not None:
+        hub = config.trainer.hub
+        if hub is not None and (start.pushes or not start.finished):
             machine.signs.at("looking at the repository on the Hub")
             push = start.ranks.on_own(lambda: request.open_hub(hub) if start.ranks.first else str)
-        if start.finished:  # its push has failed
-            _push(push, start.folder, machine, console, signals)
+        if start.finished:
+            _complete(config, start, push, machine, console, signals)
             return None
     given = Given.by_task(config.trainer, given)
     data, cache = config.trainer.data, cache_folder()
@@ -186,12 +182,31 @@ def execute(
     # before the model is in memory, of which the process that prepares files would keep a copy
     with prepared.subject.reading(_place(request, start, machine)), _left(prepared, start, request):
         _train(prepared, request, machine, start, console, signals, trackers)
-    if hub is not None:
+    if push is not None:
         _push(push, start.folder, machine, console, signals)
     if not request.script:  # a command's result is its folder
         return None
     evaluations, epochs = tuple(history.evaluations), tuple(history.epochs)
     return Result(start.folder, tuple(history.records), evaluations, epochs)
+
+
+def _complete(
+    config: Config,
+    start: Start,
+    push: Callable[[Path], str] | None,
+    machine: Machine,
+    console: Console,
+    signals: Signals,
+) -> None:
+    """Copy and push what of a finished run is not elsewhere yet; then say that it is finished.
+    Collective."""
+    machine.watch.at(Phase.FINISHING)
+    _uploaded(config, start, machine, console)
+    if push is not None:
+        _push(push, start.folder, machine, console, signals)
+    again = "--fresh starts a new run, and more trainer.steps continue it"
+    place = f"{start.folder / FINAL} is there already"
+    say(console, f"finished: {place}; {again} with --resume auto")
 
 
 @contextmanager
@@ -218,6 +233,8 @@ def _train(
     """Train and export the model. Every rank has `trackers`; the first has the config's, too."""
     ranks, folder, subject = machine.ranks, start.folder, prepared.subject
     _write_down(prepared, request, machine, start, console)
+    if start.upload is not None and ranks.first:
+        start.upload.soon(partial(say, console))  # what an earlier process has not copied
     compared = request.memory_check(prepared, machine, folder, console)
     machine.watch.at(Phase.BUILDING)
     machine.signs.at("building the engine, and the model's values")
@@ -242,7 +259,10 @@ def _train(
     if hooks.patience.line or hooks.callbacks.ended:
         say(console, f"note: {hooks.patience.line or 'stopped: a callback has ended the run'}")
     elif position.step < prepared.steps:
-        _uploaded(start, machine, console)
+        try:
+            _uploaded(prepared.config, start, machine, console)
+        except DiskError as error:  # all is saved here, and the next start copies it
+            say(console, f"note: {error}")
         ranks.barrier()  # a launcher ends the others soon after the first has left
         raise preempted(position.step)
     export(prepared, engine, folder, ranks)
@@ -252,15 +272,22 @@ def _train(
         engine.close()
     if ranks.first:
         finish(prepared, folder, console)
-    _uploaded(start, machine, console)
+    _uploaded(prepared.config, start, machine, console)
     hooks.callbacks.call("on_train_end", folder)
 
 
-def _uploaded(start: Start, machine: Machine, console: Console) -> None:
+def _uploaded(config: Config, start: Start, machine: Machine, console: Console) -> None:
     """Bring the run's copy elsewhere up to date, if it has one. Collective; raises DiskError."""
-    if (upload := start.upload) is not None:
-        _give_time(start.folder, machine)
-        say(console, f"copied: {machine.ranks.await_first(upload.finish)}")
+    if (upload := start.upload) is None:
+        return
+    say(console, f"copying what is missing to {config.trainer.checkpoint.upload}")
+    kept = config.trainer.checkpoint
+
+    def finish() -> str:
+        moved = lambda count: machine.watch.moves()  # noqa: E731
+        return upload.finish(moved, (kept.keep_last, kept.keep_best))
+
+    say(console, f"copied: {machine.ranks.await_first(finish)}")
 
 
 def _give_time(folder: Path, machine: Machine) -> None:

@@ -114,7 +114,7 @@ class Subject:
 
     def lines(self, workers: int) -> Iterator[str]:
         """Lines of the plan about the data."""
-        yield from ()
+        yield from (f"note    data: {note}" for note in self.data.notes)
 
     def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
         """Set the order of a GPU's attention kernels, and say in lines which ones run."""

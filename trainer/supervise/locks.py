@@ -5,11 +5,12 @@ from __future__ import annotations
 import fcntl
 import os
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trainer.errors import ConfigError, Problem
-from trainer.storage import ensure_writable
+from trainer.storage import disk_errors, ensure_writable
 from trainer.supervise import status_files as status
 
 LOCK = ".lock"
@@ -43,6 +44,30 @@ def release() -> None:
         with suppress(OSError):  # no locks on this file system; a fork may have the descriptor, too
             fcntl.flock(_HELD[-1], fcntl.LOCK_UN)
         os.close(_HELD.pop())
+
+
+@contextmanager
+def one_at_a_time(folder: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Lock a folder of runs meanwhile; call `waits` while another process has it.
+
+    Raises DiskError if it can't be made.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        while True:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                waits()
+                time.sleep(0.2)
+            except OSError:  # no locks on this file system
+                break
+        yield
+    finally:
+        os.close(handle)
 
 
 def take_over(folder: Path) -> None:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 
 from trainer.config import AugmentSection, DataSection, ImagesSection
-from trainer.data.dataset import Pairs
+from trainer.data.dataset import Pairs, notes_on
 from trainer.data.images import image_sets, transforms
 from trainer.data.images.image_sets import KNOWN, Labelled
 from trainer.data.order import split
+from trainer.data.values import digest_of_samples, seeded
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, refused
 from trainer.models.classifiers import Images
@@ -103,7 +104,7 @@ class ImageData(Pairs):
         lines = [f"{normalised}; training images are augmented by {varied or 'nothing'}"]
         if options.corrupt == "skip":
             lines.append("images that can't be read are skipped, and named in logs/")
-        return lines
+        return [*lines, *(f"note: {note}" for note in self.notes)]
 
     def description(self) -> dict[str, Any]:
         images = self.images
@@ -140,20 +141,27 @@ def open_images(
             raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
     training, held = _parts(whole, evaluation, data.evaluation_fraction)
 
+    varies = own is not None and ranks.on_first(lambda: _varies(whole, training))
+
     def looked_at() -> tuple[Images, str]:
+        with seeded():  # own images may be drawn at random
+            return look()
+
+    def look() -> tuple[Images, str]:
         found = _look(whole, training, images)
         if held is not None:
             _look(*held, images)
-        return found, _fingerprint(whole, training)
+        return found, _fingerprint(whole, training, not varies)
 
     kind, fingerprint = ranks.on_first(looked_at)
-    _same_everywhere(_fingerprint(whole, range(min(2, whole.count))), ranks)
+    _same_everywhere(_fingerprint(whole, range(min(2, whole.count)), not varies), ranks)
     size = None if images.size is None else kind.size
     fixed = transforms.for_evaluation(kind, size)
     varied = transforms.for_training(kind, size, images.augment)
     train = ImageSource(whole, training, kind, fixed, varied, seed, images)
     held_out = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
-    return ImageData(train, held_out, fingerprint, "data" if own else str(data.path))
+    name, notes = "data" if own else str(data.path), notes_on(varies, set())
+    return ImageData(train, held_out, fingerprint, name, notes=notes)
 
 
 def _opened(
@@ -318,16 +326,29 @@ def _other_size(name: str, pixels: torch.Tensor, size: tuple[int, ...]) -> DataE
     return DataError(Problem(name, seen, "images of one size", mend))
 
 
-def _fingerprint(found: Labelled, indices: Sequence[int]) -> str:
-    """Hash classes, labels and some images: it shows that data changed, though not every change."""
+def _fingerprint(found: Labelled, indices: Sequence[int], pixels: bool) -> str:
+    """Hash classes, labels and some images: it shows that data changed, though not every change.
+
+    Without `pixels` images do not count: they differ from reading to reading.
+    """
     digest = hashlib.sha256(json.dumps([found.count, len(indices), found.classes]).encode())
     digest.update(np.asarray(found.labels or (), np.int64).tobytes())
-    for number in _spaced(indices, 16):
-        try:
-            digest.update(read(found, number, "RGB", "RGB")[0].numpy().tobytes())
-        except DataError:
-            digest.update(b"unreadable")
+    for number in _spaced(indices, 16) if pixels else ():
+        digest.update(_pixels(found, number))
     return digest.hexdigest()
+
+
+def _pixels(found: Labelled, number: int) -> bytes:
+    try:
+        return read(found, number, "RGB", "RGB")[0].numpy().tobytes()
+    except DataError:
+        return b"unreadable"
+
+
+def _varies(found: Labelled, indices: Sequence[int]) -> bool:
+    """Return True for an own data set that changes its images at random."""
+    looked_at = _spaced(indices, 16)
+    return digest_of_samples(lambda number: _pixels(found, number), looked_at, set()) is None
 
 
 def _same_everywhere(fingerprint: str, ranks: Ranks) -> None:

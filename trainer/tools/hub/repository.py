@@ -15,7 +15,7 @@ from huggingface_hub.utils import get_session, set_client_factory
 from trainer import checkpoint
 from trainer.config.sections.trainer import HubSection
 from trainer.errors import ConfigError, HubError, Problem
-from trainer.run.folder import not_pushed
+from trainer.run.folder import not_pushed, note_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json"
@@ -75,12 +75,14 @@ def push(section: HubSection, name: str, folder: Path) -> str:
         operations: list[Any] = [CommitOperationAdd(*file) for file in files.items()]
         operations += map(CommitOperationDelete, sorted(old - files.keys()))
         message = f"Push the model of {folder.resolve().name}"
-        return str(HfApi().create_commit(name, operations, commit_message=message).repo_url)
+        address = str(HfApi().create_commit(name, operations, commit_message=message).repo_url)
     except Exception as error:  # the Hub's, its client's, the network's or Xet's
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
         if isinstance(cause, HubError):  # a signal's
             raise cause from None
         raise not_pushed(folder, _shown(cause)) from error
+    note_pushed(folder, section)
+    return address
 
 
 def _shown(error: BaseException) -> str:
