@@ -33,11 +33,10 @@ class SafetensorsFolder(Weights):
         self._folder, self._renamed = folder, renamed or {}
         self._opened: dict[str, Any] = {}
         whole, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if (folder / whole).is_file() or not index.is_file():
-            files = [whole]
-        else:
-            files = _indexed(index)
-        self._file_of = {name: file for file in files for name in self._file(file).keys()}
+        one = (folder / whole).is_file() or not index.is_file()
+        self._file_of: dict[str, str] = {}
+        for file in [whole] if one else _indexed(index):
+            self._file_of |= dict.fromkeys(self._file(file).keys(), file)
 
     def names(self) -> set[str]:
         return set(self._file_of)
