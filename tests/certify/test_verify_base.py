@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 
 from tests.certify.test_verify import config
 from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten, write_base
@@ -88,6 +89,14 @@ def test_a_base_that_is_read_otherwise_fails(tmp_path, base, fault: Callable[[],
     with fault():
         finding = compared(tmp_path).finding
     assert not finding.passed and where in finding.where
+
+
+def test_a_family_whose_config_has_no_word_of_ties_is_compared(tmp_path):
+    architecture = ModelSection(config={"model_type": "inkling_text"})
+    spec = huggingface.spec_of(huggingface.read_config(architecture), architecture)
+    small = spec.tiny.copy(2).build().config
+    AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
+    assert compared(tmp_path).finding.passed
 
 
 def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):

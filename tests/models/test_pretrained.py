@@ -142,6 +142,46 @@ def test_weights_under_another_name_are_unsupported(tmp_path):
         spec_of(tmp_path)
 
 
+def test_shards_are_read_whole_whatever_the_index_says(tmp_path):
+    """Transformers takes the names of the files from an index, and the tensors from the files."""
+    write_base(tmp_path, "llama")
+    values = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    head, norm = "lm_head.weight", "model.norm.weight"
+    later = {norm: values[norm] + 1, head: values.pop(head)}
+    files = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    for name, part in zip(files, (values, later), strict=True):
+        save_file(part, tmp_path / name, {"format": "pt"})
+    index = {"metadata": {}, "weight_map": dict.fromkeys(values, files[0]) | {"other": files[1]}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_read_as_transformers_does(tmp_path)
+
+
+def test_an_adapter_beside_a_model_is_an_error(tmp_path):
+    """Transformers would load it on top."""
+    write_base(tmp_path, "llama")
+    (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
+    with pytest.raises(ConfigError, match="adapter"):
+        spec_of(tmp_path)
+
+
+def test_a_buffer_of_another_shape_is_an_error(tmp_path):
+    rewritten(
+        write_base(tmp_path, "deepseek_v3"),
+        lambda values: {n: v[:1].clone() if "e_score" in n else v for n, v in values.items()},
+    )
+    with pytest.raises(ConfigError, match="e_score_correction_bias.*shape"):
+        on_host(spec_of(tmp_path), 0)
+
+
+def test_experts_that_are_stored_twice_are_an_error(tmp_path):
+    write_base(tmp_path, "qwen3_moe")
+    fused = "model.layers.0.mlp.experts.down_proj"
+    rewritten(tmp_path, lambda values: values | {fused: torch.zeros(12, 32, 16)})
+    with pytest.raises(ConfigError, match="experts.down_proj"):
+        spec_of(tmp_path).weights.read(fused)
+
+
 # Ties
 
 
@@ -161,6 +201,20 @@ def test_a_head_that_equals_the_table_is_tied(tmp_path):
     table = "model.embed_tokens.weight"
     rewritten(tmp_path, lambda values: values | {"lm_head.weight": values[table].clone()})
     assert assert_read_as_transformers_does(tmp_path).tied
+
+
+def test_a_head_that_is_its_table_rounded_is_not_tied(tmp_path):
+    write_base(tmp_path, "llama", tie_word_embeddings=True)
+    table = "model.embed_tokens.weight"
+
+    def in_float(values: Any) -> Any:
+        return values | {
+            table: values[table].float() * 1.0001,
+            "lm_head.weight": values[table].clone(),
+        }
+
+    rewritten(tmp_path, in_float)
+    assert not assert_read_as_transformers_does(tmp_path).tied
 
 
 def test_a_tied_table_is_read_from_the_head_where_that_alone_is_stored(tmp_path):
@@ -207,6 +261,8 @@ def test_a_quantised_base_is_dequantised_as_it_is_read(tmp_path, family, quantis
         {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
         {"quant_method": "bitsandbytes", "load_in_8bit": True},
         {"quant_method": "hqq", "quant_config": {}},
+        {"quant_method": "metal", "bits": 4, "group_size": 64},
+        {"quant_method": "FP8", "weight_block_size": [8, 8]},
         {"quant_method": "something of tomorrow"},
         {"bits": 4},
     ],
@@ -239,6 +295,99 @@ def test_codes_without_a_quantization_config_are_an_error(tmp_path, change):
     rewritten(write_base(tmp_path, "llama"), change)
     with pytest.raises(ConfigError, match="quantised|stored as"):
         spec_of(tmp_path)
+
+
+def renamed(old: str, new: str, among: str = "") -> Any:
+    """Rename the tensors that have `old` and `among` in their names; None: leave them out."""
+
+    def change(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        hit = {name: name.replace(old, new) for name in values if old in name and among in name}
+        return {hit.get(name, name): v for name, v in values.items() if new or name not in hit}
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("family", "quantise", "config", "change"),
+    [
+        ("llama", in_blocks_of_fp8, FP8, renamed("up_proj.weight_scale_inv", "")),
+        ("qwen3_moe", in_blocks_of_fp8, FP8, renamed("_scale_inv", "_scale", "experts")),
+        ("qwen3_moe", in_blocks_of_fp8, FP8, renamed("3.up_proj.weight_scale_inv", "")),
+        ("llama", in_channels_of_fp8, COMPRESSED, renamed("up_proj.weight_scale", "")),
+        ("qwen3_moe", in_channels_of_fp8, COMPRESSED, renamed("3.up_proj.weight_scale", "")),
+    ],
+    ids=["fp8", "experts, other name", "one expert", "channels", "channels, one expert"],
+)
+def test_a_code_without_its_scale_is_an_error(tmp_path, family, quantise, config, change):
+    if config is COMPRESSED:
+        pytest.importorskip("compressed_tensors")
+    rewritten(write_base(tmp_path, family), lambda values: change(quantise(values)))
+    changed_config(tmp_path, quantization_config=config)
+    with pytest.raises(ConfigError, match="without its scale"):
+        spec_of(tmp_path)
+
+
+def test_a_last_block_that_is_smaller_is_an_error(tmp_path):
+    """Transformers would take 32 rows in blocks of 20 for two blocks of 16."""
+    rewritten(write_base(tmp_path, "llama"), in_blocks_of_fp8)
+    rewritten(
+        tmp_path,
+        lambda values: {
+            n: (v[:2, :2].clone() if "k_proj.weight_scale" in n else v) for n, v in values.items()
+        },
+    )
+    changed_config(tmp_path, quantization_config=FP8 | {"weight_block_size": [8, 20]})
+    with pytest.raises(ConfigError, match="k_proj.*blocks of 20"):
+        spec_of(tmp_path)
+
+
+def with_another_scheme() -> dict[str, Any]:
+    group = COMPRESSED["config_groups"]["group_0"]
+    mlp = group | {"targets": ["re:.*mlp.*"], "weights": group["weights"] | {"num_bits": 4}}
+    return COMPRESSED | {"config_groups": {"group_0": group, "group_1": mlp}}
+
+
+@pytest.mark.parametrize(
+    ("config", "word"),
+    [
+        (with_another_scheme(), "schemes"),
+        (COMPRESSED | {"transform_config": {"config_groups": {"u": {}}}}, "transform_config"),
+    ],
+    ids=["schemes", "transform"],
+)
+def test_what_transformers_ignores_of_compressed_tensors_is_an_error(tmp_path, config, word):
+    pytest.importorskip("compressed_tensors")
+    rewritten(write_base(tmp_path, "llama"), in_channels_of_fp8)
+    changed_config(tmp_path, quantization_config=config)
+    with pytest.raises(ConfigError, match=word):
+        spec_of(tmp_path)
+
+
+def test_the_order_of_an_experts_codes_is_not_left_out(tmp_path):
+    """A single expert is no module of the model, and a g_idx beside its codes is no stranger."""
+    rewritten(write_base(tmp_path, "qwen3_moe"), in_blocks_of_fp8)
+    order = {"model.layers.0.mlp.experts.3.up_proj.weight_g_idx": torch.arange(32).int()}
+    rewritten(tmp_path, lambda values: values | order)
+    changed_config(tmp_path, quantization_config=FP8)
+    with pytest.raises(ConfigError, match="g_idx"):
+        spec_of(tmp_path)
+
+
+def test_scales_of_activations_are_no_part_of_a_quantised_weight(tmp_path):
+    rewritten(write_base(tmp_path, "llama"), in_blocks_of_fp8)
+    layer = "model.layers.0.self_attn"
+    names = [f"{layer}.q_proj.input_scale", f"{layer}.k_scale", f"{layer}.v_proj.v_scale"]
+    rewritten(tmp_path, lambda values: values | {name: torch.ones(1) for name in names})
+    changed_config(tmp_path, quantization_config=FP8)
+    assert any("3 tensors" in note for note in assert_read_as_transformers_does(tmp_path).notes)
+
+
+def test_what_is_not_quantised_is_read_as_it_is_stored(tmp_path):
+    rewritten(write_base(tmp_path, "llama"), in_blocks_of_fp8)
+    changed_config(tmp_path, quantization_config=FP8)
+    weights = spec_of(tmp_path).weights
+    assert weights.read("model.norm.weight").dtype == torch.bfloat16
+    assert weights.read("model.layers.0.mlp.up_proj.weight").dtype == torch.float32
 
 
 def test_tensors_of_modules_that_are_not_trained_are_noted(tmp_path):

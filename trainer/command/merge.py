@@ -47,17 +47,23 @@ def main(arguments: Sequence[str], name: str) -> int:
     expected = "an adapter that PEFT opens, and its base with a tokenizer"
     with refused(f"{folder}, {base}", expected, *kinds, named=True):
         section = ModelSection(name_or_path=base)
-        spec = spec_of(read_architecture(section), section)
+        architecture = read_architecture(section)
+        spec = spec_of(architecture, section)
         merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
         assert merged is not None
         entries = given_tensors(merged(folder), ALONE)
         source = folder if (folder / "tokenizer_config.json").exists() else base
         tokenizer = AutoTokenizer.from_pretrained(source)
 
+    # a dequantised value is in float32, whatever the base's own dtype
+    quantised = getattr(spec.weights, "quantised_by", "")
+    dtype = (quantised and architecture.dtype) or entries[0].dtype
+
     def save(out: Path) -> None:
-        spec.files.save_config(out, entries[0].dtype)
+        spec.files.save_config(out, dtype)
         tokenizer.save_pretrained(out)
 
-    checkpoint.export(options.out, entries, save, ALONE)
+    form = checkpoint.ModelForm(dtype if quantised else None)
+    checkpoint.export(options.out, entries, save, ALONE, form)
     print(f"merged: {options.out} opens with AutoModelForCausalLM.from_pretrained")
     return 0

@@ -99,6 +99,7 @@ class _Values:
     whole: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Whole parameters of the current unit, by those on the meta device."""
     missing: list[Problem] = field(default_factory=list)
+    _misshapen: set[str] = field(default_factory=set)
 
     def allocate(self, name: str, module: nn.Module) -> None:
         """Replace a module's own tensors on the meta device by pretrained or empty ones."""
@@ -111,7 +112,7 @@ class _Values:
             module._parameters[key] = known[parameter]
         for key, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
-                value = self.spec.weights.read(_joined(name, key))
+                value = self._given(_joined(name, key), buffer)
                 real = torch.zeros_like(buffer, device="cpu")
                 if value is not None:  # a file may have it in fewer bits
                     real = value.to(buffer.dtype)
@@ -119,20 +120,25 @@ class _Values:
                 module._buffers[key] = real
 
     def _parameter(self, name: str, meta: nn.Parameter) -> nn.Parameter:
-        weights = self.spec.weights
-        value = weights.read(name)
+        weights, value = self.spec.weights, self._given(name, meta)
         needed = not isinstance(weights, NoWeights) and name not in self.spec.training.fresh
-        if value is None and needed:
+        if value is None and needed and name not in self._misshapen:
             self._report(name, "absent from the weights", "every parameter of the model")
-        elif value is not None and value.shape != meta.shape:
-            self._report(name, f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}")
-            value = None
         dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
         # a pretrained value stays mapped from its file until it is known which part is kept
         data = torch.empty(meta.shape, dtype=dtype) if value is None else value
         parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
         mark_values(parameter, given=value is not None)
         return parameter
+
+    def _given(self, name: str, meta: torch.Tensor) -> torch.Tensor | None:
+        """Return the pretrained value; None, and reported, if it has another shape."""
+        value = self.spec.weights.read(name)
+        if value is not None and value.shape != meta.shape:
+            self._report(name, f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}")
+            self._misshapen.add(name)
+            return None
+        return value
 
     def rows(self, module: nn.Module) -> dict[torch.Tensor, range]:
         """Return the rows that this process keeps of the module's own parameters, to be drawn."""

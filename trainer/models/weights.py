@@ -22,8 +22,9 @@ SAMPLED = 1024
 class SafetensorsFolder(Weights):
     """A folder of safetensors, memory-mapped: reading a tensor touches that tensor alone.
 
-    One file comes before an index of several, as in transformers. `renamed`: the names in the files
-    of tensors that are read under other names.
+    One file comes before an index of several, as in transformers, which reads all that those hold:
+    of an index, only the names of its files count, and of two tensors of a name the last file's.
+    `renamed`: the names in the files of tensors that are read under other names.
     """
 
     def __init__(
@@ -32,10 +33,10 @@ class SafetensorsFolder(Weights):
         self._folder, self._renamed = folder, renamed or {}
         self._opened: dict[str, Any] = {}
         whole, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-        if (folder / whole).is_file() or not index.is_file():
-            self._file_of = dict.fromkeys(self._file(whole).keys(), whole)
-        else:
-            self._file_of = _indexed(index)
+        one = (folder / whole).is_file() or not index.is_file()
+        self._file_of: dict[str, str] = {}
+        for file in [whole] if one else _indexed(index):
+            self._file_of |= dict.fromkeys(self._file(file).keys(), file)
 
     def names(self) -> set[str]:
         return set(self._file_of)
@@ -64,16 +65,16 @@ class SafetensorsFolder(Weights):
         return self._opened[name]
 
 
-def _indexed(index: Path) -> dict[str, str]:
-    """Read an index of tensors to files. Raises ConfigError for files that are not beside it."""
-    expected, kinds = "a weight_map of names to files", (LookupError, TypeError)
+def _indexed(index: Path) -> list[str]:
+    """Read an index's files, in order. Raises ConfigError for files that are not beside it."""
+    expected, kinds = "a weight_map of names to files", (LookupError, TypeError, AttributeError)
     with refused(str(index), expected, OSError, ValueError, *kinds, named=True):
-        file_of: dict[str, str] = dict(parse_json(read_file(index))["weight_map"])
-    for name in map(str, file_of.values()):
+        files = sorted(set(map(str, parse_json(read_file(index))["weight_map"].values())))
+    for name in files:
         if not re.fullmatch(r"[^/\\]+\.safetensors", name):
             expected = "names of safetensors files in this folder"
             raise ConfigError(Problem(str(index), repr(name), expected))
-    return file_of
+    return files
 
 
 def fingerprint(weights: Any, names: Iterable[str]) -> str:

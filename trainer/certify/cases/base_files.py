@@ -38,9 +38,9 @@ def compare_base(architecture: Any, options: Any) -> BaseFiles:
     if not Path(options.name_or_path).is_dir():
         note = f"the weights of {options.name_or_path} are not in a local folder"
         return BaseFiles(note=f"{note}: how they are read is not compared")
-    ties = architecture.get_text_config(decoder=True).tie_word_embeddings
+    ties = _ties(architecture)
     spec = huggingface.spec_of(architecture, options)
-    untied = ties and not architecture.get_text_config(decoder=True).tie_word_embeddings
+    untied = ties and not _ties(architecture)
     layers = _affordable(spec)
     if layers is None:
         note = f"{options.name_or_path} is too large here: how it is read is not compared"
@@ -52,6 +52,11 @@ def compare_base(architecture: Any, options: Any) -> BaseFiles:
     if layers < len(spec.blocks):
         note = f"of the base, the first {layers} of {len(spec.blocks)} blocks are compared"
     return BaseFiles(finding, note, untied)
+
+
+def _ties(architecture: Any) -> bool:
+    """Return what the text's config says of ties; some families have no word of them."""
+    return bool(getattr(architecture.get_text_config(decoder=True), "tie_word_embeddings", False))
 
 
 def _affordable(spec: ModelSpec) -> int | None:

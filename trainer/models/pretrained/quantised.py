@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,12 +13,19 @@ from trainer.errors import ConfigError, Problem, first_line, refused
 from trainer.models.pretrained.files import StoredTensors
 
 KEY = "quantization_config"
-SUPPORTED = "16 or 32 bits, or quantised by fp8, compressed-tensors or mxfp4"
+METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
+SUPPORTED = f"16 or 32 bits, or quantised by {', '.join(METHODS)}"
 COMPANION = re.compile(
     r"(^|_|\.)(scale|scales|scale_inv|zero_point|zeros|qzeros|qweight|packed|blocks|g_idx|absmax"
     r"|nested_absmax|quant_map|quant_state|codebook|amax|SCB|perm|qscale)(_|\.|$|\d)"
 )
 """The names of what a quantised weight is stored with, by its various libraries."""
+ACTIVATIONS = re.compile(
+    r"(^|\.)(input|output|activation|kv|[qkv])(_global)?_(scale|zero_point)(_inv)?$"
+)
+"""The scales of activations and of keys and values in a cache: no part of a weight's value."""
+SCALES = re.compile(r"(?<!global)_scales?(_inv)?$")
+"""The patterns of the scales by which transformers multiplies codes."""
 CODES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8", "float4"))}
 """Dtypes of fewer than 16 bits."""
 
@@ -50,6 +57,8 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
     place = f"{place}: {KEY}"
     actual, expected = f"weights quantised by {method}", f"a base in {SUPPORTED}"
     unsupported = ConfigError(Problem(place, actual, expected, "Take the base before that"))
+    if method not in METHODS:
+        raise unsupported
     try:
         parsed = AutoQuantizationConfig.from_dict({**values, "dequantize": True})
         if getattr(parsed, "dequantize", False) is not True:
@@ -58,6 +67,7 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
         found.validate_environment()
         if not found.get_weight_conversions():
             raise unsupported
+        reason = "a transform_config" if values.get("transform_config") else _mixed(parsed)
     except ImportError as error:
         actual, hint = f"{actual}: {first_line(error)}", "pip install 'meshloom[quantised]'"
         raise ConfigError(Problem(place, actual, expected, hint)) from error
@@ -66,35 +76,110 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
     except Exception as error:  # whatever the config's own class raises for its values
         actual = f"{actual}: {first_line(error)}"
         raise ConfigError(Problem(place, actual, expected)) from error
+    if reason:
+        actual = f"{actual} with {reason}, which transformers does not dequantise"
+        raise ConfigError(Problem(place, actual, expected, "Take the base before that"))
     return found
+
+
+def _mixed(parsed: Any) -> str:
+    """Return what transformers ignores of compressed-tensors; empty if nothing.
+
+    It takes one scheme for all experts, and one for all other layers.
+    """
+    stated = getattr(parsed, "quantization_config", None)
+    schemes: dict[bool, set[str]] = {False: set(), True: set()}
+    for group in (getattr(stated, "config_groups", None) or {}).values():
+        experts = any(name.startswith("re:") and "experts" in name for name in group.targets)
+        schemes[experts].add(f"{group.weights} {group.format}")
+    return "several schemes for its layers" if max(map(len, schemes.values())) > 1 else ""
+
+
+def is_code(like: torch.Tensor) -> bool:
+    """Return True for a stored tensor whose dtype says that it is not the value of a number."""
+    return not like.dtype.is_floating_point or like.dtype in CODES
 
 
 def check_read(stored: StoredTensors, key: str, like: torch.Tensor, place: str) -> None:
     """Raise ConfigError for a number of a model that is stored as a code for it."""
-    dtype = stored.like(key).dtype
-    if not like.dtype.is_floating_point or (dtype.is_floating_point and dtype not in CODES):
-        return
-    actual = f"{key} is stored as {dtype}, and nothing says what number that stands for"
-    raise ConfigError(Problem(place, actual, f"a base in {SUPPORTED}"))
+    if like.dtype.is_floating_point and is_code(stored.like(key)):
+        dtype = stored.like(key).dtype
+        actual = f"{key} is stored as {dtype}, and nothing says what number that stands for"
+        raise ConfigError(Problem(place, actual, f"a base in {SUPPORTED}"))
 
 
-def stray_companions(unread: Mapping[str, str], model: nn.Module) -> Iterator[str]:
+def check_scaled(
+    stored: StoredTensors, sources: Sequence[tuple[str, str]], quantiser: Any, place: str
+) -> None:
+    """Raise ConfigError unless each code that is dequantised has its own scale, and fits to it.
+
+    Transformers takes a code without a scale for the number itself, pairs experts with scales by
+    their order, and takes the blocks of a scale to be equal. `sources`: names in the files, and the
+    patterns of transformers' converter that they match.
+    """
+    scales = {key.rpartition(".")[0]: key for key, pattern in sources if _is_scale(pattern)}
+    codes = [key for key, pattern in sources if not COMPANION.search(_leaf(pattern))]
+    codes += [key for key, pattern in sources if pattern.endswith(("_packed", "_blocks"))]
+    size = getattr(quantiser.quantization_config, "weight_block_size", None)
+    for key in codes:
+        like, scale = stored.like(key), scales.get(key.rpartition(".")[0])
+        if scale is not None and size:
+            _check_blocks(key, like, stored.like(scale), size, place)
+        elif scale is None and is_code(like):
+            actual = f"{key} is stored as {like.dtype}, without its scale"
+            raise ConfigError(Problem(place, actual, f"a base whose {KEY} is true of its files"))
+
+
+def _is_scale(pattern: str) -> bool:
+    return bool(SCALES.search(pattern)) and not ACTIVATIONS.search(pattern)
+
+
+def _leaf(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _check_blocks(
+    key: str, like: torch.Tensor, scale: torch.Tensor, size: Sequence[int], place: str
+) -> None:
+    """Raise ConfigError if the last block of a row or column is smaller than the others."""
+    for length, count, block in zip(like.shape[-2:], scale.shape[-2:], size, strict=False):
+        if count > 1 and length % block and count == -(-length // block):
+            shape = tuple(like.shape)
+            actual = f"{key} of shape {shape} in blocks of {block}, the last of which is smaller"
+            expected = "whole blocks: transformers dequantises no others"
+            raise ConfigError(Problem(place, actual, expected, "Take the base in 16 bits"))
+
+
+def stray_companions(
+    unread: Mapping[str, str], read: Collection[str], model: nn.Module
+) -> Iterator[str]:
     """Yield the tensors that nothing reads, though they stand beside a weight that is read.
 
-    `unread`: names in the files, and the names that they would have in the model. Those of modules
-    that the model does not have belong to other weights.
+    `unread`: names in the files, and the names that they would have in the model; `read`: names in
+    the files that are read. Those of modules that the model does not have belong to other weights.
     """
     modules = {name for name, _ in model.named_modules()}
+    beside = {key.rpartition(".")[0] for key in read} - {""}
     for key, name in unread.items():
-        module, _, leaf = name.rpartition(".")
+        module = name.rpartition(".")[0]
         parents = [module, module.rpartition(".")[0]]  # bitsandbytes: weight.quant_state
-        if modules & {*parents} - {""} and COMPANION.search(leaf if module in modules else name):
+        own = key.rpartition(".")[0] in beside and COMPANION.search(_leaf(key))
+        known = modules & {*parents} - {""}
+        if own or known and COMPANION.search(_leaf(name) if module in modules else name):
             yield key
 
 
-def check_unread(unread: Mapping[str, str], model: nn.Module, place: str) -> None:
-    """Raise ConfigError if a scale or other companion of a weight would be left out."""
-    if stray := sorted(stray_companions(unread, model)):
+def check_unread(
+    unread: Mapping[str, str], read: Collection[str], model: nn.Module, quantiser: Any, place: str
+) -> None:
+    """Raise ConfigError if a scale or other companion of a weight would be left out.
+
+    Of a quantised base, the scales of activations may be: its weights are read without them.
+    """
+    stray = sorted(stray_companions(unread, read, model))
+    if quantiser is not None:
+        stray = [key for key in stray if not ACTIVATIONS.search(key)]
+    if stray:
         shown = ", ".join(stray[:3])
         actual = f"{len(stray)} scales or codes of quantised weights that nothing reads: {shown}"
         raise ConfigError(Problem(place, actual, f"a base in {SUPPORTED}, whose {KEY} is complete"))

@@ -19,7 +19,13 @@ from transformers.core_model_loading import (
 )
 
 from trainer.models.pretrained.files import StoredTensors
-from trainer.models.pretrained.quantised import check_read, check_unread, conversion_errors
+from trainer.models.pretrained.quantised import (
+    check_read,
+    check_scaled,
+    check_unread,
+    conversion_errors,
+    is_code,
+)
 from trainer.models.spec import Weights
 
 
@@ -56,7 +62,8 @@ class ConvertedWeights(Weights):
         """Tensors of the files that the model has no place for -> their names in the model."""
         self._plan()
         self._latest: tuple[str, dict[str, torch.Tensor]] = ("", {})
-        check_unread(self.unread, model, place)
+        read = {key for conversion in self._conversions.values() for key, _ in conversion.sources}
+        check_unread(self.unread, read, model, quantiser, place)
 
     def read(self, name: str) -> torch.Tensor | None:
         for known in (name, *self._tied.get(name, ())):
@@ -113,9 +120,9 @@ class ConvertedWeights(Weights):
             else:
                 conversion.sources.append((key, pattern))
         for conversion in planned.values():
+            self._check(conversion)
             for target in self._targets(conversion):
                 self._conversions[target] = conversion
-            self._check(conversion)
 
     def _targets(self, conversion: Conversion) -> Iterator[str]:
         """Yield the tensors that a conversion makes; for several, it is run on shapes alone."""
@@ -126,11 +133,20 @@ class ConvertedWeights(Weights):
             yield conversion.first
 
     def _check(self, conversion: Conversion) -> None:
-        transform = conversion.transform
-        operations = () if transform is None else transform.operations
+        """Raise ConfigError for a code that would be read as a number.
+
+        What a quantiser's own converter only passes on is then read as it is stored.
+        """
+        stored, sources = self._stored, conversion.sources
+        operations = () if conversion.transform is None else conversion.transform.operations
         if not any(getattr(step, "hf_quantizer", None) for step in operations):
-            for key, _ in conversion.sources:
-                check_read(self._stored, key, self._like[conversion.first], self._place)
+            for key, _ in sources:
+                check_read(stored, key, self._like[conversion.first], self._place)
+            return
+        matched = [(key, pattern) for key, pattern in sources if pattern is not None]
+        check_scaled(stored, matched, self._quantiser, self._place)
+        if len(operations) == len(sources) == 1 and not is_code(stored.like(sources[0][0])):
+            conversion.transform = None
 
     def _values(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         if conversion.transform is None:
@@ -150,6 +166,8 @@ class ConvertedWeights(Weights):
             transform.add_tensor(first, key, pattern, partial(read, key))
         with conversion_errors(self._place, first), torch.no_grad():
             made = transform.convert(first, model=self._model, config=self._model.config)
+            if first not in made:
+                raise ValueError(f"made of it: {', '.join(map(str, made))}")
         return {
             name: value[0] if isinstance(value, list) else value for name, value in made.items()
         }
