@@ -177,6 +177,23 @@ def test_copying_that_is_slower_than_saving_completes_and_says_what_it_left_out(
     assert good(there) == ["step-000050"] and len(published(folder / "checkpoints")) == 1
 
 
+def test_slow_copying_leaves_no_more_than_the_run_keeps(tmp_path: Path, there: str) -> None:
+    """There is always a next one to copy, so that the update has no end."""
+    folder, steps = begun_at(tmp_path, 10), iter(range(20, 90, 10))
+    upload, copy = Upload(there, folder), Upload._copy
+
+    def saving(own: Upload, path: Path) -> None:
+        copy(own, path)
+        assert len(whole(there)) <= 3
+        if (step := next(steps, None)) is not None:
+            checkpoints(folder, step)
+            upload.prune(1, False)
+
+    with patch.object(Upload, "_copy", saving):
+        upload.finish(keep=(1, False))
+    assert good(there) == ["step-000080"]
+
+
 def test_the_only_whole_one_is_never_removed(tmp_path: Path, there: str) -> None:
     folder = begun_at(tmp_path, 10)
     Upload(there, folder).finish()
@@ -507,3 +524,32 @@ faults.at = at
 sys.argv[0] = {train!r}
 runpy.run_path({train!r}, run_name="__main__")
 """
+
+
+SLOW = """
+import os, runpy, sys, time
+from trainer.checkpoint import faults
+def at(moment):
+    if moment == "block":
+        time.sleep(float(os.environ["SLOW"]))
+faults.at = at
+sys.argv[0] = {train!r}
+runpy.run_path({train!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.more
+def test_a_restore_that_takes_longer_than_the_watchdog_waits_is_no_hang(
+    tmp_path: Path, there: str
+) -> None:
+    """15 times the patience, 2 s."""
+    path = write_job(tmp_path, steps=1, checkpoint={"every": 1, "upload": there})
+    words: list[str | Path] = ["python", TRAIN, "--config", path]
+    first = run(*words)
+    assert first.code == 0, first.output
+    shutil.rmtree(tmp_path / "runs")
+    slow = ("python", "-c", SLOW.format(train=TRAIN), "--config", path, "trainer.patience=2")
+    begun = time.monotonic()
+    again = run(*slow, SLOW="8")
+    assert again.code == 0 and "step-000001 was copied from" in again.output, again.output
+    assert time.monotonic() - begun > 45 and "step 1, 8 samples" in again.output, again.output

@@ -224,6 +224,7 @@ class Upload:
                 if self._fruitless == ATTEMPTS:
                     self._held = None
                 raise
+            self._prune_there()  # here: slow copying may go on to the end of the run
             with self._choosing:
                 skipped, self._skipped = self._skipped, []
             if skipped:

@@ -200,6 +200,7 @@ def _complete(
 ) -> None:
     """Copy and push what of a finished run is not elsewhere yet; then say that it is finished.
     Collective."""
+    machine.signs.hide()
     machine.watch.at(Phase.FINISHING)
     _uploaded(config, start, machine, console)
     if push is not None:
