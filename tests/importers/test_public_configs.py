@@ -198,6 +198,38 @@ def test_every_name_of_a_template_is_that_of_a_file():
     assert names <= set(content["shipped"].split()) <= files
 
 
+TURNS = {
+    "chatml": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n",
+    "qwen3_nothink": "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}<|im_end|>\n",
+    "llama3": "<|start_header_id|>user<|end_header_id|>\n\n{}<|eot_id|>"
+    "<|start_header_id|>assistant<|end_header_id|>\n\n{}<|eot_id|>",
+    "gemma": "<start_of_turn>user\n{}<end_of_turn>\n<start_of_turn>model\n{}<end_of_turn>\n",
+    "mistral": "[INST] {}[/INST] {}</s>",
+    "phi4": "<|im_start|>user<|im_sep|>{}<|im_end|><|im_start|>assistant<|im_sep|>{}<|im_end|>",
+    "deepseek3": "<｜User｜>{}<｜Assistant｜>{}</s>",
+}
+"""Two turns as LLaMA-Factory's templates format them, after the token of the beginning."""
+
+
+@pytest.mark.skipif(not TEMPLATES.is_dir(), reason="the templates come with another change")
+@pytest.mark.parametrize("theirs", TURNS)
+def test_a_template_of_a_name_here_renders_the_turns_of_theirs(theirs: str):
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    roles = ("user", "assistant", "user", "assistant")
+    turns = [{"role": role, "content": f"{role} {at}"} for at, role in enumerate(roles)]
+    name = read_table("templates")["llamafactory"][theirs]["to"]
+    texts, _ = render_jinja_template(
+        conversations=[turns],
+        chat_template=(TEMPLATES / f"{name}.jinja").read_text(),
+        bos_token="<s>",
+        eos_token="</s>",
+    )
+    text = texts[0].removeprefix("<s>").replace("<｜end▁of▁sentence｜>", "</s>")
+    words = [turn["content"] for turn in turns]
+    assert text == TURNS[theirs].format(*words[:2]) + TURNS[theirs].format(*words[2:])
+
+
 def test_the_page_is_up_to_date():
     assert PAGE.read_text() == page(), "python -m tests.support.foreign writes it anew"
 
