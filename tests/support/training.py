@@ -431,8 +431,8 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         for data_rank in range(case.data_ranks):
             parts = shares(case, step, data_rank)
             batches = [task.collate(share) for share in parts]
-            # a pipeline gives its micro-batches one shape, on which attention dropout depends
-            for index, batch in enumerate(task.padded(batches) if case.pipeline > 1 else batches):
+            # in every layout: what dropout draws depends on the width
+            for index, batch in enumerate(task.padded(batches) if spec.training.draws else batches):
                 dropout.start(step_seed(seed, step, data_rank), index)
                 targets, lengths[:] = (
                     batch["targets"],

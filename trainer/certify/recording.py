@@ -124,7 +124,7 @@ class Recorder:
         place = job.data_rank * layout.context + part
         if not job.spec.language.vocabulary:
             return [{(place, number): None} for number in range(len(micro_batches))]
-        if layout.pipeline > 1:  # parts are those of rows of one length
+        if layout.pipeline > 1 or job.one_width:  # parts are those of rows of one length
             micro_batches = job.task.padded(micro_batches)
         part_of, rows = division_of(layout, job.spec.language.heads).part, enumerate(micro_batches)
         return [{(place, n): part_of(batch["input_ids"], part)} for n, batch in rows]

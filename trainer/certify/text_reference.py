@@ -43,6 +43,7 @@ class LanguageReference(Reference):
         data = Sources(*(self._prepared(part, small.row) for part in documents))
         super().__init__(small, spec, own, data, device)
         self._has_own_loss, self._adds_to_loss = self._own_loss()
+        self._draws = self._sees_draws()
 
     def held_out(self, state: State) -> Judged:
         """Evaluate the held-out samples, each by itself.
@@ -99,9 +100,8 @@ class LanguageReference(Reference):
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
-        # a pipeline pads its micro-batches to one shape, which affects attention's dropout
-        pipeline = self._layout.pipeline > 1
-        width = max(len(inputs) for part in parts for inputs, _ in part) if pipeline else 0
+        # what is drawn depends on the width, so a step has one
+        width = max(len(inputs) for part in parts for inputs, _ in part) if self._draws else 0
         return [
             MicroBatch(data_rank, i, *self._collated(part, width)) for i, part in enumerate(parts)
         ]
@@ -158,6 +158,16 @@ class LanguageReference(Reference):
             return False, False
         plain = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
         return True, abs(float(losses[0]) / float(plain) - 1) > 1e-5
+
+    def _sees_draws(self) -> bool:
+        """Return True if a forward pass in training depends on the seed."""
+        found, self._inputs = list[torch.Tensor](), self._example()
+        for seed in range(2):
+            torch.manual_seed(seed)
+            self._block_seed = seed
+            with torch.no_grad():
+                found.append(self._output(self.model.train(), self._inputs))
+        return not torch.equal(*found)
 
     def _padding_counts(self) -> bool:
         """Return True if logits depend on how many tokens follow in the row (ranked ties)."""
