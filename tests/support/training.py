@@ -397,7 +397,7 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
     """Train with Hugging Face's forward, PyTorch's loss and AdamW, and our order of seeds."""
-    from trainer.certify.reference import matrices_of
+    from trainer.certify.one_process.optimizers import matrices_of
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
     from trainer.parallel.forward_backward import Dropout
@@ -572,7 +572,7 @@ def plain_optimizer(
         if kind is None:
             groups[-1] |= {"muon": name in matrices, "lr_multiplier": 1}
     if kind is None:
-        from trainer.certify.reference import MuonOfTorch
+        from trainer.certify.one_process.optimizers import MuonOfTorch
 
         made = MuonOfTorch(groups, **params)
         for group in made.param_groups:

@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.certify.comparison import Finding, compare
 from trainer.certify.language_case import LanguageCase
+from trainer.certify.one_process.options import options_of
 from trainer.certify.pairs_case import PairsCase, image_case, module_case
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder
@@ -63,7 +64,8 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder)
-        found = compare(small, spec, run, resumed, machine, lambda: reference(small))
+        options = options_of(small, case.architecture)
+        found = compare(small, spec, (run, resumed), machine, options, reference)
         layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
         return Certificate(layout, engine, small.changes, *found)
 

@@ -86,7 +86,7 @@ class LanguageReference(Reference):
         for later in range(step, step + STEPS):
             parts = []
             for rank, number in places:
-                rows = rows_of(self._small, size, later, rank, number)
+                rows = rows_of(self.small, size, later, rank, number)
                 samples = [(inputs.tolist(), targets.tolist()) for inputs, targets in rows]
                 parts.append(MicroBatch(rank, number, *self._collated(samples)))
             counted = sum(part.targets.numel() for part in parts)
