@@ -63,9 +63,9 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
         small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
-        run, resumed = record(small, spec, task, sources, machine, folder)
+        run, resumed = record(small, spec, task, sources, machine, folder, case.edges)
         options = options_of(small, case.architecture)
-        found = compare(small, spec, (run, resumed), machine, options, reference)
+        found = compare(small, spec, (run, resumed), machine, options, case.edges, reference)
         layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
         return Certificate(layout, engine, small.changes, *found)
 

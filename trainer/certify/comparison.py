@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.optimizers import scheduler_of
 from trainer.certify.one_process.options import Option, share_of
 from trainer.certify.outputs import Outputs, apart
@@ -111,6 +112,7 @@ def compare(
     recordings: tuple[Recording, Recording],
     machine: Machine,
     options: Sequence[Option],
+    edges: Sequence[Edge],
     make_reference: Callable[..., Reference],
 ) -> tuple[tuple[Finding, ...], Finding | None]:
     """Compare the recordings of all ranks, of the run and of the resumed one, with one process,
@@ -134,6 +136,10 @@ def compare(
             return expected, order
         for step, gradients in enumerate(run.gradients):
             machine.watch.moves()
+            if step >= small.total:
+                parts = reference.parts_at(edges[step - small.total], step)
+                expected.append(reference.computed(step, run.states[step], parts))
+                continue
             expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
             found.extend(compare_update(run, step, expected[-1], order))
             if step + 1 in run.held_out:
@@ -156,8 +162,9 @@ def compare(
     expected, order = ranks.on_first(Alone()(one_process))
     for step, one in enumerate(expected):
         found.extend(compare_step(run, step, one, order, ranks.rank))
-        so_far = sum(other.targets for other in expected[: step + 1])
-        found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
+        if step < small.total:
+            so_far = sum(other.targets for other in expected[: step + 1])
+            found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
     findings = [finding for theirs in ranks.gather(found) for finding in theirs]
     sequence = {check: index for index, check in enumerate(TOLERANCES)}
     failures = (finding for finding in findings if not finding.passed)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from trainer.certify.one_process.edges import edges_of, note_of
 from trainer.certify.one_process.options import Amend, without_rates
 from trainer.certify.one_process.options import amended as amended_config
 from trainer.certify.parameters import learner, opened, write_base
@@ -65,7 +66,9 @@ class LanguageCase:
         assert whole.tiny.copy is not None
         spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
-        self.small = small.noting(*lacking)
+        config, heads = copy.build().config, copy.language.heads
+        self.edges = edges_of(small, config, heads, self._size[2].positions - 1)
+        self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
         self.subject = Subject(spec, CausalLM.of(spec), None, packed=small.packed)
 
     def _plain(self, architecture: Any) -> ModelSpec:
@@ -144,9 +147,11 @@ def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, tuple[int, int, Size
     note = f"a row of {row:,} tokens, the others of at most {LONGEST}; ids up to {vocabulary - 1:,}"
     if vocabulary < known:
         note += f" (the model has {known:,}: it proves less of them)"
-    if row < wanted:
+    longest = max(row, min(wanted, most)) if small.packed else row
+    if longest < wanted:
         note += f" (rows of the run have {wanted:,}: it proves less of them)"
-    sizes = Sizes(vocabulary, max(SIZES.positions, row + 1))  # one more: RoBERTa's kin count from 1
+    # one more: RoBERTa's kin count from 1
+    sizes = Sizes(vocabulary, max(SIZES.positions, longest + 1))
     return replace(small, row=row).noting(note), (layers, split, sizes)
 
 

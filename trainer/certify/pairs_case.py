@@ -50,6 +50,7 @@ class PairsCase:
             raise ConfigError(Problem("model", actual, most, "Verify a smaller one of its kind."))
 
     architecture = None
+    edges: Sequence[Any] = ()
 
     def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[..., Reference]]:
         """Return the samples, and the one process that trains on them.

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer import checkpoint
+from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, keeper_in, measured
@@ -189,10 +190,16 @@ def shared_folder(ranks: Ranks) -> Iterator[Path]:
 
 
 def record(
-    small: Tiny, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
+    small: Tiny,
+    spec: ModelSpec,
+    task: Task,
+    sources: Sources,
+    machine: Machine,
+    folder: Path,
+    edges: Sequence[Edge] = (),
 ) -> tuple[Recording, Recording]:
-    """Record the whole run; and its second part again, by a new engine, from the checkpoint in its
-    middle. Collective.
+    """Record the whole run, with a step at learning rate 0 for each of the `edges`; and its second
+    part again, by a new engine, from the checkpoint in its middle. Collective.
 
     No step of the second run is observed, which shows that observing changes nothing.
     """
@@ -209,7 +216,7 @@ def record(
     with constant(cross_entropy, "CHUNK_BYTES", chunk):  # a few tokens fill several
         machine.watch.at(Phase.BUILDING)
         engine = kind.build(job)
-        whole = _train(small, engine, sources, RunState(), folder / "checkpoints")
+        whole = _train(small, engine, sources, RunState(), folder / "checkpoints", edges)
         if small.low_precision and spec.tiny.input is None:
             whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
         engine.close()
@@ -226,7 +233,12 @@ def record(
 
 
 def _train(
-    small: Tiny, engine: Engine, sources: Sources, state: RunState, saves: Path | None
+    small: Tiny,
+    engine: Engine,
+    sources: Sources,
+    state: RunState,
+    saves: Path | None,
+    edges: Sequence[Edge] = (),
 ) -> Recording:
     """Train from `state` by the loop of a real run; the whole run `saves` a checkpoint."""
     job: Any = engine.job
@@ -246,7 +258,19 @@ def _train(
     hooks = RecordingHooks(engine, recording, small, sources.held_out, saves)
     with loader:
         train(recorder, loader, _schedule(small), plan, hooks, state)
+    for step, edge in enumerate(edges, small.total):
+        recorder.step(step, _batches_at(edge, job, small, step), Update(0.0))
     return recording
+
+
+def _batches_at(edge: Edge, job: Job, small: Tiny, step: int) -> list[Batch]:
+    """Return this rank's micro-batches of a step at an edge."""
+    batches = []
+    for number in range(small.layout.accumulation):
+        place = step, job.data_rank, number
+        batch = job.task.collate(samples_at(edge, small, job.spec.language.vocabulary, place))
+        batches.append({name: value.to(job.machine.device) for name, value in batch.items()})
+    return batches
 
 
 def _schedule(small: Tiny) -> LRSchedule:

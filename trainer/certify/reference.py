@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.factors import multiply_in_float8, shaken
 from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
@@ -347,6 +348,10 @@ class Reference(ABC):
         ranks = range(self._layout.data_ranks)
         parts = [part for rank in ranks for part in self._micro_batches(step, rank)]
         return sorted(parts, key=lambda part: (part.number, part.data_rank))
+
+    def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step at an edge."""
+        raise NotImplementedError("a task with edges has rows at them")
 
     # Randomness
 

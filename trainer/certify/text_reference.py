@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.certify.one_process.edges import Edge, rows_at
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
@@ -94,17 +95,36 @@ class LanguageReference(Reference):
                 gradients.append(self._gradients(model, later, parts, counted)[1])
         return found
 
+    def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
+        layout, found = self._layout, []
+        for number in range(layout.accumulation):
+            for rank in range(layout.data_ranks):
+                place = step, rank, number
+                rows = rows_at(edge, self.small, self._spec.language.vocabulary, place)
+                lists = [[(d.inputs.tolist(), d.targets.tolist()) for d in row] for row in rows]
+                found += self._parts_of(rank, number, lists)
+        return found
+
+    def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
+        """Return a micro-batch of rows of one document each."""
+        return [MicroBatch(rank, number, *self._collated([row[0] for row in rows]))]
+
     def _prepared(self, documents: list[Encoded], longest: int) -> list[Any]:
         """Return the samples of documents."""
         return [sample_of(document, longest) for document in documents]
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
-        # what is drawn depends on the width, so a step has one
-        width = max(len(inputs) for part in parts for inputs, _ in part) if self._draws else 0
+        longest = max(len(inputs) for part in parts for inputs, _ in part)
+        width = longest if self._draws else 0  # what is drawn depends on it, so a step has one
         return [
-            MicroBatch(data_rank, i, *self._collated(part, width)) for i, part in enumerate(parts)
+            MicroBatch(data_rank, i, *self._collated(part, width), 0, self._shared(longest))
+            for i, part in enumerate(parts)
         ]
+
+    def _shared(self, longest: int) -> int:
+        """Return the width of the rows that ranks divide: of a step's longest in a pipeline."""
+        return longest if self._layout.pipeline > 1 else 0
 
     def _collated(
         self, samples: Sequence[Sample], width: int = 0
@@ -209,17 +229,22 @@ class PackedReference(LanguageReference):
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
-        rows = [max(sum(len(ids) for ids, _ in pack) for pack in part) for part in parts]
-        if self._layout.pipeline > 1:
-            rows = [max(rows)] * len(rows)
+        longest = max(sum(len(ids) for ids, _ in pack) for packs in parts for pack in packs)
         return [
-            MicroBatch(data_rank, index, *self._collated([document]), start, rows[index])
-            for index, part in enumerate(parts)
-            for pack in part
-            for start, document in zip(
-                accumulate((len(ids) for ids, _ in pack), initial=0), pack, strict=False
-            )
+            found._replace(row=self._shared(longest) or found.row)
+            for number, packs in enumerate(parts)
+            for found in self._parts_of(data_rank, number, packs)
         ]
+
+    def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
+        """Return a micro-batch for each document, with its place in its row."""
+        width, found = max(sum(len(ids) for ids, _ in row) for row in rows), []
+        for row in rows:
+            starts = accumulate((len(ids) for ids, _ in row), initial=0)
+            for start, document in zip(starts, row, strict=False):
+                part = MicroBatch(rank, number, *self._collated([document]), start, width)
+                found.append(part)
+        return found
 
 
 def sample_of(document: Encoded, longest: int) -> Sample:
