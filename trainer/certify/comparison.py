@@ -296,7 +296,8 @@ def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -
         where = f"({ours.targets} targets in place of {theirs.targets})"
         yield _wrong("held-out loss", step, where)
         return
-    tolerance = _tolerance("held-out loss", one.rounding.loss, one)
+    rounding = max(one.rounding.loss, theirs.rounding)
+    tolerance = _tolerance("held-out loss", rounding, one)
     yield Finding("held-out loss", step, _relative(ours.loss, theirs.loss), tolerance)
     for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
         off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets

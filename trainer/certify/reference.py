@@ -10,7 +10,6 @@ found in the step that made it."""
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -22,7 +21,7 @@ import torch
 from torch import nn
 
 from trainer.certify.one_process.edges import Edge
-from trainer.certify.one_process.factors import multiply_in_float8, shaken
+from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
 from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
@@ -103,6 +102,8 @@ class Judged(NamedTuple):
     """The number of correct targets, for each of the task's measures."""
     unsure: int = 0
     """The number of targets whose correctness may depend on rounding."""
+    rounding: float = 0.0
+    """The relative difference of the loss where float8 rounds otherwise."""
 
 
 class Reference(ABC):
@@ -228,18 +229,26 @@ class Reference(ABC):
     def _judged(self, samples: Sequence[Any], size: int) -> Judged:
         """Evaluate samples, `size` at a time."""
         total, counted, right, unsure = 0.0, 0, [0] * len(self._tops), 0
+        repeats = REPEATS if self._layout.float8 != "none" else 0
+        others, rounded = (
+            [shaken(self.model, seed).eval() for seed in range(repeats)],
+            [0.0] * repeats,
+        )
         self.model.eval()
         with torch.no_grad():
             for start in range(0, len(samples), size):
                 inputs, targets = self._collated(samples[start : start + size])
                 total += float(self._loss_sum(self.model, inputs, targets))
                 counted += self._counted(inputs, targets)
+                for index, model in enumerate(others):
+                    rounded[index] += float(self._loss_sum(model, inputs, targets))
                 for index, most in enumerate(self._tops):
                     logits = self._output(self.model, inputs)
                     found = right_of(logits, targets, most, self._margin)
                     right[index], unsure = right[index] + found[0], unsure + found[1]
         self.model.train()
-        return Judged(total / counted, counted, tuple(right), unsure)
+        rounding = max((abs(other - total) for other in rounded), default=0.0) / total
+        return Judged(total / counted, counted, tuple(right), unsure, rounding)
 
     def _gradients(
         self, model: nn.Module, step: int, parts: Sequence[MicroBatch], counted: int
@@ -294,9 +303,7 @@ class Reference(ABC):
 
         low = self.model
         if dtype != torch.float32:
-            low = copy.deepcopy(self.model)
-            for parameter in low.parameters():
-                parameter.data = parameter.data.to(dtype)
+            low = lowered(self.model, dtype, self._layout.float8)
             repeat(low)
             alone = [self._gradients(low, step, [part], counted) for part in parts]
             summed = {

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.certify.one_process.edges import Edge, rows_at
+from trainer.certify.one_process.factors import lowered
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
@@ -77,9 +78,8 @@ class LanguageReference(Reference):
         """Compute gradients of STEPS steps at rounded weights, in float32 and in low precision."""
         self._load(state)
         dtype, layout = getattr(torch, self._layout.precision), self._layout
-        low, exact = copy.deepcopy(self.model), copy.deepcopy(self.model)
+        low, exact = lowered(self.model, dtype, layout.float8), copy.deepcopy(self.model)
         for rounded, parameter in zip(low.parameters(), exact.parameters(), strict=True):
-            rounded.data = parameter.data.to(dtype)
             parameter.data = rounded.data.float()
         found: tuple[list[Tensors], list[Tensors]] = ([], [])
         size, ranks = self._spec.language.vocabulary, range(layout.data_ranks)

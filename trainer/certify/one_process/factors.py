@@ -40,6 +40,22 @@ def multiply_in_float8(model: nn.Module, blocks: Sequence[str], kind: str) -> No
     )
 
 
+def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
+    """Copy the model with parameters in a lower precision.
+
+    Weights with a scale each ("tensorwise") stay as they are: they are gathered in float8, to which
+    they are rounded once.
+    """
+    low, kept = copy.deepcopy(model), set[int]()
+    if kind == "tensorwise":
+        linear = imported("torchao.float8.float8_linear", "trainer.float8").Float8Linear
+        kept = {id(module.weight) for module in low.modules() if isinstance(module, linear)}
+    for parameter in low.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+    return low
+
+
 def shaken(model: nn.Module, seed: int) -> nn.Module:
     """Copy the model, with weights that differ by SHAKEN, so that factors round to other sides."""
     generator = torch.Generator().manual_seed(seed)
