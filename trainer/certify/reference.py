@@ -32,7 +32,7 @@ from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 
 IGNORED = -100
-REPEATS = 3
+REPEATS = 6
 """The runs that measure the rounding of float8."""
 
 
@@ -61,6 +61,8 @@ class Rounding:
     """The relative rounding of one number."""
     runs: tuple[Tensors, ...] = ()
     """The gradients of each of these runs of one process."""
+    is_low: bool = False
+    """True if they are in low precision."""
 
 
 EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
@@ -323,6 +325,7 @@ class Reference(ABC):
             outputs,
             torch.finfo(dtype).eps / 2,
             tuple(of for _, of in runs),
+            dtype != torch.float32,
         )
 
     # Samples

@@ -27,9 +27,13 @@ LEAST_EFFECT = 1e-6
 """The effect, relative to all of it, that arithmetic in another order may have."""
 LARGE = 5e-3
 """The share of a tensor's norm from which on an effect on it is looked at by itself."""
-LACKING, LACKING_OF_ONE, LACKING_OF_ROUTERS = 0.1, 0.3, 0.6
+LACKING, LACKING_OF_ONE, LACKING_OF_ROUTERS = 1e-2, 2e-2, 0.6
 """The share of an effect that a run may lack: over all tensors, in one, and of routers' biases,
 whose signs follow the rounding of low precision."""
+NOISE = 5.0
+"""The factor by which a run's rounding may exceed what repetitions of one process have."""
+MOST_NOISE = 0.5
+"""The share of an effect that may be rounding in a run that shows it."""
 ROUTED = "router_bias_update_rate"
 
 
@@ -158,41 +162,74 @@ def share_of(
     That of the tensor which has least of it, if the option is to be on in each. None if its effect
     is not larger than rounding. `without` is the one process without the option.
     """
-    sums = defaultdict[str, list[float]](lambda: [0.0, 0.0, 0.0, 0.0])
+    effects = defaultdict[str, Effect](Effect)
     for step, one in enumerate(expected[:CLIPPED_STEPS]):
         off = without.step(step, run.states[step], run.gradients[step], run.norms[step], False)
-        for name, parts in _compared(option, run, step, one, off):
-            ours, on, other, again = parts
-            effect = on - other
-            sums[name][0] += float((effect * (ours - again[0])).sum())
-            sums[name][1] += float(effect.square().sum())
-            sums[name][2] += float(on.square().sum())
-            sums[name][3] += float((effect * (again[-1] - again[0])).sum())
-    far, square, whole, repeated = map(sum, zip(*sums.values(), strict=True))
-    if square <= LEAST_EFFECT**2 * whole:
+        for name, ours, on, other, again in _compared(option, run, step, one, off):
+            effects[name].add(ours, on, other, again)
+    whole = Effect()
+    for one_of in effects.values():
+        whole.include(one_of)
+    if whole.square <= LEAST_EFFECT**2 * whole.of_all or whole.noise > MOST_NOISE:
         return None
-    low = without.small.low_precision
-    routed = low and option.name == ROUTED
-    allowed = LACKING_OF_ROUTERS if routed else LACKING
-    found = Share(1 + far / square, max(allowed, 3 * abs(repeated) / square))
-    for name, (far, square, whole, _) in sums.items() if option.each else ():
-        if square > LARGE**2 * whole and abs(far / square) > abs(found.found - 1):
-            found = Share(1 + far / square, LACKING_OF_ONE, name)
-    return found
+    routed = without.small.low_precision and option.name == ROUTED
+    found = [Share(1 + whole.off, max(LACKING_OF_ROUTERS if routed else LACKING, whole.noise))]
+    for name, effect in effects.items() if option.each else ():
+        if effect.square > LARGE**2 * effect.of_all and effect.noise <= MOST_NOISE:
+            found.append(Share(1 + effect.off, max(LACKING_OF_ONE, effect.noise), name))
+    return max(found, key=lambda share: abs(share.found - 1) / share.allowed)
+
+
+class Effect:
+    """An option's effect on a tensor over some steps: sums of products with it."""
+
+    def __init__(self) -> None:
+        self.square = self.of_all = self.product = 0.0
+        self.repeated = dict[int, float]()
+        """For each repetition of one process, by how much its rounding seems to be of the effect."""
+
+    def add(self, ours: Any, on: Any, without: Any, again: Sequence[Any]) -> None:
+        """Add a step; `again` has one process as the run rounds, several times."""
+        effect, first = on - without, again[0]
+        self.square += float(effect.square().sum())
+        self.of_all += float(on.square().sum())
+        self.product += float((effect * (ours - first)).sum())
+        for index, other in enumerate(again[1:]):
+            apart = float((effect * (other - first)).sum())
+            self.repeated[index] = self.repeated.get(index, 0.0) + apart
+
+    def include(self, other: Effect) -> None:
+        self.square, self.of_all = self.square + other.square, self.of_all + other.of_all
+        self.product += other.product
+        for index, apart in other.repeated.items():
+            self.repeated[index] = self.repeated.get(index, 0.0) + apart
+
+    @property
+    def off(self) -> float:
+        """The share of the effect that the run has too much, or lacks if it is below 0."""
+        return self.product / self.square
+
+    @property
+    def noise(self) -> float:
+        """The share that rounding may make: NOISE times that of one process."""
+        squares = [(apart / self.square) ** 2 for apart in self.repeated.values()]
+        return NOISE * (sum(squares) / max(1, len(squares))) ** 0.5
 
 
 def _compared(
     option: Option, run: Recording, step: int, one: Expected, off: Expected
-) -> Iterator[tuple[str, tuple[Any, Any, Any, list[Any]]]]:
-    """Yield for each tensor what the run computed, one process with the option and without it, and
-    repetitions of one process as the run rounds."""
+) -> Iterator[tuple[str, Any, Any, Any, list[Any]]]:
+    """Yield for each tensor its name, what the run computed, one process with the option, without
+    it, and some times as the run rounds."""
     if not option.of_changes:
-        again = one.rounding.runs[:2] or (one.gradients,)
+        again = one.rounding.runs
+        if not one.rounding.is_low:
+            again = one.gradients, *again
         every = run.gradients[step], one.gradients, off.gradients, *again
         shapes = {name: value for of in every for name, value in of.items()}
         for name, like in shapes.items():
             found = [_like(of.get(name), like) for of in every]
-            yield name, (found[0], found[1], found[2], found[3:])
+            yield name, found[0], found[1], found[2], found[3:]
         return
     before, after = run.states[step], run.states[step + 1]
     for name, value in (one.weights | one.biases).items():
@@ -200,7 +237,7 @@ def _compared(
         on, other = value.double() - start, torch.zeros_like(start)
         if (moved := (off.weights | off.biases).get(name)) is not None:
             other = moved.double() - start
-        yield name, (end - start, on, other, [on])
+        yield name, end - start, on, other, [on]
 
 
 def _like(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
