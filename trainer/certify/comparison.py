@@ -134,17 +134,10 @@ def compare(
         expected = list[Expected]()
         if found[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
-        for step, gradients in enumerate(run.gradients):
+        for one, findings in one_by_one(run, reference, small, edges, order):
             machine.watch.moves()
-            if step >= small.total:
-                parts = reference.parts_at(edges[step - small.total], step)
-                expected.append(reference.computed(step, run.states[step], parts))
-                continue
-            expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
-            found.extend(compare_update(run, step, expected[-1], order))
-            if step + 1 in run.held_out:
-                theirs = reference.held_out(run.states[step + 1])
-                found.extend(compare_held_out(run, step, theirs, expected[-1]))
+            expected.append(one)
+            found.extend(findings)
         for option in options:
             machine.watch.moves()
             without = make_reference(option.without, option.amend)
@@ -169,12 +162,35 @@ def compare(
     sequence = {check: index for index, check in enumerate(TOLERANCES)}
     failures = (finding for finding in findings if not finding.passed)
     first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
+    return worst_of(findings), first
+
+
+def one_by_one(
+    run: Recording, reference: Reference, small: Tiny, edges: Sequence[Edge], order: Order
+) -> Iterator[tuple[Expected, list[Finding]]]:
+    """Yield what each step is expected to give, and findings on the update that it made."""
+    for step, gradients in enumerate(run.gradients):
+        if step >= small.total:
+            parts = reference.parts_at(edges[step - small.total], step)
+            yield reference.computed(step, run.states[step], parts), []
+            continue
+        one = reference.step(step, run.states[step], gradients, run.norms[step])
+        found = list(compare_update(run, step, one, order))
+        if step + 1 in run.held_out:
+            theirs = reference.held_out(run.states[step + 1])
+            found.extend(compare_held_out(run, step, theirs, one))
+        yield one, found
+
+
+def worst_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the worst finding of each check, and of each option, in the order of a step."""
+    sequence = list(TOLERANCES)
     worst = dict[tuple[str, str], Finding]()
-    for finding in sorted(findings, key=lambda f: sequence[f.check]):
+    for finding in sorted(findings, key=lambda finding: sequence.index(finding.check)):
         each = finding.check, finding.where if finding.check == OPTION else ""
         if each not in worst or finding.severity > worst[each].severity:
             worst[each] = finding
-    return tuple(worst.values()), first
+    return tuple(worst.values())
 
 
 def compare_initial(

@@ -295,7 +295,8 @@ class Reference(ABC):
     ) -> Rounding:
         """Repeat the step as it may be rounded: in low precision, gradients summed in it and in
         float32; in float8 products, with weights that differ by a little."""
-        dtype, exact, outputs = getattr(torch, self._layout.precision), self._outputs, {}
+        dtype, exact = getattr(torch, self._layout.precision), self._outputs
+        outputs = dict[tuple[int, int, str], float]()
         runs: list[tuple[float, Tensors]] = []
 
         def repeat(model: nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""float8 products of the one process, in the layers that docs/speed.md names; and their rounding."""
+"""float8 products of the one process, in the layers that the docs name; and their rounding."""
 
 from __future__ import annotations
 

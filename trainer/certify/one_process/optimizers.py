@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler of the one process: PyTorch's, transformers' and DeepSpeed's own."""
+"""The optimizer and scheduler of the one process: PyTorch's, transformers', DeepSpeed's."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Option:
 
 
 @dataclass(frozen=True)
-class Share:
+class Seen:
     """The share of an option's effect that a run has, and how far from 1 it may be."""
 
     found: float
@@ -91,11 +91,11 @@ def options_of(small: Tiny, architecture: Any = None) -> list[Option]:
             if getattr(adapter, key) and not adapter.path:
                 add(f"adapter.{key}", {"adapter": adapter.model_copy(update={key: off})})
     if layout.sync_batch_norm:
-        off = replace(layout, sync_batch_norm=False)
-        found.append(Option("sync_batch_norm", replace(small, layout=off)))
+        apart = replace(layout, sync_batch_norm=False)
+        found.append(Option("sync_batch_norm", replace(small, layout=apart)))
     if layout.router_bias_rate:
-        off = replace(layout, router_bias_rate=0.0)
-        found.append(Option(ROUTED, replace(small, layout=off), of_changes=True))
+        still = replace(layout, router_bias_rate=0.0)
+        found.append(Option(ROUTED, replace(small, layout=still), of_changes=True))
     if float(settings.get("gradient_clipping") or 0):
         without = replace(small.config, settings={**settings, "gradient_clipping": 0.0})
         name = "gradient_clipping"
@@ -156,7 +156,7 @@ def amended(architecture: Any, amend: Amend | None) -> Any:
 
 def share_of(
     option: Option, run: Recording, expected: Sequence[Expected], without: Reference
-) -> Share | None:
+) -> Seen | None:
     """Return the share of the option's effect on the first steps that the run has.
 
     That of the tensor which has least of it, if the option is to be on in each. None if its effect
@@ -173,10 +173,10 @@ def share_of(
     if whole.square <= LEAST_EFFECT**2 * whole.of_all or whole.noise > MOST_NOISE:
         return None
     routed = without.small.low_precision and option.name == ROUTED
-    found = [Share(1 + whole.off, max(LACKING_OF_ROUTERS if routed else LACKING, whole.noise))]
+    found = [Seen(1 + whole.off, max(LACKING_OF_ROUTERS if routed else LACKING, whole.noise))]
     for name, effect in effects.items() if option.each else ():
         if effect.square > LARGE**2 * effect.of_all and effect.noise <= MOST_NOISE:
-            found.append(Share(1 + effect.off, max(LACKING_OF_ONE, effect.noise), name))
+            found.append(Seen(1 + effect.off, max(LACKING_OF_ONE, effect.noise), name))
     return max(found, key=lambda share: abs(share.found - 1) / share.allowed)
 
 
@@ -186,7 +186,7 @@ class Effect:
     def __init__(self) -> None:
         self.square = self.of_all = self.product = 0.0
         self.repeated = dict[int, float]()
-        """For each repetition of one process, by how much its rounding seems to be of the effect."""
+        """For each repetition of one process, what its rounding seems to be of the effect."""
 
     def add(self, ours: Any, on: Any, without: Any, again: Sequence[Any]) -> None:
         """Add a step; `again` has one process as the run rounds, several times."""
