@@ -45,7 +45,7 @@ class LanguageReference(Reference):
         data = Sources(*(self._prepared(part, small.row) for part in documents))
         super().__init__(small, spec, own, data, device)
         self._has_own_loss, self._adds_to_loss = self._own_loss()
-        self._draws = self._sees_draws()
+        self._draws = self._sees_draws() or spec.training.draws  # which may be unproven
 
     def held_out(self, state: State) -> Judged:
         """Evaluate the held-out samples, each by itself.
@@ -182,6 +182,8 @@ class LanguageReference(Reference):
     def _sees_draws(self) -> bool:
         """Return True if a forward pass in training depends on the seed."""
         found, self._inputs = list[torch.Tensor](), self._example()
+        self._loads.begin()
+        self._loads.ids = self._inputs
         for seed in range(2):
             torch.manual_seed(seed)
             self._block_seed = seed
