@@ -51,7 +51,7 @@ def reduced_in_16_bits() -> Any:
     policy = torch.distributed.fsdp.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16
     )
-    return mock.patch.object(shard, "policy_of", lambda layout: policy)
+    return mock.patch.object(shard, "policy_of", lambda *given: policy)
 
 
 def added_up_in_16_bits() -> Any:

@@ -397,7 +397,7 @@ def whole_weights(engine: Any, case: Case) -> dict[str, torch.Tensor]:
 
 def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome:
     """Train with Hugging Face's forward, PyTorch's loss and AdamW, and our order of seeds."""
-    from trainer.certify.reference import matrices_of
+    from trainer.certify.one_process.optimizers import matrices_of
     from trainer.distributed.seeding import step_seed
     from trainer.models.materialise import materialise
     from trainer.parallel.forward_backward import Dropout
@@ -431,8 +431,8 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         for data_rank in range(case.data_ranks):
             parts = shares(case, step, data_rank)
             batches = [task.collate(share) for share in parts]
-            # a pipeline gives its micro-batches one shape, on which attention dropout depends
-            for index, batch in enumerate(task.padded(batches) if case.pipeline > 1 else batches):
+            # in every layout: what dropout draws depends on the width
+            for index, batch in enumerate(task.padded(batches) if spec.training.draws else batches):
                 dropout.start(step_seed(seed, step, data_rank), index)
                 targets, lengths[:] = (
                     batch["targets"],
@@ -572,7 +572,7 @@ def plain_optimizer(
         if kind is None:
             groups[-1] |= {"muon": name in matrices, "lr_multiplier": 1}
     if kind is None:
-        from trainer.certify.reference import MuonOfTorch
+        from trainer.certify.one_process.optimizers import MuonOfTorch
 
         made = MuonOfTorch(groups, **params)
         for group in made.param_groups:

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.certify.cases.language_case import LanguageCase
 from trainer.certify.cases.pairs_case import PairsCase, image_case, module_case
 from trainer.certify.comparison import Finding, compare
+from trainer.certify.one_process.options import options_of
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
@@ -62,8 +63,11 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
         small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
-        run, resumed = record(small, spec, task, sources, machine, folder)
-        findings, first = compare(small, spec, run, resumed, machine, lambda: reference(small))
+        run, resumed = record(small, spec, task, sources, machine, folder, case.edges)
+        options = options_of(small, case.architecture)
+        findings, first = compare(
+            small, spec, (run, resumed), machine, options, case.edges, reference
+        )
         layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
         if (base := case.base) is not None:
             findings = (base, *findings)

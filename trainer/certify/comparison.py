@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
+from trainer.certify.one_process.edges import Edge
+from trainer.certify.one_process.optimizers import scheduler_of
+from trainer.certify.one_process.options import Option, share_of
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.parameters import Published
 from trainer.certify.recording import Recording, State, Tensors
-from trainer.certify.reference import Expected, Judged, Reference, scheduler_of
+from trainer.certify.reference import Expected, Judged, Reference, norm_of
 from trainer.certify.rounding import coefficients
 from trainer.certify.text_reference import LanguageReference
 from trainer.certify.tiny_run import UNKNOWN_STEPS, Tiny
@@ -30,7 +33,8 @@ TOLERANCES = {
     "output": 1e-4,
     "loss": 1e-5,
     "gradient": 1e-4,
-    "norm": 1e-4,
+    "norm": 1e-5,
+    "option": 0.1,
     "projection": 1e-3,
     "rounding": 1.5,
     "sum": 1e-5,
@@ -49,12 +53,18 @@ TOLERANCES = {
 }
 """The checks in the order of a step: the first that fails shows where the error arises."""
 
+OPTION = "option"
+"""The check that an option is on, of which the table has a line for each."""
+
 LEAST_SHARE = 1e-2
 """The share of its layer's largest entry below which a gradient is not measured against its own:
 one that is zero by symmetry (a key's bias without rotary positions) is rounding alone."""
 
 BAND = 3.0
 """The factor by which a layout's rounding in low precision may exceed that of one process."""
+
+LEAST_ROUNDING = 4.0
+"""The factor by which one process may round more than the run: float32 rounds far less."""
 
 MOST_STEPS = 200_000
 """The most steps that are compared, in a few seconds."""
@@ -102,21 +112,24 @@ class Order:
 def compare(
     small: Tiny,
     spec: ModelSpec,
-    run: Recording,
-    resumed: Recording,
+    recordings: tuple[Recording, Recording],
     machine: Machine,
-    make_reference: Callable[[], Reference],
+    options: Sequence[Option],
+    edges: Sequence[Edge],
+    make_reference: Callable[..., Reference],
 ) -> tuple[tuple[Finding, ...], Finding | None]:
-    """Compare the recordings of all ranks with one process, which runs on the first. Collective.
+    """Compare the recordings of all ranks, of the run and of the resumed one, with one process,
+    which runs on the first. Collective.
 
-    Returns the worst finding of each check, and the first that failed.
+    Returns the worst finding of each check, one for each option, and the first that failed.
     """
     found: list[Finding] = []
+    run, resumed = recordings
     ranks = machine.ranks
     machine.watch.at(Phase.FINISHING)
 
     def one_process() -> tuple[list[Expected], Order]:
-        reference = make_reference()
+        reference = make_reference(small)
         order = Order(reference.order, spec.blocks)
         own = small.own.config
         found.append(compare_initial(run, reference.weights(), order, reference.held))
@@ -124,13 +137,14 @@ def compare(
         expected = list[Expected]()
         if found[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
-        for step, gradients in enumerate(run.gradients):
+        for one, findings in one_by_one(run, reference, small, edges, order):
             machine.watch.moves()
-            expected.append(reference.step(step, run.states[step], gradients, run.norms[step]))
-            found.extend(compare_update(run, step, expected[-1], order))
-            if step + 1 in run.held_out:
-                theirs = reference.held_out(run.states[step + 1])
-                found.extend(compare_held_out(run, step, theirs, expected[-1]))
+            expected.append(one)
+            found.extend(findings)
+        for option in options:
+            machine.watch.moves()
+            without = make_reference(option.without, option.amend)
+            found.append(compare_option(option, run, expected, without))
         found.extend(compare_resumed(resumed, run, small.middle, order))
         if run.exported is not None and reference.published is not None:
             opened = reference.published(run.exported)
@@ -138,20 +152,51 @@ def compare(
         if run.rounded is not None and isinstance(reference, LanguageReference):
             projected = reference.projected(run.states[-1], len(run.losses))
             found.extend(compare_rounded(run, *projected))
-        return [replace(one, state={}) for one in expected], order
+        kept = [replace(one.rounding, runs=()) for one in expected]
+        return [
+            replace(one, state={}, rounding=rounding)
+            for one, rounding in zip(expected, kept, strict=True)
+        ], order
 
     expected, order = ranks.on_first(Alone()(one_process))
     for step, one in enumerate(expected):
         found.extend(compare_step(run, step, one, order, ranks.rank))
-        so_far = sum(other.targets for other in expected[: step + 1])
-        found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
+        if step < small.total:
+            so_far = sum(other.targets for other in expected[: step + 1])
+            found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
     findings = [finding for theirs in ranks.gather(found) for finding in theirs]
     sequence = {check: index for index, check in enumerate(TOLERANCES)}
     failures = (finding for finding in findings if not finding.passed)
     first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
-    of_check = [[f for f in findings if f.check == check] for check in TOLERANCES]
-    worst = tuple(max(some, key=lambda f: f.severity) for some in of_check if some)
-    return worst, first
+    return worst_of(findings), first
+
+
+def one_by_one(
+    run: Recording, reference: Reference, small: Tiny, edges: Sequence[Edge], order: Order
+) -> Iterator[tuple[Expected, list[Finding]]]:
+    """Yield what each step is expected to give, and findings on the update that it made."""
+    for step, gradients in enumerate(run.gradients):
+        if step >= small.total:
+            parts = reference.parts_at(edges[step - small.total], step)
+            yield reference.computed(step, run.states[step], parts), []
+            continue
+        one = reference.step(step, run.states[step], gradients, run.norms[step])
+        found = list(compare_update(run, step, one, order))
+        if step + 1 in run.held_out:
+            theirs = reference.held_out(run.states[step + 1])
+            found.extend(compare_held_out(run, step, theirs, one))
+        yield one, found
+
+
+def worst_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the worst finding of each check, and of each option, in the order of a step."""
+    sequence = list(TOLERANCES)
+    worst = dict[tuple[str, str], Finding]()
+    for finding in sorted(findings, key=lambda finding: sequence.index(finding.check)):
+        each = finding.check, finding.where if finding.check == OPTION else ""
+        if each not in worst or finding.severity > worst[each].severity:
+            worst[each] = finding
+    return tuple(worst.values())
 
 
 def compare_initial(
@@ -186,6 +231,9 @@ def compare_step(
     yield compare_gradients(step, run.gradients[step], one, order, rank)
     most = _tolerance("norm", rounding.norm, one)
     yield Finding("norm", step, _relative(norm, one.norm), most, "", rank)
+    if run.gradients[step]:  # whatever they are rounded to, the norm is theirs
+        own = _relative(norm, norm_of(run.gradients[step]))
+        yield Finding("norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank)
 
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Finding:
@@ -270,7 +318,8 @@ def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -
         where = f"({ours.targets} targets in place of {theirs.targets})"
         yield _wrong("held-out loss", step, where)
         return
-    tolerance = _tolerance("held-out loss", one.rounding.loss, one)
+    rounding = max(one.rounding.loss, theirs.rounding)
+    tolerance = _tolerance("held-out loss", rounding, one)
     yield Finding("held-out loss", step, _relative(ours.loss, theirs.loss), tolerance)
     for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
         off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets
@@ -322,6 +371,19 @@ def compare_published(
     yield _first("merged", step, errors, {}, sorted(errors, key=order.place))
 
 
+def compare_option(
+    option: Option, run: Recording, expected: Sequence[Expected], without: Reference
+) -> Finding:
+    """Compare the effect of an option on the run with that on one process."""
+    step = len(run.losses) - 1
+    if (share := share_of(option, run, expected, without)) is None:
+        where = f"{option.name}: not shown, as its effect here is within rounding"
+        return Finding(OPTION, step, 0.0, TOLERANCES[OPTION], where)
+    place = f" on {share.tensor}" if share.tensor else ""
+    where = f"{option.name}: {share.found:.1%} of its effect{place}"
+    return Finding(OPTION, step, abs(share.found - 1), share.allowed, where)
+
+
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
     """Project gradients of many rows in low precision, of both, on those in float32.
 
@@ -336,6 +398,8 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
     yield Finding("projection", step, apart, sure, "(of gradients on those in float32)")
     most = TOLERANCES["rounding"]
     yield Finding("rounding", step, rest / noise, most, "(x that of one process)")
+    where = f"low precision: {rest / noise:.1%} of the rounding of one process"
+    yield Finding(OPTION, step, noise / max(rest, 1e-30), LEAST_ROUNDING, where)
     most = rounded.allowed or TOLERANCES["sum"]
     yield Finding("sum", step, rounded.added, most, rounded.where)
 

@@ -97,11 +97,14 @@ def write_base(copy: ModelSpec, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def opened(folder: Path, options: Any) -> nn.Module:
-    """Load a model by transformers, in float32."""
-    from transformers import AutoModelForCausalLM
+def opened(folder: Path, options: Any, amend: Callable[[Any], None] | None = None) -> nn.Module:
+    """Load a model by transformers, in float32; `amend` changes its config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    if amend is not None:
+        more["config"] = AutoConfig.from_pretrained(folder, **more)
+        amend(more["config"])
     if options.attention in ("eager", "sdpa"):
         more["attn_implementation"] = options.attention
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer import checkpoint
+from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, keeper_in, measured
@@ -128,7 +129,7 @@ class Recorder:
         place = job.data_rank * layout.context + part
         if not job.spec.language.vocabulary:
             return [{(place, number): None} for number in range(len(micro_batches))]
-        if layout.pipeline > 1:  # parts are those of rows of one length
+        if layout.pipeline > 1 or job.one_width:  # parts are those of rows of one length
             micro_batches = job.task.padded(micro_batches)
         part_of, rows = division_of(layout, job.spec.language.heads).part, enumerate(micro_batches)
         return [{(place, n): part_of(batch["input_ids"], part)} for n, batch in rows]
@@ -193,10 +194,16 @@ def shared_folder(ranks: Ranks) -> Iterator[Path]:
 
 
 def record(
-    small: Tiny, spec: ModelSpec, task: Task, sources: Sources, machine: Machine, folder: Path
+    small: Tiny,
+    spec: ModelSpec,
+    task: Task,
+    sources: Sources,
+    machine: Machine,
+    folder: Path,
+    edges: Sequence[Edge] = (),
 ) -> tuple[Recording, Recording]:
-    """Record the whole run; and its second part again, by a new engine, from the checkpoint in its
-    middle. Collective.
+    """Record the whole run, with a step at learning rate 0 for each of the `edges`; and its second
+    part again, by a new engine, from the checkpoint in its middle. Collective.
 
     No step of the second run is observed, which shows that observing changes nothing.
     """
@@ -213,7 +220,7 @@ def record(
     with constant(cross_entropy, "CHUNK_BYTES", chunk):  # a few tokens fill several
         machine.watch.at(Phase.BUILDING)
         engine = kind.build(job)
-        whole = _train(small, engine, sources, RunState(), folder / "checkpoints")
+        whole = _train(small, engine, sources, RunState(), folder / "checkpoints", edges)
         if small.low_precision and spec.tiny.input is None:
             whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
         if section.adapter is not None:
@@ -241,7 +248,12 @@ def _exported(engine: Engine, folder: Path) -> Path:
 
 
 def _train(
-    small: Tiny, engine: Engine, sources: Sources, state: RunState, saves: Path | None
+    small: Tiny,
+    engine: Engine,
+    sources: Sources,
+    state: RunState,
+    saves: Path | None,
+    edges: Sequence[Edge] = (),
 ) -> Recording:
     """Train from `state` by the loop of a real run; the whole run `saves` a checkpoint."""
     job: Any = engine.job
@@ -261,7 +273,19 @@ def _train(
     hooks = RecordingHooks(engine, recording, small, sources.held_out, saves)
     with loader:
         train(recorder, loader, _schedule(small), plan, hooks, state)
+    for step, edge in enumerate(edges, small.total):
+        recorder.step(step, _batches_at(edge, job, small, step), Update(0.0))
     return recording
+
+
+def _batches_at(edge: Edge, job: Job, small: Tiny, step: int) -> list[Batch]:
+    """Return this rank's micro-batches of a step at an edge."""
+    batches = []
+    for number in range(small.layout.accumulation):
+        place = step, job.data_rank, number
+        batch = job.task.collate(samples_at(edge, small, job.spec.language.vocabulary, place))
+        batches.append({name: value.to(job.machine.device) for name, value in batch.items()})
+    return batches
 
 
 def _schedule(small: Tiny) -> LRSchedule:

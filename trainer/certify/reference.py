@@ -10,7 +10,6 @@ found in the step that made it."""
 
 from __future__ import annotations
 
-import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -20,23 +19,21 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import nn
-from torch.optim._muon import muon
 
+from trainer.certify.one_process.edges import Edge
+from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
+from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import PROBE_RATE, Tiny, permutation, seed_of
-from trainer.config import Config
 from trainer.models.spec import ModelSpec
-from trainer.parallel import float8
 from trainer.parallel.parallel_mesh import division_of
-from trainer.plugins import NAMED
 from trainer.state import MASTER, WEIGHT
-from trainer.storage import required
 
 IGNORED = -100
-_OF_DEEPSPEED = "adam_w_mode torch_adam bias_correction fp32_optimizer_states fused ns_method"
-NOT_OF_TORCH = tuple(_OF_DEEPSPEED.split())
+REPEATS = 6
+"""The runs that measure the rounding of float8."""
 
 
 class MicroBatch(NamedTuple):
@@ -62,6 +59,10 @@ class Rounding:
     outputs: dict[tuple[int, int, str], float]
     least: float
     """The relative rounding of one number."""
+    runs: tuple[Tensors, ...] = ()
+    """The gradients of each of these runs of one process."""
+    is_low: bool = False
+    """True if they are in low precision."""
 
 
 EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
@@ -80,6 +81,13 @@ class Expected:
     targets: int
     rounding: Rounding
     outputs: Outputs = field(default_factory=dict)
+    biases: Tensors = field(default_factory=dict)
+    """The biases of routers after the step, which in low precision follow rounding."""
+
+    @property
+    def weights(self) -> Tensors:
+        """The weights after the step, in float32, by name."""
+        return {name: value for (name, part), value in self.state.items() if part == WEIGHT}
 
     @property
     def overflows(self) -> bool:
@@ -96,6 +104,8 @@ class Judged(NamedTuple):
     """The number of correct targets, for each of the task's measures."""
     unsure: int = 0
     """The number of targets whose correctness may depend on rounding."""
+    rounding: float = 0.0
+    """The relative difference of the loss where float8 rounds otherwise."""
 
 
 class Reference(ABC):
@@ -113,14 +123,15 @@ class Reference(ABC):
         device: torch.device,
         tops: Sequence[int] = (1,),
     ) -> None:
-        self._small, self._spec, self._data, self._device = small, spec, data, device
+        self.small, self._spec, self._data, self._device = small, spec, data, device
         self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
         self._smoothing = small.config.trainer.label_smoothing
-        self._exact = replace(EXACT, least=float8.ERROR[small.layout.float8])
-        self._scale = self._layout.data_ranks if self._exact.least else 1  # rounds as the engine
-        self._margin = 0.05 if small.low_precision or self._exact.least else 1e-4
+        in_float8 = self._layout.float8 != "none"
+        self._scale = self._layout.data_ranks if in_float8 else 1  # rounds as the engine
+        self._margin = 0.05 if small.low_precision or in_float8 else 1e-4
         self.model, self.published = own.model.to(device), own.published
-        float8.apply(self.model, spec, small.layout, torch.device("cpu"), gathers=False)
+        if in_float8:
+            multiply_in_float8(self.model, spec.blocks, self._layout.float8)
         self._named = dict(self.model.named_parameters())
         self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}
         self.order = self._order_of_computation()
@@ -163,31 +174,46 @@ class Reference(ABC):
         kept = {name: value for name, value in stored.items() if name not in tied}
         return {name: value.detach().cpu().clone() for name, value in kept.items()}
 
-    def step(self, step: int, before: State, gradients: Tensors, norm: float) -> Expected:
+    def step(
+        self, step: int, before: State, gradients: Tensors, norm: float, measures: bool = True
+    ) -> Expected:
         """Take a step from the engine's state before it; update by the engine's gradients and norm.
 
         So a wrong gradient is not reported as a wrong update, too. Called for each, in order."""
-        self._load(before)
         parts = self._whole_step(step)
-        counted = self._count(parts)
-        if step == self._small.overflow_step:
+        if step != self.small.overflow_step:
+            found = self.computed(step, before, parts, measures)
+        else:
+            self._load(before)
             if self._scheduler is not None:
                 self._scheduler.step()
             named = self._named.keys() | self._loads.biases.keys()
             kept = {key: value for key, value in before.items() if key[0] in named}
-            return Expected(math.inf, math.inf, {}, kept, counted, EXACT)
-        loss, own = self._gradients(self.model, step, parts, counted)
-        outputs, rounding = self._outputs, self._exact
-        if self._small.low_precision:
-            rounding = self._rounding(step, parts, counted, loss, own)
+            return Expected(math.inf, math.inf, {}, kept, self._count(parts), EXACT)
         self._update(step, gradients, norm)
-        other = self._loads.biases if self._small.low_precision else ()  # they follow rounding
+        other = self._loads.biases if self.small.low_precision else ()  # they follow rounding
         after = {(n, WEIGHT): value for n, value in self.weights().items() if n not in other}
         for name, parameter in self._named.items():
             for part, value in self._optimizer.state[parameter].items():
                 if torch.is_tensor(value):
                     after[name, part] = value.detach().cpu().clone()
-        return Expected(loss, norm_of(own), own, after, counted, rounding, outputs)
+        biases = {name: value.detach().cpu().clone() for name, value in self._loads.biases.items()}
+        return replace(found, state=after, biases=biases)
+
+    def computed(
+        self, step: int, state: State, parts: list[MicroBatch], measures: bool = True
+    ) -> Expected:
+        """Compute loss and gradients of micro-batches with the weights of `state`; no update.
+
+        With the rounding of the run's precision, if it `measures` that.
+        """
+        self._load(state)
+        counted = self._count(parts)
+        loss, own = self._gradients(self.model, step, parts, counted)
+        outputs, rounding = self._outputs, EXACT
+        if measures and (self.small.low_precision or self._layout.float8 != "none"):
+            rounding = self._rounding(step, parts, counted, loss, own)
+        return Expected(loss, norm_of(own), own, {}, counted, rounding, outputs)
 
     def norms(self, steps: int) -> list[float]:
         """Return the gradient norms of the first steps: the engine's, up to rounding."""
@@ -205,18 +231,26 @@ class Reference(ABC):
     def _judged(self, samples: Sequence[Any], size: int) -> Judged:
         """Evaluate samples, `size` at a time."""
         total, counted, right, unsure = 0.0, 0, [0] * len(self._tops), 0
+        repeats = REPEATS if self._layout.float8 != "none" else 0
+        others, rounded = (
+            [shaken(self.model, seed).eval() for seed in range(repeats)],
+            [0.0] * repeats,
+        )
         self.model.eval()
         with torch.no_grad():
             for start in range(0, len(samples), size):
                 inputs, targets = self._collated(samples[start : start + size])
                 total += float(self._loss_sum(self.model, inputs, targets))
                 counted += self._counted(inputs, targets)
+                for index, model in enumerate(others):
+                    rounded[index] += float(self._loss_sum(model, inputs, targets))
                 for index, most in enumerate(self._tops):
                     logits = self._output(self.model, inputs)
                     found = right_of(logits, targets, most, self._margin)
                     right[index], unsure = right[index] + found[0], unsure + found[1]
         self.model.train()
-        return Judged(total / counted, counted, tuple(right), unsure)
+        rounding = max((abs(other - total) for other in rounded), default=0.0) / total
+        return Judged(total / counted, counted, tuple(right), unsure, rounding)
 
     def _gradients(
         self, model: nn.Module, step: int, parts: Sequence[MicroBatch], counted: int
@@ -259,19 +293,29 @@ class Reference(ABC):
     def _rounding(
         self, step: int, parts: list[MicroBatch], counted: int, loss: float, own: Tensors
     ) -> Rounding:
-        """Repeat the step in low precision, gradients summed in low precision and in float32."""
-        dtype = getattr(torch, self._layout.precision)
-        low, exact = copy.deepcopy(self.model), self._outputs
-        for parameter in low.parameters():
-            parameter.data = parameter.data.to(dtype)
-        together = self._gradients(low, step, parts, counted)
-        outputs = {key: apart(value, exact[key]) for key, value in self._outputs.items()}
-        alone = [self._gradients(low, step, [part], counted) for part in parts]
-        summed = {
-            name: torch.stack([of[name] for _, of in alone if name in of]).sum(0)
-            for name in together[1]
-        }
-        runs = [together, (sum(loss for loss, _ in alone), summed)]
+        """Repeat the step as it may be rounded: in low precision, gradients summed in it and in
+        float32; in float8 products, with weights that differ by a little."""
+        dtype, exact = getattr(torch, self._layout.precision), self._outputs
+        outputs = dict[tuple[int, int, str], float]()
+        runs: list[tuple[float, Tensors]] = []
+
+        def repeat(model: nn.Module) -> None:
+            runs.append(self._gradients(model, step, parts, counted))
+            for key, value in self._outputs.items():
+                outputs[key] = max(outputs.get(key, 0.0), apart(value, exact[key]))
+
+        low = self.model
+        if dtype != torch.float32:
+            low = lowered(self.model, dtype, self._layout.float8)
+            repeat(low)
+            alone = [self._gradients(low, step, [part], counted) for part in parts]
+            summed = {
+                name: torch.stack([of[name] for _, of in alone if name in of]).sum(0)
+                for name in runs[0][1]
+            }
+            runs.append((sum(loss for loss, _ in alone), summed))
+        for seed in range(REPEATS if self._layout.float8 != "none" else 0):
+            repeat(shaken(low, seed))
         gradients = {
             n: max(float((of[n] - value).abs().max()) for _, of in runs) for n, value in own.items()
         }
@@ -280,7 +324,9 @@ class Reference(ABC):
             max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
             gradients,
             outputs,
-            max(torch.finfo(dtype).eps / 2, self._exact.least),
+            torch.finfo(dtype).eps / 2,
+            tuple(of for _, of in runs),
+            dtype != torch.float32,
         )
 
     # Samples
@@ -302,7 +348,7 @@ class Reference(ABC):
     def _evaluated_samples(self) -> list[Any]:
         """Return the samples of an evaluation."""
         held_out = self._data.held_out
-        return [held_out[i] for i in range(min(len(held_out), self._small.held_out))]
+        return [held_out[i] for i in range(min(len(held_out), self.small.held_out))]
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
@@ -313,6 +359,10 @@ class Reference(ABC):
         ranks = range(self._layout.data_ranks)
         parts = [part for rank in ranks for part in self._micro_batches(step, rank)]
         return sorted(parts, key=lambda part: (part.number, part.data_rank))
+
+    def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
+        """Return the micro-batches of a step at an edge."""
+        raise NotImplementedError("a task with edges has rows at them")
 
     # Randomness
 
@@ -342,7 +392,7 @@ class Reference(ABC):
                         value.copy_(state[name, part].reshape(value.shape))
 
     def _update(self, step: int, gradients: Tensors, norm: float) -> None:
-        limit = float(self._small.config.settings["gradient_clipping"])
+        limit = float(self.small.config.settings["gradient_clipping"])
         for name, parameter in self._named.items():
             parameter.grad = None
             if (gradient := gradients.get(name)) is not None:
@@ -350,7 +400,7 @@ class Reference(ABC):
         if limit > 0:  # to the last bit, as Muon rounds to 16 of them
             nn.utils.clip_grads_with_norm_(self._named.values(), limit, torch.tensor(norm))
         groups = self._optimizer.param_groups
-        if step >= self._small.steps:
+        if step >= self.small.steps:
             for group in groups:
                 group["lr"] = PROBE_RATE
         scheduled = [group["lr"] for group in groups]
@@ -381,86 +431,3 @@ def right_of(
 
 def norm_of(gradients: Tensors) -> float:
     return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())
-
-
-def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """Return the weights that Muon updates, by docs/optimizers.md."""
-    found = set[str]()
-    for block in blocks:
-        for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if not isinstance(module, nn.Embedding | nn.Conv1d):
-                own = module.named_parameters(name, recurse=False)
-                found |= {key for key, p in own if p.ndim in (2, 3) and 1 not in p.shape[-2:]}
-    return found
-
-
-class MuonOfTorch(torch.optim.AdamW):
-    """`torch.optim.Muon`'s update, of each expert, in groups of one with `muon`; else AdamW."""
-
-    def __init__(self, groups: list[dict[str, Any]], **params: Any) -> None:
-        halves = {True: params.pop("muon_lr", None), False: params.pop("adam_lr", None)}
-        for group in groups:
-            if (rate := halves[group["muon"]]) is not None:
-                group["lr_multiplier"] *= rate / params["lr"]
-        ours = "momentum", "nesterov", "ns_steps", "adjust_lr_fn"
-        wanted = {name: params.pop(name) for name in ours if name in params}
-        self._muon = torch.optim.Muon([torch.zeros(2, 2)], **wanted).defaults
-        super().__init__(groups, **params)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        everything = self.param_groups
-        self.param_groups = [group for group in everything if not group["muon"]]
-        super().step()
-        self.param_groups = everything
-        for group in everything:
-            [parameter] = group["params"]
-            if group["muon"] and parameter.grad is not None:
-                zeros = torch.zeros_like(parameter)
-                buffer = self.state[parameter].setdefault("momentum_buffer", zeros)
-                tensors = parameter.detach(), parameter.grad, buffer
-                chosen: Any = self._muon | {key: group[key] for key in ("lr", "weight_decay")}
-                muon(*([*t] if t.ndim == 3 else [t] for t in tensors), **chosen, has_complex=False)
-
-
-def optimizer_of(own: Learner, small: Tiny, blocks: Sequence[str]) -> torch.optim.Optimizer:
-    """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
-    defaults and Trainer's groups. Each parameter is a group by itself.
-    """
-    from transformers import Trainer
-
-    wanted, section = small.config.optimizer, small.config.trainer
-    matrices = matrices_of(own.model, blocks) if wanted.type == "Muon" else set[str]()
-    decoupled = wanted.type == "Adam" and wanted.params.get("adam_w_mode", True)
-    params = {key: value for key, value in wanted.params.items() if key not in NOT_OF_TORCH}
-    params = {"weight_decay": 0.0, **params, "foreach": False}
-    named = dict(own.model.named_parameters())
-    decayed = set(named)
-    if section.weight_decay_excludes != "nothing":
-        decayed &= set(Trainer.get_decay_parameter_names(None, own.model))
-    groups = []
-    for key, parameter in named.items():
-        multiplier, decay = own.groups.get(key, (1.0, None))
-        if decay is None:
-            decay = params["weight_decay"] if key in decayed else 0.0
-        group = {"params": [parameter], "lr": params["lr"], "lr_multiplier": multiplier}
-        groups.append({**group, "weight_decay": decay, "muon": key in matrices})
-    if build := NAMED["optimizer"].get(wanted.type):
-        return build(groups, **wanted.params)  # type: ignore[no-any-return]
-    name = "AdamW" if decoupled else wanted.type
-    kind: Any = MuonOfTorch if matrices else getattr(torch.optim, name)
-    return kind(groups, **params)  # type: ignore[no-any-return]
-
-
-def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """Build DeepSpeed's own scheduler, or transformers', which is stepped after each update."""
-    from transformers import get_scheduler
-
-    if (section := config.scheduler) is None:
-        return None
-    if section.type[0].isupper():  # transformers' names are in lower case
-        place = f"scheduler.type: {section.type}, compared with DeepSpeed's own"
-        lr_schedules = required("deepspeed.runtime.lr_schedules", place, "deepspeed")
-        return getattr(lr_schedules, section.type)(optimizer, **section.params)
-    steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
-    least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None
-    return get_scheduler("cosine_with_min_lr" if least else section.type, optimizer, *steps, least)

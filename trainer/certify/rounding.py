@@ -74,16 +74,20 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
         return batches
 
     projected = [gradients(step + n, batches_of(step + n, lambda *_: None)) for n in range(STEPS)]
-    shares = _shares(layout.data_ranks * layout.accumulation)
     places = [(rank, i) for rank in range(layout.data_ranks) for i in range(layout.accumulation)]
-    count = dict(zip(places, shares, strict=True))
+    apart = [[place] for place in places]
+    if layout.expert > 1:  # experts compute the tokens of all ranks in one product, rounded once
+        apart = [[p for p in places if p[1] == i] for i in range(layout.accumulation)]
+    shares = _shares(len(apart))
+    pairs = zip(apart, shares, strict=True)
+    count = {place: share for some, share in pairs for place in some}
     whole = gradients(step, batches_of(step, lambda *place: count[place]))
     total = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in whole.items()}
-    for one in places:
-        alone = dict.fromkeys(places, 0) | {one: count[one]}
+    for some in apart:
+        alone = dict.fromkeys(places, 0) | {place: count[place] for place in some}
         part = gradients(step, batches_of(step, lambda *place, of=alone: of[place]))
         for name, value in part.items():
-            total[name] += value.double() * (count[one] / sum(shares))
+            total[name] += value.double() * (sum(alone.values()) / sum(count.values()))
     errors = {}
     for name, value in total.items():
         if value.numel():

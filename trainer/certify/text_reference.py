@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.certify.one_process.edges import Edge, rows_at
+from trainer.certify.one_process.factors import lowered
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
@@ -43,6 +45,7 @@ class LanguageReference(Reference):
         data = Sources(*(self._prepared(part, small.row) for part in documents))
         super().__init__(small, spec, own, data, device)
         self._has_own_loss, self._adds_to_loss = self._own_loss()
+        self._draws = self._sees_draws() or spec.training.draws  # which may be unproven
 
     def held_out(self, state: State) -> Judged:
         """Evaluate the held-out samples, each by itself.
@@ -75,9 +78,8 @@ class LanguageReference(Reference):
         """Compute gradients of STEPS steps at rounded weights, in float32 and in low precision."""
         self._load(state)
         dtype, layout = getattr(torch, self._layout.precision), self._layout
-        low, exact = copy.deepcopy(self.model), copy.deepcopy(self.model)
+        low, exact = lowered(self.model, dtype, layout.float8), copy.deepcopy(self.model)
         for rounded, parameter in zip(low.parameters(), exact.parameters(), strict=True):
-            rounded.data = parameter.data.to(dtype)
             parameter.data = rounded.data.float()
         found: tuple[list[Tensors], list[Tensors]] = ([], [])
         size, ranks = self._spec.language.vocabulary, range(layout.data_ranks)
@@ -85,7 +87,7 @@ class LanguageReference(Reference):
         for later in range(step, step + STEPS):
             parts = []
             for rank, number in places:
-                rows = rows_of(self._small, size, later, rank, number)
+                rows = rows_of(self.small, size, later, rank, number)
                 samples = [(inputs.tolist(), targets.tolist()) for inputs, targets in rows]
                 parts.append(MicroBatch(rank, number, *self._collated(samples)))
             counted = sum(part.targets.numel() for part in parts)
@@ -93,18 +95,36 @@ class LanguageReference(Reference):
                 gradients.append(self._gradients(model, later, parts, counted)[1])
         return found
 
+    def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
+        layout, found = self._layout, []
+        for number in range(layout.accumulation):
+            for rank in range(layout.data_ranks):
+                place = step, rank, number
+                rows = rows_at(edge, self.small, self._spec.language.vocabulary, place)
+                lists = [[(d.inputs.tolist(), d.targets.tolist()) for d in row] for row in rows]
+                found += self._parts_of(rank, number, lists)
+        return found
+
+    def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
+        """Return a micro-batch of rows of one document each."""
+        return [MicroBatch(rank, number, *self._collated([row[0] for row in rows]))]
+
     def _prepared(self, documents: list[Encoded], longest: int) -> list[Any]:
         """Return the samples of documents."""
         return [sample_of(document, longest) for document in documents]
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
-        # a pipeline pads its micro-batches to one shape, which affects attention's dropout
-        pipeline = self._layout.pipeline > 1
-        width = max(len(inputs) for part in parts for inputs, _ in part) if pipeline else 0
+        longest = max(len(inputs) for part in parts for inputs, _ in part)
+        width = longest if self._draws else 0  # what is drawn depends on it, so a step has one
         return [
-            MicroBatch(data_rank, i, *self._collated(part, width)) for i, part in enumerate(parts)
+            MicroBatch(data_rank, i, *self._collated(part, width), 0, self._shared(longest))
+            for i, part in enumerate(parts)
         ]
+
+    def _shared(self, longest: int) -> int:
+        """Return the width of the rows that ranks divide: of a step's longest in a pipeline."""
+        return longest if self._layout.pipeline > 1 else 0
 
     def _collated(
         self, samples: Sequence[Sample], width: int = 0
@@ -159,6 +179,18 @@ class LanguageReference(Reference):
         plain = F.cross_entropy(logits.flatten(0, 1), ids.flatten())
         return True, abs(float(losses[0]) / float(plain) - 1) > 1e-5
 
+    def _sees_draws(self) -> bool:
+        """Return True if a forward pass in training depends on the seed."""
+        found, self._inputs = list[torch.Tensor](), self._example()
+        self._loads.begin()
+        self._loads.ids = self._inputs
+        for seed in range(2):
+            torch.manual_seed(seed)
+            self._block_seed = seed
+            with torch.no_grad():
+                found.append(self._output(self.model.train(), self._inputs))
+        return not torch.equal(*found)
+
     def _padding_counts(self) -> bool:
         """Return True if logits depend on how many tokens follow in the row (ranked ties)."""
         half, moved = LONGEST // 2, 0.0
@@ -199,17 +231,22 @@ class PackedReference(LanguageReference):
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
-        rows = [max(sum(len(ids) for ids, _ in pack) for pack in part) for part in parts]
-        if self._layout.pipeline > 1:
-            rows = [max(rows)] * len(rows)
+        longest = max(sum(len(ids) for ids, _ in pack) for packs in parts for pack in packs)
         return [
-            MicroBatch(data_rank, index, *self._collated([document]), start, rows[index])
-            for index, part in enumerate(parts)
-            for pack in part
-            for start, document in zip(
-                accumulate((len(ids) for ids, _ in pack), initial=0), pack, strict=False
-            )
+            found._replace(row=self._shared(longest) or found.row)
+            for number, packs in enumerate(parts)
+            for found in self._parts_of(data_rank, number, packs)
         ]
+
+    def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
+        """Return a micro-batch for each document, with its place in its row."""
+        width, found = max(sum(len(ids) for ids, _ in row) for row in rows), []
+        for row in rows:
+            starts = accumulate((len(ids) for ids, _ in row), initial=0)
+            for start, document in zip(starts, row, strict=False):
+                part = MicroBatch(rank, number, *self._collated([document]), start, width)
+                found.append(part)
+        return found
 
 
 def sample_of(document: Encoded, longest: int) -> Sample:

@@ -130,7 +130,7 @@ def tiny_run(
         small.append(f"trainer.tiled_mlp={min(TILE, config.trainer.tiled_mlp)}")
     if config.trainer.float8 != "none":
         if installed("torchao"):
-            notes.append("float8 emulated, in layers of any size, to within 3 % of one process")
+            notes.append("float8 emulated, in layers of any size; its rounding is measured")
         else:
             small.append("trainer.float8=none")
             notes.append("products in the run's precision: torchao is not installed")

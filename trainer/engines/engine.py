@@ -57,6 +57,16 @@ class Job:
         return bool(self.spec.training.sparse) and self.layout.averaging_ranks > 1
 
     @property
+    def one_width(self) -> bool:
+        """True if a step's micro-batches of tokens are padded to one width, in every layout.
+
+        Random numbers are drawn for padding, too, so they depend on the width; and a pipeline
+        gives all micro-batches of a step one.
+        """
+        tokens = bool(self.spec.language.vocabulary)
+        return tokens and (self.spec.training.draws or self.task.draws)
+
+    @property
     def data_rank(self) -> int:
         """The index of this process's share of the samples."""
         return self.layout.data_rank(self.machine.ranks.rank)

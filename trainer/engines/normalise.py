@@ -92,6 +92,8 @@ class NormalisedEngine(ABC):
         job, mesh, self._observe = self.job, self._mesh, observe
         set_update(self._optimizer.param_groups, update)
         seed = step_seed(job.seed, step, job.data_rank)
+        if job.one_width:
+            micro_batches = job.task.padded(micro_batches)
         with mesh.dividing_rows():
             targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
             scale = gradient_scale(targets, mesh, self.divided_by)

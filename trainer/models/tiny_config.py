@@ -222,6 +222,17 @@ class _Resize:
         return value
 
 
+def windows_of(config: Any) -> set[int]:
+    """Return the lengths of attention windows and chunks that a config, or a part of it, has."""
+    found = set[int]()
+    for name, value in vars(config).items():
+        if hasattr(value, "to_dict"):
+            found |= windows_of(value)
+        elif _is_int(value) and _role(name) == "window":
+            found.add(value)
+    return found
+
+
 def _width(value: int, scale: Scale) -> int:
     exact = value * scale.width
     tied = value % scale.hidden == 0 or scale.hidden % value == 0

@@ -17,8 +17,6 @@ LEAST = 1024
 """The least width of a layer: for smaller ones casts may take longer than float8 saves."""
 MULTIPLE = 16
 """The kernels take multiples of it."""
-ERROR = {"none": 0.0, "tensorwise": 0.01, "rowwise": 0.01}
-"""The error if a last bit of float32 decides how a factor is rounded."""
 
 
 def refusal(layout: Layout) -> str | None:
@@ -66,12 +64,10 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem("trainer.float8", seen, "a GPU with float8: Ada, Hopper, later"))
 
 
-def apply(
-    model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device, gathers: bool = True
-) -> None:
+def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device) -> None:
     """Have the layers multiply in float8, in place; a CPU emulates it in the run's precision.
 
-    Weights with one scale each ("tensorwise") are gathered in float8, too, if anything `gathers`.
+    Weights with one scale each ("tensorwise") are gathered in float8, too.
     """
     if layout.float8 == "none":
         return
@@ -79,7 +75,7 @@ def apply(
     config = replace(
         float8.Float8LinearConfig.from_recipe_name(layout.float8),
         emulate=device.type == "cpu",
-        enable_fsdp_float8_all_gather=gathers and layout.float8 == "tensorwise",
+        enable_fsdp_float8_all_gather=layout.float8 == "tensorwise",
     )
     wanted = lambda module, name: name in chosen  # noqa: E731
     float8.convert_to_float8_training(model, config=config, module_filter_fn=wanted)

@@ -75,6 +75,10 @@ class CausalLM:
         noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return changed(self, _smoothing=label_smoothing, _noise=noise)
 
+    @property
+    def draws(self) -> bool:
+        return self._noise is not None
+
     def watching(self, sources: int) -> CausalLM:
         """Return the same task, which also sums the training loss by source."""
         return changed(self, by_source=LossBySource(sources))

@@ -48,6 +48,7 @@ class Supervised:
     """
 
     measures: tuple[str, ...] = ()
+    draws: bool = False
     _metrics: Mapping[str, Loss] = {}
 
     def __init__(

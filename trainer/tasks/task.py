@@ -22,6 +22,10 @@ class Task(Protocol):
     measures: tuple[str, ...]
     """Names of what an evaluation counts besides the loss (accuracy: the correct targets)."""
 
+    @property
+    def draws(self) -> bool:
+        """True if the task itself draws random numbers in training (noise on embeddings)."""
+
     def regularised(self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float) -> Task:
         """Return the same task with smoothed labels and noise on embeddings, where not 0.
 

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from trainer.certify.cases.base_files import compare_base
+from trainer.certify.one_process.edges import edges_of, note_of
+from trainer.certify.one_process.options import Amend, without_rates
+from trainer.certify.one_process.options import amended as amended_config
 from trainer.certify.parameters import learner, opened, published, write_base
 from trainer.certify.recording import Sources
 from trainer.certify.reference import Reference
@@ -60,23 +63,35 @@ class LanguageCase:
             small = replace(small, config=replace(small.config, trainer=section)).noting(ONE_BY_ONE)
         self._machine, self._folder, self._section = machine, folder, small.config.trainer
         options, ranks = self._section.model, machine.ranks
-        plain = huggingface.spec_of(architecture, options.model_copy(update={"name_or_path": None}))
-        small, copy = with_copy(small, plain)
+        self.architecture = architecture
+        plain = self._plain(architecture)
+        small, self._size = with_copy(small, plain)
+        copy = self._copy(plain)
         self._base = folder / "base"
         self._is_read = bool(options.name_or_path or self._section.adapter or small.low_precision)
         if self._is_read:
             ranks.on_first(lambda: write_base(copy, self._base))
             read = options.model_copy(update={"name_or_path": str(self._base)})
             copy = replace(copy, weights=huggingface.weights_of(copy.build(), read))
-        self._plain, self._copy = plain, copy
         whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks)
         assert whole.tiny.copy is not None
         spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
-        self.small = small.noting(*lacking)
+        config, heads = copy.build().config, copy.language.heads
+        self.edges = edges_of(small, config, heads, self._size[2].positions - 1)
+        self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
         self.subject = Subject(spec, CausalLM.of(spec), None, packed=small.packed)
 
-    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[[Tiny], Reference]]:
+    def _plain(self, architecture: Any) -> ModelSpec:
+        """Return the spec of the model itself, without weights."""
+        options = self._section.model.model_copy(update={"name_or_path": None})
+        return huggingface.spec_of(architecture, options)
+
+    def _copy(self, plain: ModelSpec) -> ModelSpec:
+        assert plain.tiny.copy is not None
+        return plain.tiny.copy(*self._size)
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[..., Reference]]:
         """Write the documents, and return them with the one process that trains on them.
 
         Collective. Raises ConfigError if a model on packed documents draws random numbers.
@@ -87,7 +102,7 @@ class LanguageCase:
             if small.packed:
                 _check_nothing_drawn(spec)
             drawn = documents_of(small, spec.language.vocabulary)
-            model = self._reference(small, spec, drawn)
+            model = self._reference(small, spec=spec, documents=drawn)
             documents = drawn._replace(held_out=model.continued(drawn.held_out))
             for name, part in documents._asdict().items():
                 write_part(folder / name, part, Cut(small.row, "pack" if small.packed else "pad"))
@@ -97,9 +112,14 @@ class LanguageCase:
         sources = Sources(PreparedSource(folder / "training"), PreparedSource(folder / "held_out"))
         return sources, partial(self._reference, spec=spec, documents=documents)
 
-    def _reference(self, small: Tiny, spec: ModelSpec, documents: Documents) -> LanguageReference:
-        section, plain, copy = self._section, self._plain, self._copy
-        model = opened(self._base, section.model) if self._is_read else on_host(copy, section.seed)
+    def _reference(
+        self, small: Tiny, amend: Amend | None = None, *, spec: ModelSpec, documents: Documents
+    ) -> LanguageReference:
+        """Build the one process; `amend` changes the model's config."""
+        section, plain = small.config.trainer, self._plain(amended_config(self.architecture, amend))
+        copy = self._copy(plain)
+        read = self._is_read
+        model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
         kind = PackedReference if small.packed else LanguageReference
         own = learner(model, section, (plain, copy))
         own = own._replace(published=partial(published, self._base, section.model))
@@ -128,11 +148,7 @@ def with_arrangement(small: Tiny, architecture: Any, machine: Machine) -> Tiny:
 
 def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:
     """Set every dropout rate of a model's config (in place) and its adapter to 0, and noise off."""
-    values = vars(architecture).items()
-    for inner in [value for _, value in values if hasattr(value, "to_dict")]:
-        without_dropout(inner, section)
-    if rates := [key for key, value in values if isinstance(value, float) and "drop" in key]:
-        architecture.update(dict.fromkeys(rates, 0.0))
+    without_rates(architecture)
     adapter = section.adapter and section.adapter.model_copy(update={"dropout": 0.0})
     return architecture, section.model_copy(update={"adapter": adapter, "neftune_alpha": 0.0})
 
@@ -148,8 +164,9 @@ def _check_nothing_drawn(spec: ModelSpec) -> None:
         raise ConfigError(Problem("trainer.data.documents", actual, expected))
 
 
-def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, ModelSpec]:
-    """Make the model's tiny copy, and a sample as long as the run's, if it can be computed."""
+def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, tuple[int, int, Sizes]]:
+    """Choose the size of the model's tiny copy, and a sample as long as the run's, if it can be
+    computed."""
     layers = max(2, small.layout.stages + 1)  # a block more than stages
     split = small.layout.tensor * small.layout.context
     assert plain.tiny.copy is not None
@@ -162,10 +179,12 @@ def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, ModelSpec]:
     note = f"a row of {row:,} tokens, the others of at most {LONGEST}; ids up to {vocabulary - 1:,}"
     if vocabulary < known:
         note += f" (the model has {known:,}: it proves less of them)"
-    if row < wanted:
+    longest = max(row, min(wanted, most)) if small.packed else row
+    if longest < wanted:
         note += f" (rows of the run have {wanted:,}: it proves less of them)"
-    sizes = Sizes(vocabulary, max(SIZES.positions, row + 1))  # one more: RoBERTa's kin count from 1
-    return replace(small, row=row).noting(note), plain.tiny.copy(layers, split, sizes)
+    # one more: RoBERTa's kin count from 1
+    sizes = Sizes(vocabulary, max(SIZES.positions, longest + 1))
+    return replace(small, row=row).noting(note), (layers, split, sizes)
 
 
 def documents_of(small: Tiny, vocabulary: int) -> Documents:

@@ -52,7 +52,10 @@ class PairsCase:
             most = f"at most {LARGEST / 1e6:,.0f} M"
             raise ConfigError(Problem("model", actual, most, "Verify a smaller one of its kind."))
 
-    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[[Tiny], Reference]]:
+    architecture = None
+    edges: Sequence[Any] = ()
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[..., Reference]]:
         """Return the samples, and the one process that trains on them.
 
         Raises ConfigError if one process would draw other numbers, DataError for too few samples.
@@ -69,7 +72,7 @@ class PairsCase:
         end = min(len(source), wanted + self.small.held_out + 1)
         sources = Sources(Subset(source, range(wanted)), Subset(source, range(wanted, end)))
 
-        def reference(small: Tiny) -> Reference:
+        def reference(small: Tiny, amend: None = None) -> Reference:
             section = small.config.trainer
             own = learner(self._build(seed=section.seed), section)
             return PairsReference(small, spec, own, sources, self)

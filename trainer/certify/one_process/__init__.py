@@ -1,0 +1,1 @@
+"""Parts of the one process that is compared with: what a run may take from its config."""

@@ -1,0 +1,71 @@
+"""Rows at whose lengths code may branch: a step for each, after those of the tiny run.
+
+A window that is as long as the row hides nothing, rows that ranks share are filled up to a number
+that can be divided, an MLP computes tiles of tokens: each is met on both sides of its edge. Packed
+documents are long ones, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from trainer.certify.tiny_run import LONGEST, Tiny
+from trainer.models.tiny_config import windows_of
+from trainer.parallel.parallel_mesh import division_of
+
+Edge = list[list[int]]
+"""The lengths of the documents of each row of a micro-batch."""
+
+
+class Document(NamedTuple):
+    inputs: np.ndarray
+    targets: np.ndarray
+    """The token that follows each input; all count."""
+
+
+def edges_of(small: Tiny, config: Any, heads: int, long: int) -> list[Edge]:
+    """List the rows to try: of the tiny copy's `config`, and with packing one of `long` tokens."""
+    windows = windows_of(config)
+    lengths = {*windows, small.layout.recompute.tile}
+    if small.layout.context > 1:
+        lengths.add(division_of(small.layout, heads).filled(LONGEST // 2))
+    widths = sorted({n + more for n in lengths if n > 1 for more in (-1, 0, 1)})
+    found: list[Edge] = [[[width], [max(1, width - 2)]] for width in widths]
+    if small.packed:
+        found += [[[n - 1, n, n + 1], [n + 1, 1, n]] for n in sorted(windows) if n > 1]
+        half = long // 2
+        found.append([[half, long - half - 3, 3], [3, LONGEST - 3]])
+    return found
+
+
+def note_of(edges: list[Edge], packed: bool) -> list[str]:
+    """Return a note on the lengths, if there are some."""
+    widths = sorted({sum(row) for edge in edges for row in edge[:1]})
+    if not widths:
+        return []
+    names = ", ".join(map(str, widths))
+    return [f"{'packed rows' if packed else 'rows'} of {names} tokens, where code may branch"]
+
+
+def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Any]:
+    """Draw the documents of each row of a micro-batch; its place: step, data rank and number."""
+    rng = np.random.default_rng([2, *place])
+    rows = []
+    for number in range(small.layout.micro_batch):
+        drawn = [rng.integers(1, vocabulary, n + 1) for n in edge[number % len(edge)]]
+        rows.append([Document(tokens[:-1], tokens[1:]) for tokens in drawn])
+    return rows
+
+
+def samples_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Any]:
+    """Return the rows as a task collates them."""
+    samples = []
+    for documents in rows_at(edge, small, vocabulary, place):
+        inputs, targets = (np.concatenate(part) for part in zip(*documents, strict=True))
+        sample: dict[str, Any] = {"input_ids": inputs, "targets": targets}
+        if small.packed:
+            sample["documents"] = [len(document.inputs) for document in documents]
+        samples.append(sample)
+    return samples

@@ -1,0 +1,66 @@
+"""float8 products of the one process, in the layers that the docs name; and their rounding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from trainer.storage import imported
+
+MULTIPLE = 16
+"""Both sizes of a layer are multiples of it. In a tiny copy there is no least size."""
+SHAKEN = 1e-5
+"""The relative change of weights that shows how far float8 rounds: one factor in some hundreds is
+rounded to the other side, more than float32's arithmetic in another order does."""
+
+
+def layers_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """List the linear layers of the blocks that are trained, of multiples of MULTIPLE."""
+    found = []
+    for block in blocks:
+        for name, module in model.get_submodule(block).named_modules(prefix=block):
+            if isinstance(module, nn.Linear) and module.weight.requires_grad:
+                rows, columns = module.weight.shape
+                if rows % MULTIPLE == 0 and columns % MULTIPLE == 0:
+                    found.append(name)
+    return found
+
+
+def multiply_in_float8(model: nn.Module, blocks: Sequence[str], kind: str) -> None:
+    """Replace the layers by torchao's, in place, with a scale a matrix or a row, emulated."""
+    float8 = imported("torchao.float8", "trainer.float8")
+    config = replace(float8.Float8LinearConfig.from_recipe_name(kind), emulate=True)
+    layers = set(layers_of(model, blocks))
+    float8.convert_to_float8_training(
+        model, config=config, module_filter_fn=lambda module, name: name in layers
+    )
+
+
+def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
+    """Copy the model with parameters in a lower precision.
+
+    Weights with a scale each ("tensorwise") stay as they are: they are gathered in float8, to which
+    they are rounded once.
+    """
+    low, kept = copy.deepcopy(model), set[int]()
+    if kind == "tensorwise":
+        linear = imported("torchao.float8.float8_linear", "trainer.float8").Float8Linear
+        kept = {id(module.weight) for module in low.modules() if isinstance(module, linear)}
+    for parameter in low.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
+    return low
+
+
+def shaken(model: nn.Module, seed: int) -> nn.Module:
+    """Copy the model, with weights that differ by SHAKEN, so that factors round to other sides."""
+    generator = torch.Generator().manual_seed(seed)
+    moved = copy.deepcopy(model)
+    for parameter in moved.parameters():
+        noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+        parameter.data *= 1 + SHAKEN * noise
+    return moved
