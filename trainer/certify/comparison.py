@@ -11,7 +11,7 @@ import torch
 
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.optimizers import scheduler_of
-from trainer.certify.one_process.options import Option, share_of
+from trainer.certify.one_process.options import Option, Seen, share_of, share_of_precision
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.parameters import Published
 from trainer.certify.recording import Recording, State, Tensors
@@ -62,9 +62,6 @@ one that is zero by symmetry (a key's bias without rotary positions) is rounding
 
 BAND = 3.0
 """The factor by which a layout's rounding in low precision may exceed that of one process."""
-
-LEAST_ROUNDING = 4.0
-"""The factor by which one process may round more than the run: float32 rounds far less."""
 
 MOST_STEPS = 200_000
 """The most steps that are compared, in a few seconds."""
@@ -141,10 +138,14 @@ def compare(
             machine.watch.moves()
             expected.append(one)
             found.extend(findings)
+        if small.low_precision:
+            seen = share_of_precision(run, expected)
+            found.append(compare_option(small.layout.precision, run, seen))
         for option in options:
             machine.watch.moves()
             without = make_reference(option.without, option.amend)
-            found.append(compare_option(option, run, expected, without))
+            seen = share_of(option, run, expected, without)
+            found.append(compare_option(option.name, run, seen))
         found.extend(compare_resumed(resumed, run, small.middle, order))
         if run.exported is not None and reference.published is not None:
             opened = reference.published(run.exported)
@@ -371,17 +372,15 @@ def compare_published(
     yield _first("merged", step, errors, {}, sorted(errors, key=order.place))
 
 
-def compare_option(
-    option: Option, run: Recording, expected: Sequence[Expected], without: Reference
-) -> Finding:
+def compare_option(name: str, run: Recording, seen: Seen | None) -> Finding:
     """Compare the effect of an option on the run with that on one process."""
     step = len(run.losses) - 1
-    if (share := share_of(option, run, expected, without)) is None:
-        where = f"{option.name}: not shown, as its effect here is within rounding"
+    if seen is None:
+        where = f"{name}: not shown, as its effect here is within rounding"
         return Finding(OPTION, step, 0.0, TOLERANCES[OPTION], where)
-    place = f" on {share.tensor}" if share.tensor else ""
-    where = f"{option.name}: {share.found:.1%} of its effect{place}"
-    return Finding(OPTION, step, abs(share.found - 1), share.allowed, where)
+    place = f" on {seen.tensor}" if seen.tensor else ""
+    where = f"{name}: {seen.found:.1%} of its effect{place}"
+    return Finding(OPTION, step, abs(seen.found - 1), seen.allowed, where)
 
 
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
@@ -398,8 +397,6 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
     yield Finding("projection", step, apart, sure, "(of gradients on those in float32)")
     most = TOLERANCES["rounding"]
     yield Finding("rounding", step, rest / noise, most, "(x that of one process)")
-    where = f"low precision: {rest / noise:.1%} of the rounding of one process"
-    yield Finding(OPTION, step, noise / max(rest, 1e-30), LEAST_ROUNDING, where)
     most = rounded.allowed or TOLERANCES["sum"]
     yield Finding("sum", step, rounded.added, most, rounded.where)
 

@@ -27,9 +27,10 @@ LEAST_EFFECT = 1e-6
 """The effect, relative to all of it, that arithmetic in another order may have."""
 LARGE = 5e-3
 """The share of a tensor's norm from which on an effect on it is looked at by itself."""
-LACKING, LACKING_OF_ONE, LACKING_OF_ROUTERS = 1e-2, 2e-2, 0.6
-"""The share of an effect that a run may lack: over all tensors, in one, and of routers' biases,
-whose signs follow the rounding of low precision."""
+LACKING, LACKING_OF_ONE = 1e-2, 2e-2
+"""The share of an effect that a run may lack: over all tensors, and in one."""
+LACKING_OF_ROUTERS, LACKING_OF_ROUNDING = 0.6, 0.7
+"""That of routers' biases, whose signs follow the rounding of low precision; and of rounding."""
 NOISE = 5.0
 """The factor by which a run's rounding may exceed what repetitions of one process have."""
 MOST_NOISE = 0.5
@@ -178,6 +179,18 @@ def share_of(
         if effect.square > LARGE**2 * effect.of_all and effect.noise <= MOST_NOISE:
             found.append(Seen(1 + effect.off, max(LACKING_OF_ONE, effect.noise), name))
     return max(found, key=lambda share: abs(share.found - 1) / share.allowed)
+
+
+def share_of_precision(run: Recording, expected: Sequence[Expected]) -> Seen:
+    """Return the share of the low precision's rounding that the run has: its weights are rounded
+    as those of one process, its sums in part."""
+    rounded = Effect()
+    for step, one in enumerate(expected[:CLIPPED_STEPS]):
+        low = one.rounding.runs[0]
+        for name, exact in one.gradients.items():
+            ours, on = (_like(of.get(name), exact) for of in (run.gradients[step], low))
+            rounded.add(ours, on, exact.double(), [on])
+    return Seen(1 + rounded.off, LACKING_OF_ROUNDING)
 
 
 class Effect:
