@@ -136,8 +136,19 @@ def test_a_pickle_of_tensors_is_read(tmp_path, zipped):
     assert_read_as_transformers_does(tmp_path)
 
 
-def test_weights_under_another_name_are_unsupported(tmp_path):
-    changed_config(write_base(tmp_path, "llama"), transformers_weights="ema.safetensors")
+def test_a_pickle_of_parameters_is_read_as_tensors(tmp_path):
+    write_base(tmp_path, "llama")
+    values = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    parameters = {name: torch.nn.Parameter(value) for name, value in values.items()}
+    torch.save(parameters, tmp_path / "pytorch_model.bin")
+    spec = assert_read_as_transformers_does(tmp_path)
+    assert not spec.weights.read("model.norm.weight").requires_grad
+
+
+@pytest.mark.parametrize("name", ["ema.safetensors", "model.safetensors.index.json"])
+def test_weights_under_another_name_are_unsupported(tmp_path, name):
+    changed_config(write_base(tmp_path, "llama"), transformers_weights=name)
     with pytest.raises(ConfigError, match="transformers_weights"):
         spec_of(tmp_path)
 

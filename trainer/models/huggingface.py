@@ -98,10 +98,6 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
             seen = "an adapter, which is no model by itself"
             mend = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
         raise ConfigError(Problem(place, seen, expected, mend))
-    if folder.is_dir() and (folder / "adapter_config.json").is_file():
-        seen = "a model, and an adapter beside it that transformers would load on top"
-        mend = "Remove adapter_config.json, or name a folder that the adapter was merged into."
-        raise ConfigError(Problem(place, seen, "a model alone", mend))
     # network, JSON and value errors alike
     with refused(place, "a folder or hub id that transformers opens"):
         config = AutoConfig.from_pretrained(name, **_source(options))

@@ -15,6 +15,7 @@ from trainer.models.weights import SafetensorsFolder
 from trainer.storage import REFUSED_PICKLE, parse_json, read_file
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
+ADAPTER = "adapter_config.json"
 PICKLES = ("pytorch_model.bin", "pytorch_model.bin.index.json")
 
 
@@ -74,22 +75,27 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
             raise ConfigError(Problem(str(path), actual, "tensors alone", hint)) from error
         if not isinstance(values, dict) or not all(map(torch.is_tensor, values.values())):
             raise TypeError("no dictionary of tensors")
-    return {str(name): value for name, value in values.items()}
+    return {str(name): value.detach() for name, value in values.items()}
 
 
 def stored_tensors(folder: Path, config: Any) -> StoredTensors:
     """Open the files with a folder's weights; `config`: that of the folder.
 
     One file comes before an index, and safetensors before pickles, as in transformers. Raises
-    ConfigError if there are none, or if the config names others.
+    ConfigError if there are none, if the config names others, or if an adapter lies beside them.
     """
     place = f"trainer.model.name_or_path: {folder}"
+    if (folder / ADAPTER).is_file():
+        actual = "a model, and an adapter beside it that transformers would load on top"
+        hint = f"Remove {ADAPTER}, or name a folder that the adapter was merged into"
+        raise ConfigError(Problem(place, actual, "a model alone", hint))
     named = getattr(config, "transformers_weights", None)
-    if named is not None and named not in SAFETENSORS:
-        expected = f"weights in {' or '.join(SAFETENSORS)}"
+    found = next((name for name in SAFETENSORS if (folder / name).is_file()), None)
+    if named is not None and named != found:
+        expected = f"weights in {found or ' or '.join(SAFETENSORS)}"
         hint = "Save the model by transformers' save_pretrained"
         raise ConfigError(Problem(place, f"transformers_weights {named!r:.100}", expected, hint))
-    if any((folder / name).is_file() for name in SAFETENSORS):
+    if found is not None:
         with refused(str(folder), "safetensors files", SafetensorError, OSError):
             return SafetensorsFolder(folder)
     whole, index = (folder / name for name in PICKLES)

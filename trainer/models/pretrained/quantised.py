@@ -26,6 +26,8 @@ ACTIVATIONS = re.compile(
 """The scales of activations and of keys and values in a cache: no part of a weight's value."""
 SCALES = re.compile(r"(?<!global)_scales?(_inv)?$")
 """The patterns of the scales by which transformers multiplies codes."""
+VALUES = ("weight", "_packed", "_blocks")
+"""The ends of the patterns of the codes themselves."""
 CODES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8", "float4"))}
 """Dtypes of fewer than 16 bits."""
 
@@ -118,8 +120,7 @@ def check_scaled(
     patterns of transformers' converter that they match.
     """
     scales = {key.rpartition(".")[0]: key for key, pattern in sources if _is_scale(pattern)}
-    codes = [key for key, pattern in sources if not COMPANION.search(_leaf(pattern))]
-    codes += [key for key, pattern in sources if pattern.endswith(("_packed", "_blocks"))]
+    codes = [key for key, pattern in sources if _leaf(pattern).endswith(VALUES)]
     size = getattr(quantiser.quantization_config, "weight_block_size", None)
     for key in codes:
         like, scale = stored.like(key), scales.get(key.rpartition(".")[0])

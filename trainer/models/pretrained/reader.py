@@ -40,6 +40,10 @@ class Conversion:
     sources: list[tuple[str, str | None]] = field(default_factory=list)
     """Tensors of the files, in natural order, each with the pattern that it matches."""
 
+    def pass_on(self) -> None:
+        """Read the value as it is stored."""
+        self.transform = None
+
 
 class ConvertedWeights(Weights):
     """The weights of a base: transformers' `from_pretrained`, a tensor at a time.
@@ -146,7 +150,7 @@ class ConvertedWeights(Weights):
         matched = [(key, pattern) for key, pattern in sources if pattern is not None]
         check_scaled(stored, matched, self._quantiser, self._place)
         if len(operations) == len(sources) == 1 and not is_code(stored.like(sources[0][0])):
-            conversion.transform = None
+            conversion.pass_on()
 
     def _values(self, conversion: Conversion) -> dict[str, torch.Tensor]:
         if conversion.transform is None:
