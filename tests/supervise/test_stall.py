@@ -33,6 +33,7 @@ from trainer.supervise import watch as watching
 from trainer.supervise.meeting import reach, serve
 from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
 from trainer.supervise.watch import Watch
+from trainer.supervise.world import environment_of, free_port
 
 AT_STEP_3 = """
 import trainer.engines.torch.engine as m
@@ -194,6 +195,25 @@ def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> No
     assert re.match(rf"{where} was ended by SIGKILL", result.output.splitlines()[-1]), result.output
     assert "Traceback" not in result.output and "internal error" not in result.output
     assert nothing_left(tmp_path)
+
+
+@pytest.mark.more
+def test_without_our_launcher_a_death_is_named_with_its_phase_too(
+    tmp_path: Path, cache: Path
+) -> None:
+    """As under srun, which tells no rank that another one is gone."""
+    words = AT_STEP_3.format(rank=1, what="os.kill(os.getpid(), 9)")
+    python = command(tmp_path, job(tmp_path), words)[0]
+    one = f"{python} {tmp_path / 'script.py'} --config {tmp_path / 'job.json'}"
+    port = free_port()
+    ranks = " & ".join(
+        " ".join(f"{name}={value}" for name, value in environment_of(rank, 2, port).items())
+        + f" {one}"
+        for rank in (0, 1)
+    )
+    result = run("bash", "-c", f"{ranks}; wait", timeout=120, **environment(cache))
+    where = rf"rank 1 on {re.escape(HERE)} \(process \d+\) is gone, at step 3, training: "
+    assert re.search(where, result.output), result.output
 
 
 def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
