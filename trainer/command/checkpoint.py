@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, DiskError, Problem, printable, refused
+from trainer.errors import ConfigError, DiskError, Problem, listed, printable, refused
 
 EPILOG = """
 the checkpoints of a run, and every byte of all of them against their manifests:
@@ -130,11 +130,17 @@ def summarise(path: Path) -> Finding:
 
 
 def verify(path: Path) -> Finding:
-    """Check every byte against the manifest."""
+    """Check every byte against the manifest, and that nothing else could be read in its place."""
+    from trainer.checkpoint import strangers
     from trainer.checkpoint import verify as wrong
 
-    problems = wrong(path)
-    return 74 if problems else 0, [f"{path.name}  {'; '.join(map(str, problems)) or 'good'}"]
+    problems, others = wrong(path), list[str]()
+    if not problems:  # with a manifest that can be read
+        problems, others = strangers(path)
+    line = f"{path.name}  {'; '.join(map(str, problems)) or 'good'}"
+    if others:
+        line += f"; not in the manifest, and not checked: {listed(others)}"
+    return 74 if problems else 0, [line]
 
 
 def show(path: Path) -> Finding:
