@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, DiskError, Problem, listed, printable, refused
+from trainer.errors import ConfigError, DiskError, Problem, listed, printable
 
 EPILOG = """
 the checkpoints of a run, and every byte of all of them against their manifests:
@@ -94,11 +94,19 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
 def _copy_model_files(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
+    from trainer.models.door import BUILD_MEMORY, BUILD_SECONDS, bounded, check_folder, opening
+    from trainer.models.huggingface import check_kernels
+
     expected = "a folder or name with the model's config and tokenizer"
-    with refused(f"--model: {source}", expected, OSError, ValueError):
+    check_folder(Path(source))
+    with opening(f"--model: {source}", expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
         # explicit, since with a default of None the user is asked if the folder's own code may run
-        for kind in (AutoConfig, AutoTokenizer):
-            kind.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+        found = [
+            k.from_pretrained(source, trust_remote_code=False) for k in (AutoConfig, AutoTokenizer)
+        ]
+        check_kernels(found[0], f"--model: {source}")
+        for one in found:
+            one.save_pretrained(folder)
 
 
 def checkpoints(path: Path) -> list[Path]:
