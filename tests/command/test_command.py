@@ -136,6 +136,14 @@ def test_what_is_missing_or_wrong_is_still_said(capsys, words):
     assert "there is no" not in said and ("--config" in said or "--processes" in said)
 
 
+def test_a_config_without_its_option_is_recognised(capsys):
+    from trainer.command.train import options_of
+
+    with pytest.raises(SystemExit):
+        options_of(["job.json", "trainer.steps=3"], "meshloom train")
+    assert "--config job.json" in capsys.readouterr().err.splitlines()[-1]
+
+
 def test_negative_numbers_are_no_options():
     from trainer.command.train import options_of
 

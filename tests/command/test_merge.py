@@ -147,6 +147,12 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path, capsys) -> None:
+    assert merged(tmp_path, tmp_path / "out") == 64
+    said = capsys.readouterr().err
+    assert f"{tmp_path}: no adapter_config.json" in said and "Errno" not in said
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_can_not_be_merged_is_one_sentence(tmp_path: Path, name: str, capsys) -> None:
     saved(tmp_path, *CASES["rslora, tied"])

@@ -906,8 +906,13 @@ def test_no_parameter_with_other_words_is_proposed(tmp_path: Path, name: str) ->
     assert "_min_ratio" not in found and '"warmup_' not in found, found
 
 
+def test_spaces_around_the_sign_are_named(tmp_path: Path) -> None:
+    found = errors(tmp_path, {}, "trainer.steps", "=", "3")
+    assert all("without spaces" in one for one in found), found
+
+
 def test_no_type_at_all_is_not_like_any(tmp_path: Path) -> None:
-    (found,) = errors(tmp_path, {"scheduler": {"params": {}}})
+    (found,) = errors(tmp_path, {"scheduler": {"params": {"warmup_num_steps": 3}}})
     assert "saw no type" in found and "Did you mean" not in found
 
 

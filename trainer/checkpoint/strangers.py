@@ -1,4 +1,4 @@
-"""What lies in a checkpoint's folder besides the files of its manifest, and links that leave it."""
+"""Strangers in a checkpoint's folder: files that its manifest lacks, and links that leave it."""
 
 from __future__ import annotations
 

@@ -51,6 +51,9 @@ class _Parser(argparse.ArgumentParser):
             word = message.partition("invalid choice: '")[2].partition("'")[0]
             choices = [str(one) for action in self._actions for one in action.choices or ()]
             message = f"{message}. {suggestion(word, choices)}".rstrip(". ")
+        elif "required: --config" in message:
+            configs = [word for word in self.given if word.endswith((".json", ".yaml", ".yml"))]
+            message += f". Did you mean --config {configs[0]}?" if configs else ""
         super().error(printable(message))
 
 

@@ -234,7 +234,7 @@ def misfit(path: str, value: Any, key: Key) -> Problem:
 
 
 _TYPO, _SAME_LETTERS = 0.65, 0.95
-"""How like each word of a misspelt name is, and all of its letters where words are split wrongly."""
+"""How alike each word of a misspelt name is, and all letters where it is split otherwise."""
 TRAINS_OTHERWISE = ("optimizer.params", "scheduler.params")
 """Sections where another key trains otherwise, so that only a misspelt one is suggested."""
 OTHER_NAMES = {

@@ -1,4 +1,4 @@
-"""PyTorch's record of this process's collectives: which it has entered, and the file of the last."""
+"""PyTorch's record of collectives: how many this process has entered, and a file of the last."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Entered(NamedTuple):
 
     group: str
     """A name that all members of the group, and no others, have for it."""
-    count: int
+    begun: int
     """The number of collectives that it has entered."""
     completed: int
     """The number that it has completed."""
@@ -27,13 +27,13 @@ class Entered(NamedTuple):
 
     @property
     def waits(self) -> bool:
-        return self.count > self.completed
+        return self.begun > self.completed
 
     def joins(self, other: Entered) -> bool:
         """Return True if this member has entered the collective that another one waits in."""
-        if self.count == other.count:
+        if self.begun == other.begun:
             return self.last == other.last
-        return self.count > other.count
+        return self.begun > other.begun
 
 
 def entered() -> tuple[Entered, ...]:
@@ -64,9 +64,9 @@ def _recorded(record: dict[str, Any]) -> dict[str, tuple[int, int, str]]:
     for entry in record["entries"]:  # the oldest first
         status = record["pg_status"].get(str(entry["pg_id"]))
         if status is not None and not entry["is_p2p"]:
-            count, completed = (int(status[f"last_{kind}_collective"]) for kind in KINDS)
+            begun, completed = (int(status[f"last_{kind}_collective"]) for kind in KINDS)
             # before the first it is -1
-            found[entry["process_group"][0]] = count, max(completed, 0), entry["profiling_name"]
+            found[entry["process_group"][0]] = begun, max(completed, 0), entry["profiling_name"]
     return found
 
 

@@ -12,7 +12,7 @@ import resource
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -71,13 +71,13 @@ def object_in(path: Path) -> dict[str, Any]:
     return found
 
 
-def check_counts(config: dict[str, Any], place: str) -> None:
+def check_counts(config: Mapping[str, Any], place: str) -> None:
     """Raise ConfigError if a config counts so many modules that to build them would never end."""
     waiting: list[Any] = [config]
     while waiting:
         part = waiting.pop()
-        waiting += part.values() if isinstance(part, dict) else part
-        for key, value in part.items() if isinstance(part, dict) else ():
+        waiting += part.values() if isinstance(part, Mapping) else part
+        for key, value in part.items() if isinstance(part, Mapping) else ():
             counts = isinstance(value, int) and _MODULES.fullmatch(key)
             if counts and not 0 <= value <= MOST_MODULES:
                 seen, expected = f"{key} is {value:,}"[:200], f"from 0 to {MOST_MODULES:,}"
@@ -115,12 +115,12 @@ def check_size(folder: Path, parameters: int, place: str) -> None:
 
 
 @contextmanager
-def opening(place: str, expected: str, mend: str = "") -> Iterator[None]:
+def opening(place: str, expected: str) -> Iterator[None]:
     """Turn whatever a library raises over a model's folder into a ConfigError with the place."""
     from pickle import UnpicklingError
 
     try:
-        with refused(place, expected, named=True, mend=mend):
+        with refused(place, expected, named=True):
             yield
     except ConfigError as error:
         cause = error.__cause__
@@ -129,7 +129,7 @@ def opening(place: str, expected: str, mend: str = "") -> Iterator[None]:
             raise ConfigError(Problem(place, seen, "tensors alone", hint)) from error
         if isinstance(cause, MemoryError | TimeoutError):
             seen = "it takes too much memory or time"
-            raise ConfigError(Problem(place, seen, expected, mend)) from error
+            raise ConfigError(Problem(place, seen, expected)) from error
         raise
 
 

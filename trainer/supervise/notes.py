@@ -18,7 +18,7 @@ from trainer.supervise.stall import is_gone
 FOLDER = "MESHLOOM_LAUNCHER"
 """The environment variable that names the folder."""
 PLACE_BYTES = 80
-"""The size of the note on what a rank is doing: longer than any, so that none is left of one before."""
+"""The size of the note on what a rank is doing, filled up so that it replaces a longer one."""
 LEAVE_SECONDS = 60.0
 """Seconds that a process may take to end after it has announced that."""
 
@@ -111,7 +111,7 @@ def notes_of(environment: Mapping[str, str]) -> Notes | None:
 
 
 class Whereabouts:
-    """What each process of this machine is doing, for others that see it die under any launcher."""
+    """The places of this machine's processes, for others that see one die under any launcher."""
 
     def __init__(self) -> None:
         self._folder: Path | None = None

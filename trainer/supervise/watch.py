@@ -43,7 +43,7 @@ SAMPLES = 60
 FRAMES = 8
 SUPERVISE = f"{Path(__file__).parent}{os.sep}"
 PROJECT = f"{Path(__file__).parent.parent}{os.sep}"
-"""The beginnings of the names of this project's files, and of those whose threads only watch."""
+"""The beginnings of the names of files whose threads only watch, and of all this project's."""
 MOST_THREADS = 3
 
 

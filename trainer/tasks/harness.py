@@ -33,7 +33,7 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
-    class Judged(HFLM):  # type: ignore[misc]
+    class LimitedModel(HFLM):  # type: ignore[misc]
         """The model, whose chat template has the limits that it has in training."""
 
         def apply_chat_template(self, chat: Any, *given: Any, **options: Any) -> str:
@@ -43,7 +43,7 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model = opened_language_model(folder, trust)
     with _refusals(names):
-        judged = Judged(model, tokenizer=str(folder), trust_remote_code=trust, batch_size=8)
+        judged = LimitedModel(model, tokenizer=str(folder), trust_remote_code=trust, batch_size=8)
         return simple_evaluate(judged, tasks=[*names], log_samples=False, **options)  # type: ignore[return-value]
 
 
