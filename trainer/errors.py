@@ -146,7 +146,7 @@ def in_python(text: str) -> str:
     return text
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of a library's error, shortened."""
     return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
 
@@ -168,12 +168,15 @@ def refused(
 ) -> Iterator[None]:
     """Turn the errors inside, of these `kinds` or any but this project's own, into one it `raises`.
 
-    What was seen is `start` and the error's first line; `named`: after its class.
+    What was seen is `start` and the error's first line; `named`: after its class. A panic of a
+    library in Rust, which is no Exception, counts as any error does.
     """
     try:
         yield
-    except Exception as error:
-        if isinstance(error, MeshloomError) or not isinstance(error, kinds or Exception):
+    except BaseException as error:
+        panic = type(error).__name__ == "PanicException"
+        known = isinstance(error, kinds or Exception) or (panic and not kinds)
+        if isinstance(error, MeshloomError) or not known:
             raise
         seen = start + (named_line(error) if named else first_line(error))
         raise raises(Problem(place, seen, expected, mend)) from error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -81,6 +83,58 @@ def test_verify_names_the_one_that_is_damaged(directory):
     result = ask("list", directory)
     assert result.code == 74
     assert f"step-000010  damaged: {path}: 0 bytes; expected " in result.output
+
+
+def foreign(kind: str, checkpoint: Path) -> Path:
+    """Put something into a checkpoint that its manifest does not list."""
+    path = checkpoint / "model" / {"index": "model.safetensors.index.json"}.get(kind, kind)
+    if kind == "link":
+        path.symlink_to("/etc/hostname")
+    elif kind == "folder link":
+        path.symlink_to(checkpoint.parent.parent)
+    elif kind == "a listed link":
+        path = checkpoint / "model" / "config.json"
+        elsewhere = checkpoint.parent.parent / "elsewhere.json"
+        elsewhere.write_bytes(path.read_bytes())
+        path.unlink()
+        path.symlink_to(elsewhere)
+    elif kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.write_bytes(b"x")
+    return path
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("pytorch_model.bin", "other.safetensors", "x.pt", "index", "link", "folder link"),
+        *("a listed link", "fifo"),
+    ],
+)
+def test_verify_names_what_no_hash_vouches_for(directory, kind):
+    """A library would read these in place of the checkpoint's own files."""
+    from trainer.errors import DiskError
+    from trainer.run.folder import model_in
+
+    checkpoint = directory / "checkpoints" / "step-000010"
+    path = foreign(kind, checkpoint)
+    result = ask("verify", directory)
+    assert result.code == 74, result.output
+    assert f"step-000010  {path}: " in result.output and "step-000020  good" in result.output
+    with pytest.raises(DiskError, match=re.escape(str(path))):
+        model_in(checkpoint)
+
+
+def test_verify_notes_other_files_and_takes_links_within(directory):
+    model = directory / "checkpoints" / "step-000010" / "model"
+    (model / "notes.txt").write_text("mine")
+    (model / "settings.json").symlink_to("config.json")
+    result = ask("verify", directory)
+    assert result.code == 0
+    first, second = result.output.splitlines()
+    assert first.startswith("step-000010  good") and "model/notes.txt" in first
+    assert second == "step-000020  good"
 
 
 def test_one_of_a_later_format_does_not_hide_the_others(directory):

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,97 @@ def test_help_is_short_and_light():
     assert len(result.output.splitlines()) < 60
     assert "deepspeed launch/train.py --config ds_configs/zero2.json" in result.output
     assert loaded == set()
+
+
+@pytest.mark.parametrize(
+    ("command", "words", "meant"),
+    [
+        ("train", ["--confg", "zero2"], "--config"),
+        ("train", ["--config", "zero2", "--procesess=2"], "--processes"),
+        ("train", ["--config", "zero2", "--dryrun"], "--dry-run"),
+        ("plan", ["--config", "zero2", "--nodez", "4"], "--nodes"),
+        ("verify", ["--confg", "zero2"], "--config"),
+        ("use", ["runs/a", "--prompts", "x"], "--prompt"),
+        ("merge", ["a", "b", "--bas", "c", "--baze", "d"], "--base"),
+    ],
+)
+def test_an_option_that_is_misspelt_is_named_with_the_one_that_is_meant(
+    capsys, command, words, meant
+):
+    """Not the one that then seems to be missing."""
+    name = "meshloom generate" if command == "use" else f"meshloom {command}"
+    with pytest.raises(SystemExit) as caught:
+        import_module(f"trainer.command.{command}").main(words, name)
+    said = capsys.readouterr().err.splitlines()[-1]
+    strange = words[-2] if words[-1][:1] != "-" else words[-1].partition("=")[0]
+    assert caught.value.code == 2
+    assert f"there is no {strange}" in said and f'"{meant}"' in said and "required" not in said
+
+
+def test_a_command_that_is_misspelt_is_named_with_the_one_that_is_meant(capsys, monkeypatch):
+    from trainer.command.__main__ import main
+
+    monkeypatch.setattr(sys, "argv", ["meshloom", "trian", "--config", "zero2"])
+    with pytest.raises(SystemExit):
+        main()
+    assert 'Did you mean "train"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [[], ["--config"], ["--config", "zero2", "--processes", "x"]])
+def test_what_is_missing_or_wrong_is_still_said(capsys, words):
+    from trainer.command.train import options_of
+
+    with pytest.raises(SystemExit):
+        options_of(words, "meshloom train")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "there is no" not in said and ("--config" in said or "--processes" in said)
+
+
+def test_a_config_without_its_option_is_recognised(capsys):
+    from trainer.command.train import options_of
+
+    with pytest.raises(SystemExit):
+        options_of(["job.json", "trainer.steps=3"], "meshloom train")
+    assert "--config job.json" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_negative_numbers_are_no_options():
+    from trainer.command.train import options_of
+
+    assert options_of(["--config", "a", "--preview", "-1"], "meshloom train").preview == -1
+
+
+def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
+    from types import SimpleNamespace
+
+    from trainer.models.spec import MadeWeights, NoWeights
+    from trainer.models.weights import StateDict
+    from trainer.run.describe import _rate_notes
+
+    def notes(weights: Any) -> list[str]:
+        optimizer = SimpleNamespace(type="Adam", params={"lr": 1e-2})
+        config = SimpleNamespace(
+            optimizer=optimizer, scheduler=None, trainer=SimpleNamespace(adapter=None)
+        )
+        subject = SimpleNamespace(spec=SimpleNamespace(weights=weights))
+        prepared: Any = SimpleNamespace(config=config, subject=subject, steps=9)
+        return _rate_notes(prepared)
+
+    assert notes(NoWeights()) == notes(MadeWeights(dict)) == []
+    assert "weights are loaded" in notes(StateDict({}))[0]
+
+
+def test_compiling_promises_no_minute(monkeypatch):
+    from types import SimpleNamespace
+
+    from trainer.engines.deepspeed import machine
+
+    monkeypatch.setattr(machine, "_missing", lambda *given: iter(["async_io"]))
+    said: list[str] = []
+    signs = SimpleNamespace(at=lambda text, stays: said.append(text))
+    given: Any = SimpleNamespace(signs=signs, device=None)
+    machine.announce(None, given)  # type: ignore[arg-type]
+    assert "async_io" in said[0] and "about a minute" not in said[0]
 
 
 def test_config_errors_come_before_torch(tmp_path):

@@ -137,8 +137,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no list": (changed(target_modules=[1]), "trainer.adapter.targets"),
     "an unknown bias": (changed(bias="x"), 'trainer.adapter.bias: saw "x"'),
     "no path": (changed(base_model_name_or_path=5), "ValidationError"),
-    "no tokenizer": (without("base/tokenizer.json"), "its base with a tokenizer"),
-    "a truncated base": (truncated, "expected safetensors files"),
+    "no tokenizer": (without("base/tokenizer.json"), "tokenizer"),
+    "a truncated base": (truncated, "safetensors"),
     "ranks by pattern": (changed(rank_pattern={"q_proj": 2}), "rank_pattern "),
     "more than layers": (changed(lora_bias=True), "lora_bias true"),
     "no such module": (changed(target_modules=["other"]), "other"),
@@ -147,13 +147,20 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
 }
 
 
+def test_a_folder_without_an_adapter_is_named(tmp_path: Path, capsys) -> None:
+    assert merged(tmp_path, tmp_path / "out") == 64
+    said = capsys.readouterr().err
+    assert f"{tmp_path}: no adapter_config.json" in said and "Errno" not in said
+
+
 @pytest.mark.parametrize("name", WRONG)
 def test_what_can_not_be_merged_is_one_sentence(tmp_path: Path, name: str, capsys) -> None:
     saved(tmp_path, *CASES["rslora, tied"])
     spoil, text = WRONG[name]
     spoil(tmp_path)
     capsys.readouterr()
-    assert merged(tmp_path / "adapter", tmp_path / "out") == 64
+    code, kind = (65, "data error:") if name == "no tokenizer" else (64, "config error:")
+    assert merged(tmp_path / "adapter", tmp_path / "out") == code
     lines = capsys.readouterr().err.splitlines()
-    assert text in lines[-1] and lines[0] == "config error:", lines
+    assert text in lines[-1] and lines[0] == kind, lines
     assert not (tmp_path / "out" / "model.safetensors").exists()

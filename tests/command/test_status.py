@@ -52,12 +52,12 @@ def test_before_its_first_step(tmp_path, capsys):
     ("found", "code", "first"),
     [
         ({"process": 2**22 + 1}, 1, "no sign of life: step 120 of 500, training"),
-        ({"ended": 0}, 0, "finished: step 120 of 500, training"),
+        ({"ended": 0}, 0, "finished: step 120 of 500"),
         ({"ended": 75}, 1, "ended: step 120 of 500, training"),
         (
             {"ended": 0, "step": 501, "place": "step 501, finishing"},
             0,
-            "finished: step 500 of 500, finishing",
+            "finished: step 500 of 500",
         ),
     ],
 )

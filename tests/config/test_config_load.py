@@ -864,6 +864,58 @@ USELESS = {
 }  # which recomputes
 
 
+@pytest.mark.parametrize(
+    ("override", "leads_to"),
+    [
+        ("lr=1e-5", "optimizer.params.lr"),
+        ("trainer.lr=1e-5", "optimizer.params.lr"),
+        ("optimizer.lr=1e-5", "optimizer.params.lr"),
+        ("learning_rate=1e-5", "optimizer.params.lr"),
+        ("optimizer.params.learning_rate=1e-5", "optimizer.params.lr"),
+        ("warmup_ratio=0.1", "trainer.warmup_ratio"),
+        ("scheduler.params.warmup_ratio=0.1", "trainer.warmup_ratio"),
+        ("scheduler.params.warmup_steps=9", "scheduler.params.warmup_num_steps"),
+        ("warmup_num_steps=9", "scheduler.params.warmup_num_steps"),
+        ("weight_decay=0.1", "optimizer.params.weight_decay"),
+        ("trainer.gradient_clipping=1", "gradient_clipping"),
+        ("trainer.zero_optimization.stage=3", "zero_optimization"),
+        ("stage=3", "zero_optimization.stage"),
+        ("max_steps=9", "trainer.steps"),
+        ("trainer.sequence_length=9", "trainer.data.sequence_length"),
+        ("trainer.lora.r=8", "trainer.adapter"),
+    ],
+)
+def test_a_key_of_another_section_is_found_by_its_last_name(
+    tmp_path: Path, override: str, leads_to: str
+) -> None:
+    sections = {
+        "optimizer": {"type": "AdamW", "params": {}},
+        "scheduler": {"type": "WarmupLR", "params": {}},
+    }
+    (found,) = errors(tmp_path, sections, override)
+    assert found.startswith(override.partition("=")[0][: len("trainer.lora")])
+    hint = found.rpartition("Did you mean ")[2]
+    assert leads_to in re.split(r" or |\?", hint), found
+
+
+@pytest.mark.parametrize("name", ["warmup_ratio", "min_lr", "cos_max_ratio", "end_lr", "lr_decay"])
+def test_no_parameter_with_other_words_is_proposed(tmp_path: Path, name: str) -> None:
+    """It would train otherwise."""
+    scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, name: 0.1}}
+    (found,) = errors(tmp_path, {"scheduler": scheduler})
+    assert "_min_ratio" not in found and '"warmup_' not in found, found
+
+
+def test_spaces_around_the_sign_are_named(tmp_path: Path) -> None:
+    found = errors(tmp_path, {}, "trainer.steps", "=", "3")
+    assert all("without spaces" in one for one in found), found
+
+
+def test_no_type_at_all_is_not_like_any(tmp_path: Path) -> None:
+    (found,) = errors(tmp_path, {"scheduler": {"params": {"warmup_num_steps": 3}}})
+    assert "saw no type" in found and "Did you mean" not in found
+
+
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
     """The mend of a key below a section, and the paths that it leads to."""
     mend = check({name: value}, KEYS, ("trainer", *FIELDS), place).problems[0].mend

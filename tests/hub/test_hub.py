@@ -25,7 +25,7 @@ from tests.support.commands import TRAIN, run, start, write_job
 from tests.support.hub import Hub, Repository, serving
 from tests.support.marked import MARK, ended, processes, sweep
 from trainer.certify.certificate import Certificate, write
-from trainer.certify.comparison import Finding
+from trainer.certify.finding import Finding
 from trainer.command import push
 from trainer.errors import ConfigError, HubError
 from trainer.run.resume import without_place

@@ -145,7 +145,10 @@ def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
     [
         (("--device", "h1000"), {}, ("--device: h1000", "h100-80gb", "memory=80GB")),
         (("--device", "memory=80GB,peak=1TFLOPS"), {}, ("without bandwidth, link",)),
+        (("--device", "H200"), {}, ("Did you mean h200-141gb",)),
         (("--device", "memory=80GB,pike=1"), {}, ("--device: pike=1", "peak")),
+        (("--device", "v100-32gb", "bf16.enabled=true"), {}, ("bf16.enabled", "8.0", "fp16")),
+        (("--device", "a100-80gb", "trainer.float8=rowwise"), {}, ("trainer.float8", "a100-80gb")),
         (("--nodes", "0"), {}, ("--nodes, --gpus: 0 nodes",)),
         (("--gpus", "6", "tensor_parallel.autotp_size=4"), {}, ("6",)),
         ((), IMAGES, ("trainer.images.size, trainer.images.classes", "trainer.images.size=224")),
@@ -169,7 +172,10 @@ def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
     ids=[
         "device",
         "half a device",
+        "a family of devices",
         "no such number",
+        "no bfloat16",
+        "no float8",
         "no nodes",
         "does not divide",
         "images",

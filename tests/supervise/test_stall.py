@@ -28,10 +28,12 @@ from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support import warm
 from tests.support.commands import ROOT, run, warm_server, write_job
 from trainer.data.progress import Progress
+from trainer.distributed.flight_record import Entered
 from trainer.supervise import watch as watching
 from trainer.supervise.meeting import reach, serve
 from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
 from trainer.supervise.watch import Watch
+from trainer.supervise.world import environment_of, free_port
 
 AT_STEP_3 = """
 import trainer.engines.torch.engine as m
@@ -64,7 +66,14 @@ m.CausalLM.collate = collate
 """
 STOP = "os.kill(os.getpid(), 19)"
 BARRIER = "import torch; torch.distributed.barrier(self.job.machine.ranks.on_host().group)"
-RANK_1 = r"rank 1 on HOST \(process \d+\) "
+RANK_0, RANK_1 = r"rank 0 on HOST \(process \d+\) ", r"rank 1 on HOST \(process \d+\) "
+DISK_HANGS = """
+import trainer.checkpoint.faults as m
+def test_disk_hangs(phase):
+    if phase == "rename" and rank == 0:
+        time.sleep(600)
+m.at = test_disk_hangs
+"""
 IN_PREPARING = (
     "import trainer.data.text.preparation as m; m.prepare = lambda *given: os.kill(os.getpid(), 19)"
 )
@@ -82,11 +91,27 @@ STANDS = {
     "an endless read": (IN_DATA, RANK_1 + r"is behind, at step \d, waiting for data"),
     "another collective": (
         AT_STEP_3.format(rank=1, what=BARRIER),
-        RANK_1 + r"waits elsewhere than the others, at ",
+        RANK_1 + "stands outside the collective that the others wait in, at .*barrier",
+    ),
+    "another collective of the same group": (  # each waits for the other: neither is more wrong
+        AT_STEP_3.format(rank=0, what="import torch; torch.distributed.barrier()"),
+        r"rank 0 on HOST \(process \d+\) .*barrier and rank 1 on HOST \(process \d+\) ",
     ),
     "an endless loop": (
         AT_STEP_3.format(rank=1, what="while True: pass"),
-        RANK_1 + "waits elsewhere",
+        RANK_1 + "stands outside the collective",
+    ),
+    "an endless loop of the first": (
+        AT_STEP_3.format(rank=0, what="while True: pass"),
+        RANK_0 + "stands outside the collective",
+    ),
+    "an endless wait of the first": (
+        AT_STEP_3.format(rank=0, what="import threading; threading.Event().wait()"),
+        RANK_0 + "stands outside the collective",
+    ),
+    "the first one's disk, in a save beside the training": (
+        DISK_HANGS,
+        RANK_0 + r".*its thread \"checkpoint_0\" .*test_disk_hangs",
     ),
 }
 
@@ -103,7 +128,9 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("reason", STANDS)
 def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> None:
     code, expected = STANDS[reason]
-    result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
+    saves = {"every": 2, "asynchronous": code == DISK_HANGS}
+    found = job(tmp_path, checkpoint=saves, patience=1 if code == DISK_HANGS else 3)
+    result = run(*command(tmp_path, found, code), timeout=120, **environment(cache))
     assert result.code == 77, result.output
     assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), (
         result.output
@@ -160,7 +187,8 @@ def test_a_full_pipe_ends_it_too(tmp_path: Path, cache: Path) -> None:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> None:
-    code = AT_STEP_3.format(rank=rank, what="time.sleep(1.5); os.kill(os.getpid(), 9)")
+    """With the step and the phase in which it died, not those of its last beat."""
+    code = AT_STEP_3.format(rank=rank, what="os.kill(os.getpid(), 9)")
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 128 + 9, result.output
     where = rf"rank {rank} on {re.escape(socket.gethostname())} \(process \d+, step 3, training\)"
@@ -169,8 +197,27 @@ def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> No
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.more
+def test_without_our_launcher_a_death_is_named_with_its_phase_too(
+    tmp_path: Path, cache: Path
+) -> None:
+    """As under srun, which tells no rank that another one is gone."""
+    words = AT_STEP_3.format(rank=1, what="os.kill(os.getpid(), 9)")
+    python = command(tmp_path, job(tmp_path), words)[0]
+    one = f"{python} {tmp_path / 'script.py'} --config {tmp_path / 'job.json'}"
+    port = free_port()
+    ranks = " & ".join(
+        " ".join(f"{name}={value}" for name, value in environment_of(rank, 2, port).items())
+        + f" {one}"
+        for rank in (0, 1)
+    )
+    result = run("bash", "-c", f"{ranks}; wait", timeout=120, **environment(cache))
+    where = rf"rank 1 on {re.escape(HERE)} \(process \d+\) is gone, at step 3, training: "
+    assert re.search(where, result.output), result.output
+
+
 def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
-    code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); import ctypes; ctypes.string_at(0)")
+    code = AT_STEP_3.format(rank=1, what="import ctypes; ctypes.string_at(0)")
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 128 + signal.SIGSEGV, result.output
     last = result.output.splitlines()[-1]
@@ -192,7 +239,7 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
 def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(
     tmp_path: Path, cache: Path
 ) -> None:
-    code = AT_STEP_3.format(rank=1, what="time.sleep(1.5); os._exit(0)")
+    code = AT_STEP_3.format(rank=1, what="os._exit(0)")
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 70, result.output
     where = rf"rank 1 on {re.escape(HERE)} \(process \d+, step 3, training\)"
@@ -285,6 +332,49 @@ def test_nobody_is_behind():
         "all ranks stand at the same place, step 7, saving"
         in diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0]
     )
+
+
+def test_of_two_that_stand_apart_the_one_outside_the_collective_is_named():
+    inside = "torch/distributed/distributed_c10d.py:9 all_reduce"
+    waits, joined = Entered("0", 5, 4, "gloo:all_reduce"), Entered("0", 4, 4, "gloo:all_reduce")
+
+    def named(*ranks: tuple[tuple[str, ...], tuple[Entered, ...]]) -> str:
+        found = [
+            replace(beat, stack=stack, groups=groups)
+            for beat, (stack, groups) in zip(
+                beats(*[(Phase.TRAINING, 7)] * len(ranks)), ranks, strict=True
+            )
+        ]
+        return diagnosis(found, lambda _: False)[0].partition("s: ")[2]
+
+    loop, native = ("own.py:1 loop",), ("torch/autograd/graph.py:3 _engine_run_backward",)
+    # by the stacks alone
+    assert named((loop, ()), ((inside,), ())).startswith("rank 0 ")
+    assert named(((inside,), ()), (loop, ())).startswith("rank 1 ")
+    # most stand outside, and those are named all the same
+    assert named((loop, ()), (native, ()), ((inside,), ())).startswith(
+        "rank 0 on other (process 100) and 1 more"
+    )
+    # by the record, where no stack shows it: as in DDP's backward pass
+    assert named((native, (joined,)), (native, (waits,))).startswith("rank 0 ")
+    assert named((native, (waits,)), (native, (joined,))).startswith("rank 1 ")
+    # a chain: rank 1 waits for rank 2, which waits for nobody
+    other = waits._replace(group="1"), joined._replace(group="1")
+    chain = named((native, (waits,)), (native, (joined, other[0])), (native, (other[1],)))
+    assert chain.startswith("rank 2 ")
+    # another collective of the same group: neither is more wrong
+    barrier = waits._replace(last="gloo:barrier")
+    both = named((("a.py:1 f", inside), (waits,)), (("b.py:1 g", inside), (barrier,)))
+    assert "rank 0 " in both and "rank 1 " in both and "a.py:1 f" in both and "b.py:1 g" in both
+
+
+def test_the_thread_that_a_rank_waits_for_is_named():
+    main, writer = ("a.py:1 f", "lib/python3.11/threading.py:327 wait"), ("b.py:3 write",)
+    found = [replace(beats((Phase.SAVING, 7))[0], stack=main, threads=(("checkpoint_0", writer),))]
+    lines = diagnosis(found, lambda _: False)
+    assert 'its thread "checkpoint_0" stands at b.py:3 write' in lines[0]
+    busy = [replace(found[0], stack=("a.py:1 f",))]
+    assert "checkpoint_0" not in diagnosis(busy, lambda _: False)[0]
 
 
 def test_who_is_slow():
@@ -446,7 +536,7 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
     watcher.close()
     other.kill()
     other.wait()
-    assert f"rank 1 on {HERE} (process {other.pid}) waits elsewhere" in said and code == "77", said
+    assert f"rank 1 on {HERE} (process {other.pid}) at elsewhere.py:1 f" in said and code == "77"
 
 
 @pytest.mark.parametrize("moves", [False, True], ids=["all wait for it", "the others go on"])

@@ -334,6 +334,8 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "last[1]",
         "behind",
         "nobody",
+        "apart",
+        "thread_that",
         "who_is",
         "not_still",
         "lines",

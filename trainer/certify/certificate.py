@@ -10,7 +10,8 @@ from typing import Any
 
 from trainer.certify.cases.language_case import LanguageCase
 from trainer.certify.cases.pairs_case import PairsCase, image_case, module_case
-from trainer.certify.comparison import Finding, compare
+from trainer.certify.comparison import compare
+from trainer.certify.finding import Finding
 from trainer.certify.one_process.options import options_of
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder

@@ -1,14 +1,15 @@
-"""The checks and their tolerances: a run against one process, a finding for each check and step."""
+"""The checks: a run against one process, a finding for each check and step."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
+from trainer.certify.finding import OPTION, TOLERANCES, Finding, Order, worst_of
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.optimizers import scheduler_of
 from trainer.certify.one_process.options import Option, Seen, share_of, share_of_precision
@@ -27,35 +28,6 @@ from trainer.state import MASTER, WEIGHT
 from trainer.supervise.stall import Phase
 from trainer.trial.setup import Alone
 
-# check -> largest relative error that float32 arithmetic in another order may leave
-TOLERANCES = {
-    "initial": 0.0,
-    "output": 1e-4,
-    "loss": 1e-5,
-    "gradient": 1e-4,
-    "norm": 1e-5,
-    "option": 0.1,
-    "projection": 1e-3,
-    "rounding": 1.5,
-    "sum": 1e-5,
-    "moment": 1e-5,
-    "update": 2e-5,
-    "overflow": 0.0,
-    "counts": 0.0,
-    "schedule": 1e-9,
-    "held-out loss": 1e-5,
-    "accuracy": 0.0,
-    "loaded state": 0.0,
-    "resumed loss": 0.0,
-    "resumed state": 0.0,
-    "saved adapter": 0.0,
-    "merged": 1e-3,
-}
-"""The checks in the order of a step: the first that fails shows where the error arises."""
-
-OPTION = "option"
-"""The check that an option is on, of which the table has a line for each."""
-
 LEAST_SHARE = 1e-2
 """The share of its layer's largest entry below which a gradient is not measured against its own:
 one that is zero by symmetry (a key's bias without rotary positions) is rounding alone."""
@@ -69,41 +41,6 @@ MOST_STEPS = 200_000
 
 Errors = Mapping[str, float]
 """Relative errors, or those allowed, by the name of what is compared."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The relative error of one check at one step: the largest, or the first that is too large."""
-
-    check: str
-    step: int
-    error: float
-    tolerance: float
-    where: str = ""
-    rank: int = 0
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.tolerance  # NaN fails
-
-    @property
-    def severity(self) -> float:
-        return math.inf if math.isnan(self.error) else self.error / max(self.tolerance, 1e-300)
-
-
-@dataclass(frozen=True)
-class Order:
-    """The place of each parameter in the forward pass, and the blocks."""
-
-    places: Mapping[str, int]
-    blocks: tuple[str, ...]
-
-    def place(self, name: str) -> tuple[int, str]:
-        """Return a sort key; buffers, and what one process lacks, are wrong from the start."""
-        return self.places.get(name, -1), name
-
-    def layer(self, name: str) -> str:
-        return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
 
 
 def compare(
@@ -139,8 +76,8 @@ def compare(
             expected.append(one)
             found.extend(findings)
         if small.low_precision:
-            seen = share_of_precision(run, expected)
-            found.append(compare_option(small.layout.precision, run, seen))
+            rounding = share_of_precision(run, expected)
+            found.append(compare_option(small.layout.precision, run, rounding))
         for option in options:
             machine.watch.moves()
             without = make_reference(option.without, option.amend)
@@ -155,8 +92,8 @@ def compare(
             found.extend(compare_rounded(run, *projected))
         kept = [replace(one.rounding, runs=()) for one in expected]
         return [
-            replace(one, state={}, rounding=rounding)
-            for one, rounding in zip(expected, kept, strict=True)
+            replace(one, state={}, rounding=without_runs)
+            for one, without_runs in zip(expected, kept, strict=True)
         ], order
 
     expected, order = ranks.on_first(Alone()(one_process))
@@ -187,17 +124,6 @@ def one_by_one(
             theirs = reference.held_out(run.states[step + 1])
             found.extend(compare_held_out(run, step, theirs, one))
         yield one, found
-
-
-def worst_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Return the worst finding of each check, and of each option, in the order of a step."""
-    sequence = list(TOLERANCES)
-    worst = dict[tuple[str, str], Finding]()
-    for finding in sorted(findings, key=lambda finding: sequence.index(finding.check)):
-        each = finding.check, finding.where if finding.check == OPTION else ""
-        if each not in worst or finding.severity > worst[each].severity:
-            worst[each] = finding
-    return tuple(worst.values())
 
 
 def compare_initial(

@@ -8,7 +8,8 @@ from trainer.checkpoint.load import load
 from trainer.checkpoint.manifest import ALL, PICKLES, WEIGHTS_ALONE, read_description, verify
 from trainer.checkpoint.save import export, save
 from trainer.checkpoint.slots import ModelForm
+from trainer.checkpoint.strangers import strangers
 
 __all__ = ["Background", "ModelForm", "export", "load", "save"]
-__all__ += ["leftovers", "newest", "prune", "published", "read_description", "step_of", "verify"]
-__all__ += ["ALL", "DAMAGED", "PICKLES", "WEIGHTS_ALONE"]
+__all__ += ["leftovers", "newest", "prune", "published", "read_description", "step_of", "strangers"]
+__all__ += ["ALL", "DAMAGED", "PICKLES", "WEIGHTS_ALONE", "verify"]

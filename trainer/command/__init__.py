@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import wraps
-from typing import NoReturn, TextIO, cast
+from typing import Any, NoReturn, TextIO, cast
 
-from trainer.errors import DiskError, MeshloomError
+from trainer.errors import DiskError, MeshloomError, printable, suggestion
 from trainer.storage import Unfailing
 
 Main = Callable[[Sequence[str], str], int]
@@ -24,7 +24,45 @@ def parser_of(
 ) -> argparse.ArgumentParser:
     """Make the parser of the command `name`; the texts of its help keep their lines."""
     raw = argparse.RawDescriptionHelpFormatter
-    return argparse.ArgumentParser(name, usage, description.strip(), epilog, formatter_class=raw)
+    return _Parser(name, usage, description.strip(), epilog, formatter_class=raw)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says first which option is misspelt: the one that is meant then seems to be missing."""
+
+    given: Sequence[str] = ()
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_intermixed_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        options = [name for action in self._actions for name in action.option_strings]
+        names = [word.partition("=")[0] for word in self.given if word.startswith("-")]
+        known = lambda name: any(option.startswith(name) for option in options)  # noqa: E731
+        strange = [name for name in names if not known(name) and not _is_number(name)]
+        if strange:
+            message = f"there is no {strange[0]}. {suggestion(strange[0], options)}".rstrip()
+        elif "invalid choice: " in message:
+            word = message.partition("invalid choice: '")[2].partition("'")[0]
+            choices = [str(one) for action in self._actions for one in action.choices or ()]
+            message = f"{message}. {suggestion(word, choices)}".rstrip(". ")
+        elif "required: --config" in message:
+            configs = [word for word in self.given if word.endswith((".json", ".yaml", ".yml"))]
+            message += f". Did you mean --config {configs[0]}?" if configs else ""
+        super().error(printable(message))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:

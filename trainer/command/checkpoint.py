@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, DiskError, Problem, printable, refused
+from trainer.errors import ConfigError, DiskError, Problem, listed, printable
 
 EPILOG = """
 the checkpoints of a run, and every byte of all of them against their manifests:
@@ -94,11 +94,19 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
 def _copy_model_files(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
+    from trainer.models.door import BUILD_MEMORY, BUILD_SECONDS, bounded, check_folder, opening
+    from trainer.models.huggingface import check_kernels
+
     expected = "a folder or name with the model's config and tokenizer"
-    with refused(f"--model: {source}", expected, OSError, ValueError):
+    check_folder(Path(source))
+    with opening(f"--model: {source}", expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
         # explicit, since with a default of None the user is asked if the folder's own code may run
-        for kind in (AutoConfig, AutoTokenizer):
-            kind.from_pretrained(source, trust_remote_code=False).save_pretrained(folder)
+        found = [
+            k.from_pretrained(source, trust_remote_code=False) for k in (AutoConfig, AutoTokenizer)
+        ]
+        check_kernels(found[0], f"--model: {source}")
+        for one in found:
+            one.save_pretrained(folder)
 
 
 def checkpoints(path: Path) -> list[Path]:
@@ -130,11 +138,17 @@ def summarise(path: Path) -> Finding:
 
 
 def verify(path: Path) -> Finding:
-    """Check every byte against the manifest."""
+    """Check every byte against the manifest, and that nothing else could be read in its place."""
+    from trainer.checkpoint import strangers
     from trainer.checkpoint import verify as wrong
 
-    problems = wrong(path)
-    return 74 if problems else 0, [f"{path.name}  {'; '.join(map(str, problems)) or 'good'}"]
+    problems, others = wrong(path), list[str]()
+    if not problems:  # with a manifest that can be read
+        problems, others = strangers(path)
+    line = f"{path.name}  {'; '.join(map(str, problems)) or 'good'}"
+    if others:
+        line += f"; not in the manifest, and not checked: {listed(others)}"
+    return 74 if problems else 0, [line]
 
 
 def show(path: Path) -> Finding:

@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.command import parser_of, reporting
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import ConfigError, Problem
 
 DESCRIPTION = """
 Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
 dtype of the base. One tensor at a time is in memory.
 """
-EPILOG = "\nexit codes: 0 written, 64 the adapter or its base is wrong, 74 the disk\n"
+EPILOG = (
+    "\nexit codes: 0 written, 64 the adapter or its base is wrong, 65 no tokenizer, 74 the disk\n"
+)
 
 
 @reporting
@@ -26,12 +28,11 @@ def main(arguments: Sequence[str], name: str) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.out.exists():
         raise ConfigError(Problem(str(options.out), "it is there already", "a new folder"))
-    from safetensors import SafetensorError
-    from transformers import AutoTokenizer
-
     from trainer import checkpoint
     from trainer.config.sections.model_and_data import AdapterSection, ModelSection
+    from trainer.data.text.tokenizer import load_tokenizer
     from trainer.distributed.ranks import ALONE
+    from trainer.models.door import check_folder, opening
     from trainer.models.finetuning.lora import adapted
     from trainer.models.finetuning.lora_folder import CONFIG, read_config
     from trainer.models.huggingface import read_config as read_architecture
@@ -40,12 +41,16 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.run.folder import model_in
 
     folder = model_in(options.adapter)
+    check_folder(folder)
+    if not (folder / CONFIG).is_file():
+        seen, expected = f"no {CONFIG} in it", "a run with trainer.adapter, or an adapter's folder"
+        hint = "A model without an adapter needs no merging" if folder.is_dir() else ""
+        raise ConfigError(Problem(str(folder), seen, expected, hint))
     base = options.base or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
-    kinds = (OSError, ValueError, TypeError, NotImplementedError, SafetensorError)
     expected = "an adapter that PEFT opens, and its base with a tokenizer"
-    with refused(f"{folder}, {base}", expected, *kinds, named=True):
+    with opening(f"{folder}, {base}", expected):
         section = ModelSection(name_or_path=base)
         architecture = read_architecture(section)
         spec = spec_of(architecture, section)
@@ -53,7 +58,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         assert merged is not None
         entries = given_tensors(merged(folder), ALONE)
         source = folder if (folder / "tokenizer_config.json").exists() else base
-        tokenizer = AutoTokenizer.from_pretrained(source)
+        tokenizer = load_tokenizer(str(source))
 
     # a dequantised value is in float32, whatever the base's own dtype
     quantised = getattr(spec.weights, "quantised_by", "")

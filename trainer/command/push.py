@@ -28,6 +28,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser.add_argument("--certificate", metavar="FILE", help=text)
     options = vars(parser.parse_intermixed_args(arguments))
     from trainer.config.validate import validate
+    from trainer.models.door import check_folder
     from trainer.tools.hub.repository import open_hub
     from trainer.tools.report.run_record import read
 
@@ -41,6 +42,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     if not (folder / "final").is_dir():
         hint = "Run its command again, which goes on with it"
         problems = [Problem(str(folder), "no final/ in it", "a run that has ended", hint)]
+    check_folder(folder / "final")
     if problems or section.hub is None:
         raise ConfigError(*problems)
     print(f"pushed: {open_hub(section.hub)(folder)}")

@@ -52,7 +52,7 @@ def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str
         step, steps = written["step"], written["steps"]  # after the last, `step` is past it
         place = place.replace(f"step {step},", f"step {min(step, steps)} of {steps},", 1)
     if code is not None:
-        yield f"{'ended' if code else 'finished'}: {place}"
+        yield f"ended: {place}" if code else f"finished: {place.rpartition(', ')[0] or place}"
         yield f"exit    {code}"
     else:
         yield place if lives else f"no sign of life: {place}"

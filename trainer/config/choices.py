@@ -12,6 +12,7 @@ from trainer.config.check import check
 from trainer.config.grammar import AUTO, LONGEST_NAME, Table, show
 from trainer.config.keys import NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.read import Json
+from trainer.config.rules import EVERYWHERE
 from trainer.errors import Problem
 from trainer.plugins import NAMED
 
@@ -111,7 +112,7 @@ def _choose(place: str, section: Json, types: Mapping[str, Table]) -> Chosen:
     if name is None:
         return Chosen(section | {"params": params}, [_unknown_type(place, kind, list(types))])
     table = {f"{place}.params.{key}": value for key, value in types[name].items()}
-    checked = check(params, table, path=f"{place}.params.")
+    checked = check(params, table, EVERYWHERE, f"{place}.params.")
     settings = section | {"type": name, "params": checked.values}
     return Chosen(settings, checked.problems, checked.notes)
 
@@ -120,6 +121,8 @@ def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
     seen = "saw no type" if kind is None else f"saw {show(kind)}"
     offered = {known.lower(): known for known in types if known not in UNBUILT}
     name = str(kind)[:LONGEST_NAME].lower()
+    if kind is None:
+        return Problem(f"{place}.type", seen, f"one of {', '.join(offered.values())}")
     bare = re.sub("deepspeed|fused|cpu|torch|hf|xla|[^a-z]", "", name)
     if bare in NOT_OFFERED:
         mend = NOT_OFFERED[bare]

@@ -13,7 +13,14 @@ from trainer.config.check import check
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
 from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
-from trainer.config.rules import FIELDS, conflicts, contradictions, give_way, notes_of, within
+from trainer.config.rules import (
+    EVERYWHERE,
+    conflicts,
+    contradictions,
+    give_way,
+    notes_of,
+    within,
+)
 from trainer.config.sections.trainer import TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
@@ -75,7 +82,7 @@ def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
     gone, gone_notes = give_way(raw, overridden)
     trainer, trainer_problems = validate(raw.get("trainer", {}), str(path.parent))
     theirs = {key: value for key, value in raw.items() if key != "trainer"}
-    checked = check(theirs, KEYS, ("trainer", *FIELDS))
+    checked = check(theirs, KEYS, EVERYWHERE)
     problems += [*trainer_problems, *checked.problems]
     upgraded = upgrade(checked, trainer)
     problems += [*upgraded.problems, *conflicts(upgraded.settings)]

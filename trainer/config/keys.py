@@ -35,6 +35,16 @@ RECOMPUTES = "activation_checkpointing."
 _OPTIMIZERS = _table("optimizers.txt")
 OPTIMIZERS = _by_type(_OPTIMIZERS)
 SCHEDULERS = _by_type(_table("schedulers.txt"))
+PARAMETERS = tuple(
+    dict.fromkeys(
+        f"{place}.params.{name}"
+        for place, types in {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}.items()
+        for table in types.values()
+        for name, key in table.items()
+        if not (key.refused or key.idle)
+    )
+)
+"""The parameters of all optimizers and schedulers, by their dotted paths."""
 UNBUILT = tuple(name for name in OPTIMIZERS if _OPTIMIZERS[name].idle)
 """Optimizers of the table that each engine refuses, with its reason."""
 NOT_OFFERED = {name.lower(): why for name, why in useless(_OPTIMIZERS).items() if "." not in name}

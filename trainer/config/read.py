@@ -292,7 +292,9 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
         path, equals, value = text.partition("=")
         names = path.split(".")
         if not equals or not all(names) or len(names) > DEEPEST:
-            problems.append(Problem(text, "saw an override without a key path", "key.path=value"))
+            seen, spaces = "saw an override without a key path", text == "=" or "=" in overrides
+            hint = "Write it without spaces around the =." if spaces else ""
+            problems.append(Problem(text, seen, "key.path=value", hint))
             continue
         section: Any = result
         for depth, name in enumerate(names[:-1], start=1):

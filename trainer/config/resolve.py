@@ -43,6 +43,11 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
     until then. Raises ConfigError if the mesh or the batch sizes do not fit the world size.
     """
     config = _within_machines(config, facts)
+    if facts.device == "cuda" and not facts.bf16 and at(config.settings, "bf16.enabled") is True:
+        seen = "saw true, for a GPU that does not multiply in bfloat16 (V100, T4 and older)"
+        expected = "a GPU of compute capability 8.0 or later"
+        mend = 'Set bf16.enabled to "auto" or false, and fp16.enabled true.'
+        raise ConfigError(Problem("bf16.enabled", seen, expected, mend))
     data_ranks = mesh_sizes(config, facts.world_size).data_ranks
     decisions = _values(config, facts) | _batch(config.settings, data_ranks)
     settings, origins = deepcopy(config.settings), dict(config.origins)

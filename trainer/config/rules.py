@@ -10,7 +10,7 @@ from pydantic.fields import FieldInfo
 
 from trainer.config.check import UNSAID
 from trainer.config.grammar import AUTO, show
-from trainer.config.keys import KEYS
+from trainer.config.keys import KEYS, PARAMETERS
 from trainer.config.read import Json, at
 from trainer.config.sections.section import Excludes, Needs, Only, Section
 from trainer.config.sections.trainer import TrainerSection
@@ -41,6 +41,8 @@ def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInf
 
 FIELDS = dict(_fields(TrainerSection, "trainer"))
 """Every key of the section and of those in it, by its dotted path."""
+EVERYWHERE = ("trainer", *FIELDS, *KEYS, *PARAMETERS)
+"""All keys, by their dotted paths: where a key that is unknown in its section may belong."""
 Mark = TypeVar("Mark", Only, Needs, Excludes)
 
 

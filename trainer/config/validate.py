@@ -8,7 +8,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.grammar import show, unknown
+from trainer.config.grammar import show, unknown, useless
+from trainer.config.keys import KEYS, PARAMETERS
 from trainer.config.rules import FIELDS, marked
 from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
 from trainer.config.sections.section import Only, Section
@@ -176,8 +177,9 @@ def _problems(error: ValidationError) -> list[Problem]:
         if item["type"] == "extra_forbidden":
             section = place.rpartition(".")[0]
             plain = re.sub(r"\[\d+\]", "", section)
-            near = [name.replace(plain, section, 1) for name in FIELDS]
-            strange.append(unknown(place, item["input"], near if len(strange) < MOST_SHOWN else ()))
+            near = [*(name.replace(plain, section, 1) for name in FIELDS), *KEYS, *PARAMETERS]
+            near = near if len(strange) < MOST_SHOWN else []
+            strange.append(unknown(place, item["input"], near, useless(KEYS)))
         else:
             expected.setdefault(place, []).append(_expectation(dict(item)))
             seen[place] = item["input"]

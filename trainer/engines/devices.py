@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,10 +27,25 @@ class Device:
     """Bandwidth to other nodes, one way, for each device: 400 Gb/s unless another is given."""
     latency: float = 20e-6
     """Seconds that a message takes besides its bytes, about NCCL's; data sheets don't give it."""
+    capability: tuple[int, int] | None = None
+    """CUDA's compute capability; None if it is not known."""
+
+    def lacks(self, least: tuple[int, int]) -> bool:
+        """Return True if it is known to be of an earlier generation."""
+        return self.capability is not None and self.capability < least
 
 
+BF16, FLOAT8 = (8, 0), (8, 9)
+"""The first compute capabilities that multiply in bfloat16 and in float8."""
+_CAPABILITY = {
+    **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "b200": (10, 0)},
+    **dict.fromkeys(("a10", "a10g", "3090"), (8, 6)),
+    **dict.fromkeys(("l40s", "l4", "4090"), (8, 9)),
+    **dict.fromkeys(("h100", "h200", "gh200"), (9, 0)),
+}
+"""By the first word of a device's name; NVIDIA's list of CUDA GPUs."""
 DEVICES = {
-    device.name: device
+    device.name: replace(device, capability=_CAPABILITY[device.name.partition("-")[0]])
     for device in (
         Device("h100-80gb", 79.1 * GIB, 989e12, 3.35e12, 450e9),
         Device("h100-pcie-80gb", 79.1 * GIB, 756e12, 2.0e12, 64e9),

@@ -22,9 +22,11 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, refused, suggestion
+from trainer.models.door import check_folder, opening
 from trainer.models.own import module
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
 from trainer.models.weights import SafetensorsFolder
+from trainer.storage import parse_json, read_file
 
 DESCRIPTION = "module.json"
 """The file that describes a classifier in its folder: how to build it, its classes and input."""
@@ -190,8 +192,9 @@ def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -
         return found
     kinds, expected = (OSError, ValueError, KeyError, TypeError), "a folder such as runs/NAME/final"
     start = f"a folder without a {DESCRIPTION} that says how it is built: "
+    check_folder(folder)
     with refused("trainer.model.name_or_path", expected, *kinds, named=True, start=start):
-        model = json.loads((folder / DESCRIPTION).read_bytes())["model"]
+        model = description_in(folder)["model"]
         found = Classifier(model["name"], {**model["arguments"], **arguments}, folder, weights)
     _ = found.pretrained
     return found
@@ -275,12 +278,24 @@ def describe(classifier: Classifier, images: Images) -> str:
 def opened(folder: Path) -> tuple[nn.Module, Images]:
     """Load a trained classifier, in evaluation mode. Raises ConfigError if the folder has none."""
     classifier, weights = named(str(folder), {}), SafetensorsFolder(folder)
-    content = json.loads((folder / DESCRIPTION).read_bytes())
-    given = content["images"]
-    numbers = [tuple(given[key]) for key in ("size", "mean", "std")]
-    model = classifier.build()
-    model.load_state_dict({name: weights.read(name) for name in weights.names()})
-    return model.eval(), Images(tuple(content["classes"]), given["mode"], *numbers)
+    with opening(f"open: {folder}", "a classifier as a run saves it"):
+        content = description_in(folder)
+        given = content["images"]
+        numbers = [tuple(given[key]) for key in ("size", "mean", "std")]
+        model = classifier.build()
+        model.load_state_dict({name: weights.read(name) for name in weights.names()})
+        return model.eval(), Images(tuple(content["classes"]), given["mode"], *numbers)
+
+
+def description_in(folder: Path) -> dict[str, Any]:
+    """Return the parsed file DESCRIPTION. Raises OSError, or ValueError if it is no description."""
+    content = parse_json(read_file(folder / DESCRIPTION))
+    known = content if isinstance(content, dict) else {}
+    model = known.get("model")
+    name = model.get("name") if isinstance(model, dict) else known.get("module")
+    if not isinstance(name, str):
+        raise ValueError("no description of a model")
+    return known
 
 
 def takes(function: Callable[..., Any], argument: str) -> bool:

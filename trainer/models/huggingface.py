@@ -18,6 +18,14 @@ from transformers.initialization import guard_torch_init_functions
 
 from trainer.errors import ConfigError, Problem, refused
 from trainer.models import language_model
+from trainer.models.door import (
+    BUILD_MEMORY,
+    BUILD_SECONDS,
+    bounded,
+    check_counts,
+    check_folder,
+    opening,
+)
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
@@ -74,7 +82,9 @@ def read_config(options: Any) -> PreTrainedConfig:
     if "model_type" not in values:
         expected = 'an architecture, such as "model_type": "llama"'
         raise ConfigError(Problem(place, "no model_type", expected))
-    with refused(place, "a config that transformers accepts"):  # of many kinds for a bad value
+    check_counts(values, place)
+    # of many kinds for a bad value
+    with opening(place, "a config that transformers accepts"), bounded(BUILD_MEMORY, BUILD_SECONDS):
         config = AutoConfig.for_model(**values)
     quantised.remove_config(config)
     check_kernels(config, place)
@@ -89,6 +99,7 @@ def stated(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 def _pretrained_config(options: Any) -> PreTrainedConfig:
     name, place = options.name_or_path, f"trainer.model.name_or_path: {options.name_or_path}"
     folder, expected = Path(name), "a folder that save_pretrained wrote"
+    check_folder(folder)
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if not folder.is_dir() and looks_local:
         raise ConfigError(Problem(place, "no such folder", f"{expected}, or a hub id"))
@@ -99,7 +110,8 @@ def _pretrained_config(options: Any) -> PreTrainedConfig:
             mend = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
         raise ConfigError(Problem(place, seen, expected, mend))
     # network, JSON and value errors alike
-    with refused(place, "a folder or hub id that transformers opens"):
+    expected = "a folder or hub id that transformers opens"
+    with opening(place, expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
         config = AutoConfig.from_pretrained(name, **_source(options))
     check_kernels(config, place)
     return config
@@ -137,7 +149,11 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     fits = "a config that the family's own code builds a model of"
     known = "an architecture with a causal language model head"
     # whatever the family's own code raises for the config, and transformers for one that it lacks
-    with refused(place, fits, named=True), refused(place, known, ValueError, ImportError):
+    with (
+        opening(place, fits),
+        refused(place, known, ValueError, ImportError),
+        bounded(BUILD_MEMORY, BUILD_SECONDS),
+    ):
         model = build()
     _check_router(model, place)
     notes = []

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import nn
 
-from trainer.errors import ConfigError, Problem, listed, refused
+from trainer.errors import ConfigError, Problem, listed
 from trainer.models import classifiers
+from trainer.models.door import (
+    BUILD_MEMORY,
+    BUILD_SECONDS,
+    bounded,
+    check_folder,
+    check_size,
+    object_in,
+    opening,
+)
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.weights import SafetensorsFolder
@@ -30,6 +37,7 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options
     if (inner := folder / "model").is_dir():
         folder = inner
     place = f"open: {folder}"
+    check_folder(folder)
     files = (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
     if (kind := next((name for name in files if (folder / name).exists()), None)) is None:
         raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
@@ -38,7 +46,8 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options
             seen = "model=, and a folder that says it"
             raise ConfigError(Problem(place, seen, "the folder alone"))
         return _pretrained(folder, adapter=kind == "adapter_config.json", **options)
-    content = json.loads((folder / classifiers.DESCRIPTION).read_bytes())
+    with opening(place, EXPECTED):
+        content = classifiers.description_in(folder)
     name = content.get("module") or content["model"]["name"].rpartition(":")[2]
     if build is None and "model" in content:
         return classifiers.opened(folder)[0]
@@ -62,16 +71,38 @@ def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
     if adapter:
         library, name = "peft", "AutoPeftModelForCausalLM"
         required(library, f"open: {folder}: an adapter", "lora")
-    else:
+    place, trust = f"open: {folder}", bool(options.setdefault("trust_remote_code", False))
+    base: Any = folder
+    if adapter:
+        base = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
+    _check_model(base, trust, place)
+    if not adapter:
         options["output_loading_info"] = True
-    kinds = (ImportError, OSError, RuntimeError, SafetensorError, ValueError)
-    with refused(f"open: {folder}", EXPECTED, *kinds):
+    with opening(place, EXPECTED):
         found: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
         if adapter:
             return found.eval()  # type: ignore[no-any-return]
         if missing := sorted(found[1]["missing_keys"]):
             raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
         return found[0].eval()  # type: ignore[no-any-return]
+
+
+def _check_model(source: Any, trust: bool, place: str) -> None:
+    """Raise ConfigError unless a folder's or hub id's config makes a model of a plausible size."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from trainer.models.huggingface import check_kernels
+
+    if not isinstance(source, Path | str):
+        raise ConfigError(Problem(place, f"the base {source!r}"[:200], "its folder or hub id"))
+    check_folder(Path(source))
+    with opening(place, EXPECTED), bounded(BUILD_MEMORY, BUILD_SECONDS):
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    check_kernels(config, place)
+    with opening(place, EXPECTED), bounded(BUILD_MEMORY, BUILD_SECONDS), torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+    if Path(source).is_dir():
+        check_size(Path(source), sum(one.numel() for one in empty.parameters()), place)
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:

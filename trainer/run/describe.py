@@ -16,7 +16,7 @@ from trainer.config.grammar import show
 from trainer.data.order import sample_ids
 from trainer.engines import ENGINES, Machine
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
-from trainer.models.spec import NoWeights
+from trainer.models.spec import MadeWeights, NoWeights
 from trainer.run.prepare import Prepared
 from trainer.state import VERSION
 from trainer.storage import disk_errors, ensure_writable, replace_file
@@ -93,7 +93,9 @@ def _rate_notes(prepared: Prepared) -> list[str]:
     if warmup >= prepared.steps:
         seen = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
         notes = [f"{seen} steps: all of it is warm-up; lower it, or train for more steps"]
-    begun = isinstance(spec.weights, NoWeights) or prepared.config.trainer.adapter is not None
+    # an own module's values are its constructor's: nobody knows if these were trained
+    initial = type(spec.weights) in (NoWeights, MadeWeights)
+    begun = initial or prepared.config.trainer.adapter is not None
     if begun or "adam" not in optimizer.type.lower() or optimizer.params["lr"] < 1e-3:
         return notes
     seen = f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"

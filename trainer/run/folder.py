@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from trainer.checkpoint import published
+from trainer.checkpoint import published, strangers
 from trainer.checkpoint.manifest import MANIFEST, WEIGHTS_ALONE, check_sizes
 from trainer.checkpoint.slots import MODEL
 from trainer.checkpoint.upload import identity
@@ -68,7 +68,10 @@ def model_in(path: Path) -> Path:
         is_run = (path / FINAL).is_dir() or (path / ENVIRONMENT).exists()
         found = [path / FINAL if is_run else path]
     for one in reversed(found):
-        damage = check_sizes(one, WEIGHTS_ALONE) if (one / MANIFEST).exists() else []
+        damage = []
+        if (one / MANIFEST).exists():
+            # a library would read weights that lie beside those of the manifest
+            damage = check_sizes(one, WEIGHTS_ALONE) or strangers(one)[0]
         if not damage:
             return one / MODEL if (one / MODEL).is_dir() else one
     hint = f"meshloom checkpoint verify {one} names all that is damaged"

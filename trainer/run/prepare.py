@@ -112,7 +112,7 @@ def prepare(
     """
     ranks, section = machine.ranks, config.trainer
     kind: Any = machine.device.type
-    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported()
+    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     local = machine.local_world_size
     composed = compose(config, RuntimeFacts(ranks.world_size, None, None, bf16, kind, local))
     config, layout = composed.config, composed.layout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import pickle
 import re
 import socket
 import sys
@@ -18,10 +17,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.config import Config
+from trainer.distributed.flight_record import write_flight_record
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError, Stalled, printable
 from trainer.supervise import status_files
-from trainer.supervise.notes import LEAVE_SECONDS, Notes
+from trainer.supervise.notes import LEAVE_SECONDS, Notes, Whereabouts
 from trainer.supervise.process import Machine
 from trainer.supervise.stall import who
 from trainer.supervise.watch import Watch
@@ -44,6 +44,7 @@ class Ending:
     ) -> None:
         """Prepare the end of this process; `hush` stops other output on the terminal."""
         self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush
+        self._whereabouts = Whereabouts()
         self.watch: Watch | None = None
         self.folder: Path | None = None
         self.log: Path | None = None
@@ -52,6 +53,7 @@ class Ending:
     def start_watch(self, config: Config, ranks: Ranks, *slow: Callable[[str], None]) -> Watch:
         """Start the watchdog that reports and ends through this, and calls `slow`. Collective."""
         self.watch = watched(config, ranks, self.stalled, self.beat, *slow)
+        self.watch.on_phase(self._begins)
         return self.watch
 
     def begin_in(self, folder: Path) -> Path:
@@ -65,8 +67,12 @@ class Ending:
         """Write this rank's status where others look for it. Raises OSError."""
         if self.folder is not None and self._world.rank == 0:
             status_files.write(self.folder, progress)
+
+    def _begins(self, place: str) -> None:
         if self._notes is not None:
-            self._notes.write_place(self._world.rank, str(progress["place"]))
+            self._notes.write_place(self._world.rank, place)
+        else:
+            self._whereabouts.write(place)
 
     def after(self, error: BaseException) -> int:
         """Report an error, or leave that to another rank; return the exit code."""
@@ -93,6 +99,7 @@ class Ending:
             late = code or Stalled.exit_code
             threading.Thread(target=_end_at_last, args=(late,), daemon=True).start()
             self.watch.close()
+            self._whereabouts.forget()
             with suppress(OSError):
                 self.beat({**self.watch.status(), "ended": code})
         return code
@@ -146,7 +153,11 @@ class Ending:
         if not gone:
             return ""
         end = "it was killed, or exited without a report"
-        return f"{who(gone)} is gone, at {gone[0].place}: {end}\n  "
+        if gone[0].host == socket.gethostname():
+            place = self._whereabouts.of(gone[0].process) or gone[0].place
+        else:
+            place = f"{gone[0].place}, when it was last heard"
+        return f"{who(gone)} is gone, at {place}: {end}\n  "
 
     def _print(self, text: str) -> None:
         print(text, file=self._terminal, flush=True)
@@ -177,25 +188,6 @@ def _end_at_last(code: int) -> None:
     time.sleep(1.5 * LEAVE_SECONDS)
     faulthandler.dump_traceback(all_threads=True)  # into the log
     os._exit(code)
-
-
-def write_flight_record(folder: Path, rank: int) -> None:
-    """Write this process's last collectives to `folder`, as PyTorch's `torchfrtrace` reads them."""
-    from torch._C import _distributed_c10d
-    from torch.distributed.distributed_c10d import _world, get_backend
-
-    folder.mkdir(exist_ok=True)
-    if get_backend() == "nccl":
-        content = _distributed_c10d._dump_nccl_trace()  # type: ignore[attr-defined]
-    else:
-        record = pickle.loads(_distributed_c10d._dump_fr_trace())  # type: ignore[attr-defined]
-        record["pg_config"] = {  # which gloo's lacks
-            name: {"name": name, "desc": group.group_desc, "ranks": str(sorted(ranks))}
-            for group, name in _world.pg_names.items()
-            for ranks in [_world.pg_group_ranks[group]]
-        }
-        content = pickle.dumps(record)
-    (folder / f"rank-{rank}").write_bytes(content)
 
 
 def watched(config: Config, ranks: Ranks, *reports: Callable[..., None]) -> Watch:

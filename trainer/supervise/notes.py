@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -11,8 +12,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.storage import private_folder
+from trainer.supervise.stall import is_gone
+
 FOLDER = "MESHLOOM_LAUNCHER"
 """The environment variable that names the folder."""
+PLACE_BYTES = 80
+"""The size of the note on what a rank is doing, filled up so that it replaces a longer one."""
 LEAVE_SECONDS = 60.0
 """Seconds that a process may take to end after it has announced that."""
 
@@ -36,6 +42,8 @@ class Notes:
     def __init__(self, folder: Path, reader: int | None = None) -> None:
         """Use `folder`; once `reader` is no longer the parent, nobody reads this rank's end."""
         self._folder, self._reader = folder, reader
+        self._place: int | None = None
+        """The open file with what this process is doing."""
 
     def write_folder(self, folder: Path) -> None:
         """Write the path of the run's folder."""
@@ -46,8 +54,16 @@ class Notes:
         return None if path is None else Path(path)
 
     def write_place(self, rank: int, place: str) -> None:
-        """Write what the rank is doing, such as "step 12, training"; called now and then."""
-        self._write(f"place-{rank}", place)
+        """Write what the rank is doing, such as "step 12, training".
+
+        Called before each phase, so that a death in it is named: one write in place, some
+        microseconds, which the system keeps if the process is killed the moment after.
+        """
+        with suppress(OSError):  # as in `_write`
+            if self._place is None:
+                path = self._folder / f"place-{rank}"
+                self._place = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+            os.pwrite(self._place, json.dumps(place).ljust(PLACE_BYTES).encode(), 0)
 
     def place(self, rank: int) -> str | None:
         return self._read(f"place-{rank}") or self._read(f"left-{rank}")
@@ -92,3 +108,30 @@ class Notes:
 def notes_of(environment: Mapping[str, str]) -> Notes | None:
     """Return the notes of this project's launcher; None under another one, or without one."""
     return Notes(Path(environment[FOLDER]), os.getppid()) if FOLDER in environment else None
+
+
+class Whereabouts:
+    """The places of this machine's processes, for others that see one die under any launcher."""
+
+    def __init__(self) -> None:
+        self._folder: Path | None = None
+        with suppress(OSError):  # then the last beat has to do
+            self._folder = private_folder() / f"places-{socket.gethostname()}"
+            self._folder.mkdir(exist_ok=True)
+            for path in self._folder.glob("place-*"):
+                if is_gone(int(path.name.rpartition("-")[2])):
+                    path.unlink()
+        self._notes = Notes(self._folder or Path(os.devnull))
+
+    def write(self, place: str) -> None:
+        self._notes.write_place(os.getpid(), place)
+
+    def of(self, process: int) -> str | None:
+        """Return what a process does, or did when it died; None if it is not known."""
+        return self._notes.place(process)
+
+    def forget(self) -> None:
+        """Remove this process's entry."""
+        if self._folder is not None:
+            with suppress(OSError):
+                (self._folder / f"place-{os.getpid()}").unlink(missing_ok=True)

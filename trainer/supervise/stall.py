@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import psutil
+
+from trainer.distributed.flight_record import Entered
 
 
 class Phase(StrEnum):
@@ -38,7 +41,9 @@ _LONG = {
 }
 
 
-MOST_LINES = 6
+MOST_LINES, MOST_NAMED, MOST_STACKS, MOST_FRAMES = 6, 2, 3, 8
+COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
+"""The files of PyTorch in which the main thread is while it waits in a collective on the host."""
 BUSY, IDLE = 0.8, 0.5
 """The shares of its time for which a slow rank is busy at least, and most others at most."""
 
@@ -60,6 +65,10 @@ class Beat:
     """The share of the last minute in which it did not wait for others; None if not known yet."""
     stack: tuple[str, ...] = ()
     """The stack of its main thread, innermost last; empty until it has stood still for long."""
+    threads: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """Names and stacks of its other threads that are at work, those in collectives last."""
+    groups: tuple[Entered, ...] = ()
+    """How far it is in the collectives of its groups; with the stack, and if PyTorch knows."""
 
     @property
     def place(self) -> str:
@@ -68,6 +77,14 @@ class Beat:
     @property
     def progress(self) -> tuple[int, int]:
         return self.step, list(Phase).index(self.phase)
+
+
+def beat_of(row: Mapping[str, Any]) -> Beat:
+    """Return a beat from the parsed JSON of another rank's."""
+    threads = tuple((name, tuple(stack)) for name, stack in row["threads"])
+    groups = tuple(Entered(*one) for one in row["groups"])
+    parts = {"stack": tuple(row["stack"]), "threads": threads, "groups": groups}
+    return Beat(**{**row, **parts, "phase": Phase(row["phase"])})
 
 
 def place(step: int, phase: Phase) -> str:
@@ -91,26 +108,103 @@ def straggler(beats: Sequence[Beat]) -> Beat | None:
     return busiest if shares[0] > BUSY and usual < IDLE else None
 
 
+def waits(beats: Sequence[Beat]) -> dict[int, set[int]]:
+    """Return, for each rank that waits in a collective, the members that have not entered it."""
+    members: dict[str, list[tuple[int, Entered]]] = {}
+    for beat in beats:
+        for one in beat.groups:
+            members.setdefault(one.group, []).append((beat.rank, one))
+    found: dict[int, set[int]] = {}
+    for group in members.values():
+        for rank, mine in group:
+            absent = {other for other, theirs in group if mine.waits and not theirs.joins(mine)}
+            if absent:
+                found.setdefault(rank, set()).update(absent)
+    return found
+
+
+def outside(beats: Sequence[Beat]) -> list[Beat]:
+    """Return the ranks that others wait for in a collective, while they wait for nobody.
+
+    Empty if there is none, or that can't be told. Without a record of collectives the stacks tell.
+    """
+    if waiting := waits(beats):
+        awaited = set().union(*waiting.values()) - waiting.keys()
+        return [beat for beat in beats if beat.rank in awaited]
+    known = [beat for beat in beats if beat.stack]
+    out = [beat for beat in known if not in_collective(beat.stack)]
+    return out if len(out) < len(known) else []
+
+
+def in_collective(stack: Sequence[str]) -> bool:
+    return any(file in place for place in stack for file in COLLECTIVES)
+
+
 def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
     """Say which rank holds the run up, and why; then list the ranks by phase, and its stack."""
-    quiet, late, apart = [beat for beat in beats if silent(beat)], behind(beats), elsewhere(beats)
-    if quiet:
-        named, reason = quiet, f"in {quiet[0].place}, {who(quiet)} {described(quiet[0])}"
-    elif late:
-        verb = "is" if len(late) == 1 else "are"
-        named, reason = late, f"{who(late)} {verb} behind, at {late[0].place}"
-    elif apart:
-        place = apart[0].stack[-1]
-        named, reason = apart, f"{who(apart)} waits elsewhere than the others, at {place}"
-    else:
-        named, reason = [*beats[:1]], f"all ranks stand at the same place, {beats[0].place}"
+    named, reason = _cause(beats, silent)
     still = min(beat.still for beat in beats)
     head = f"the run stands still for {still:.0f} s: {reason}"
     lines = [head, *table(beats, silent)]
-    if known := next((beat for beat in named if beat.stack), None):
-        lines.append(f"  rank {known.rank} stands at")
-        lines += [f"    {place}" for place in known.stack]
+    shown = [beat for beat in named if beat.stack][:MOST_NAMED]
+    stacks = [(f"rank {beat.rank} stands", beat.stack) for beat in shown]
+    stacks += [(f'its thread "{name}" stands', at) for beat in shown for name, at in beat.threads]
+    most = MOST_FRAMES // min(len(stacks) or 1, MOST_STACKS)
+    for words, stack in stacks[:MOST_STACKS]:
+        # the innermost lines: all that is said fits on a screen
+        lines += [f"  {words} at", *(f"    {at}" for at in stack[-most:])]
     return lines
+
+
+def _cause(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> tuple[Sequence[Beat], str]:
+    """Return the ranks that hold the run up, and the reason."""
+    if quiet := [beat for beat in beats if silent(beat)]:
+        return quiet, f"in {quiet[0].place}, {who(quiet)} {described(quiet[0])}"
+    late, out = behind(beats), outside(beats)
+    if late and (not out or {beat.rank for beat in out} <= {beat.rank for beat in late}):
+        late = out or late
+        verb = "is" if len(late) == 1 else "are"
+        return late, f"{who(late)} {verb} behind, at {late[0].place}{_thread(late[0])}"
+    if out:
+        verb = "stands" if len(out) == 1 else "stand"
+        place = "the collective that the others wait in"
+        return out, f"{who(out)} {verb} outside {place}, at {_line(out[0])}"
+    if apart := elsewhere(beats):
+        return apart, f"{who(apart)} waits elsewhere than the others, at {_line(apart[0])}"
+    if ties := _ties(beats):
+        each = " and ".join(f"{who(group)} at {_line(group[0])}" for group in ties)
+        return [group[0] for group in ties], f"{each}: which one is wrong can't be told"
+    first = beats[0]
+    if thread := _thread(first):
+        return [first], f"{who([first])} waits, in {first.place}{thread}"
+    return [first], f"all ranks stand at the same place, {first.place}"
+
+
+def _line(beat: Beat) -> str:
+    """Return the innermost line of a rank outside of PyTorch, and the function in there."""
+    own = next((line for line in reversed(beat.stack) if not line.startswith("torch/")), "")
+    if thread := _thread(beat):
+        return f"{beat.place}{thread}"
+    inner = beat.stack[-1] if beat.stack else "an unknown line"
+    return f"{own}, in {inner.rpartition(' ')[2]}" if own and own != inner else inner
+
+
+def _thread(beat: Beat) -> str:
+    """Name the thread that works for a rank whose main thread waits; empty if none does."""
+    busy = [(name, stack) for name, stack in beat.threads if not in_collective(stack)]
+    if not busy or not (beat.stack and idle(beat.stack[-1])):
+        return ""
+    name, stack = busy[0]
+    return f'; its thread "{name}" stands at {stack[-1]}'
+
+
+IDLE_FILES = ("threading.py", "queue.py", "futures/_base.py", "futures/thread.py", "selectors.py")
+"""The ends of the files of Python in which a thread waits for another one."""
+
+
+def idle(place: str) -> bool:
+    """Return True if the innermost line of a stack waits for another thread."""
+    return place.partition(":")[0].endswith(IDLE_FILES)
 
 
 def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
@@ -126,11 +220,25 @@ def table(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
 
 def elsewhere(beats: Sequence[Beat]) -> list[Beat]:
     """Return the ranks whose stacks differ from most others'; empty if none are known to."""
-    groups: dict[tuple[str, ...], list[Beat]] = {}
+    groups = _by_stacks(beats)
+    fewest = groups[-1]
+    alone = len(groups) > 1 and len(fewest) < len(groups[-2]) and len(fewest) * 2 < len(beats)
+    return fewest if alone and fewest[0].stack else []
+
+
+def _ties(beats: Sequence[Beat]) -> list[list[Beat]]:
+    """Return ranks by their stacks if these differ, and no group is more wrong than others."""
+    groups = _by_stacks(beats)
+    known = len(groups) > 1 and all(group[0].stack for group in groups)
+    return sorted(groups, key=lambda group: group[0].rank)[:MOST_NAMED] if known else []
+
+
+def _by_stacks(beats: Sequence[Beat]) -> list[list[Beat]]:
+    """Return the ranks that stand at one place, with their threads; the most first."""
+    groups: dict[tuple[object, ...], list[Beat]] = {}
     for beat in beats:
-        groups.setdefault(beat.stack, []).append(beat)
-    fewest = min(groups.values(), key=lambda group: (len(group), -group[0].rank))
-    return fewest if len(groups) > 1 and fewest[0].stack else []
+        groups.setdefault((beat.stack, beat.threads), []).append(beat)
+    return sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
 
 
 def state_of(process: int) -> str | None:

@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from trainer.distributed.flight_record import entered
 from trainer.errors import Stalled
 from trainer.supervise import stall
 from trainer.supervise.stall import Beat, Phase, is_gone, who
@@ -39,8 +40,11 @@ SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
 KEY = "meshloom/watch"
 SAMPLES = 60
 """The number of beats over which slow ranks are found."""
-COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 FRAMES = 8
+SUPERVISE = f"{Path(__file__).parent}{os.sep}"
+PROJECT = f"{Path(__file__).parent.parent}{os.sep}"
+"""The beginnings of the names of files whose threads only watch, and of all this project's."""
+MOST_THREADS = 3
 
 
 class Watch:
@@ -66,6 +70,7 @@ class Watch:
         self._stalled, self._report_slow, self._progress = stalled, slow, progress
         self._world_size, self.first = len(processes), processes[0]
         self._phase, self._step, self._moved = Phase.PREPARING, 0, time.monotonic()
+        self._begins: Callable[[str], None] = lambda place: None
         self._first: int | None = None
         self._steps: deque[float] = deque(maxlen=101)
         self._begun = self._moved
@@ -104,6 +109,12 @@ class Watch:
                 self._steps.append(now - self._begun)
             self._begun = now
         self._phase, self._step, self._moved = phase, self._step if step is None else step, now
+        self._begins(self.place)
+
+    def on_phase(self, begins: Callable[[str], None]) -> None:
+        """Call `begins` with the step and phase, now and before each phase."""
+        self._begins = begins
+        begins(self.place)
 
     def plan(self, steps: int) -> None:
         """Note the number of steps of the whole run."""
@@ -165,21 +176,19 @@ class Watch:
 
     def _mine(self) -> Beat:
         still = max(0.0, time.monotonic() - self._moved)
-        stack = self._stack() if still > self._patience() / 2 else ()
+        shown: dict[str, Any] = {}
+        if still > self._patience() / 2:
+            shown = {"stack": _stack(_main_frame()), "threads": _threads(), "groups": entered()}
         busy = sum(self._samples) / SAMPLES if len(self._samples) == SAMPLES else None
         me = self._rank, socket.gethostname(), os.getpid()
-        return Beat(*me, self._phase, self._step, still, self._number, busy, stack)
+        return Beat(*me, self._phase, self._step, still, self._number, busy, **shown)
 
     def _sample(self) -> None:
         """Note if the main thread works, or waits for other ranks in a collective, on the host."""
         if self._phase in (Phase.TRAINING, Phase.WAITING):
             frames = traceback.walk_stack(_main_frame())
             files = {os.path.basename(frame.f_code.co_filename) for frame, _ in frames}
-            self._samples.append(files.isdisjoint(COLLECTIVES))
-
-    def _stack(self) -> tuple[str, ...]:
-        frames = traceback.extract_stack(_main_frame())[-FRAMES:]
-        return tuple(f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in frames)
+            self._samples.append(files.isdisjoint(stall.COLLECTIVES))
 
     def _say(self) -> None:
         self._number += 1
@@ -233,7 +242,7 @@ class Watch:
         now = time.monotonic()
         for value in self._store.multi_get(keys):
             row = json.loads(value)
-            beat = Beat(**{**row, "phase": Phase(row["phase"]), "stack": tuple(row["stack"])})
+            beat = stall.beat_of(row)
             if self._others[beat.rank][0].number != beat.number:
                 self._others[beat.rank] = beat, now
 
@@ -261,7 +270,7 @@ class Watch:
     def status(self) -> dict[str, Any]:
         """Return the status for outside readers, of all ranks as far as this one knows."""
         status = asdict(self._mine())
-        for name in ("stack", "number", "rank"):
+        for name in ("stack", "threads", "groups", "number", "rank"):
             del status[name]
         late = [
             {"rank": beat.rank, "host": beat.host, "place": beat.place, "still": beat.still}
@@ -357,6 +366,26 @@ class NoWatch:
 
 def _main_frame() -> FrameType | None:
     return sys._current_frames().get(threading.main_thread().ident or 0)
+
+
+def _stack(frame: FrameType | None) -> tuple[str, ...]:
+    frames = traceback.extract_stack(frame)[-FRAMES:]
+    return tuple(f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in frames)
+
+
+def _threads() -> tuple[tuple[str, tuple[str, ...]], ...]:
+    """Return names and stacks of the threads that run this project's code, and do not just wait."""
+    frames, found = sys._current_frames(), []
+    for thread in threading.enumerate():
+        frame = frames.get(thread.ident or 0)
+        if frame is None or thread is threading.main_thread():
+            continue
+        files = {one.f_code.co_filename for one, _ in traceback.walk_stack(frame)}
+        works = any(file.startswith(PROJECT) and not file.startswith(SUPERVISE) for file in files)
+        stack = _stack(frame)
+        if works and not stall.idle(stack[-1]):
+            found.append((thread.name, stack))
+    return tuple(sorted(found, key=lambda one: stall.in_collective(one[1]))[:MOST_THREADS])
 
 
 def _in_time(work: Callable[[], None]) -> bool:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import TextStreamer
 
 from trainer.errors import printable, refused
+from trainer.models.door import limited
 from trainer.models.language_model import positions_of, text_config
 
 
@@ -42,7 +44,10 @@ def continued(model: Any, tokenizer: Any, prompt: Any, tokens: int, **options: A
         if isinstance(prompt, str):  # a command line may hold bytes that are no text
             prompt = tokenizer(prompt.encode(errors="replace").decode())["input_ids"] or [end]
         elif isinstance(prompt[0], dict):
-            prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)["input_ids"]
+            to_text = partial(tokenizer.apply_chat_template, tokenize=False)
+            render = partial(to_text, prompt, add_generation_prompt=True)
+            text = limited(render, prompt, tokenizer.name_or_path)
+            prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
         row = torch.tensor([prompt], device=model.device)
         room = (positions_of(model, text_config(model)) or math.inf) - row.shape[1]
         how |= {"max_new_tokens": int(min(tokens, room)), "eos_token_id": ends, "pad_token_id": end}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from trainer.config import TrainerSection
 from trainer.errors import refused
+from trainer.models.door import limited
 from trainer.models.opened import opened_language_model
 from trainer.storage import required
 
@@ -31,10 +33,17 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
     from lm_eval import simple_evaluate
     from lm_eval.models.huggingface import HFLM
 
+    class LimitedModel(HFLM):  # type: ignore[misc]
+        """The model, whose chat template has the limits that it has in training."""
+
+        def apply_chat_template(self, chat: Any, *given: Any, **options: Any) -> str:
+            render = partial(super().apply_chat_template, chat, *given, **options)
+            return limited(render, chat, str(folder))
+
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     model = opened_language_model(folder, trust)
     with _refusals(names):
-        judged = HFLM(model, tokenizer=str(folder), trust_remote_code=trust, batch_size=8)
+        judged = LimitedModel(model, tokenizer=str(folder), trust_remote_code=trust, batch_size=8)
         return simple_evaluate(judged, tasks=[*names], log_samples=False, **options)  # type: ignore[return-value]
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.certify.comparison import Finding
+from trainer.certify.finding import Finding
 from trainer.errors import refused
 from trainer.models import huggingface
 from trainer.models.spec import ModelSpec

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import resource
-import signal
-import sys
-import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -24,6 +19,7 @@ from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import tokens_of
 from trainer.data.text.unrendered import unrendered
 from trainer.errors import ConfigError, DataError, Problem, first_line, refused
+from trainer.models.door import LONGEST, MEMORY, SECONDS, TIMES, bounded
 
 PLAIN = (
     "{% for message in messages %}"
@@ -37,8 +33,6 @@ PLAIN = (
 )
 """The template for a tokenizer without one: roles before turns, end-of-text after answers."""
 
-LONGEST, TIMES, MEMORY, SECONDS = 1 << 18, 16, 1 << 30, 60.0
-"""A rendering's limits: characters, characters for each of the chat, bytes, CPU seconds."""
 MORE = "once more turns follow"
 Span = tuple[int, int]
 """A range of characters in the rendered chat: the first, and one past the last."""
@@ -280,33 +274,3 @@ def _overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     for first, last in spans:
         found |= (offsets[:, 1] > first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])
     return found
-
-
-@contextmanager
-def bounded(memory: int, seconds: float) -> Iterator[None]:
-    """Raise MemoryError in code that takes `memory` more bytes, TimeoutError after CPU seconds.
-
-    Only the main thread, which receives signals, has the limit of time. Only on Linux, which shows
-    what the process has, is memory limited.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text().split()[0])
-        most = pages * resource.getpagesize() + memory
-        limit = most if soft == resource.RLIM_INFINITY else min(soft, most)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
-    timed = threading.current_thread() is threading.main_thread()
-    before = signal.signal(signal.SIGVTALRM, _late) if timed else None
-    if timed:  # again each second, where the program catches the first
-        signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
-            signal.signal(signal.SIGVTALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
-
-
-def _late(number: int, frame: FrameType | None) -> None:
-    raise TimeoutError

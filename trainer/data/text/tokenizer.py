@@ -12,6 +12,7 @@ from trainer.data.cache import cached_folder
 from trainer.data.progress import QUIET, Progress
 from trainer.data.text import corpus
 from trainer.errors import DataError, Problem, refused
+from trainer.models.door import check_folder
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -24,7 +25,9 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     if offsets:
         options["return_offsets_mapping"] = True
-    return tokenizer(list(texts), **options)
+    expected, mend = "a tokenizer that takes every text", "Set another trainer.data.tokenizer"
+    with refused(_name(tokenizer), expected, named=True, mend=mend, raises=DataError):
+        return tokenizer(list(texts), **options)
 
 
 def load_tokenizer(
@@ -36,6 +39,7 @@ def load_tokenizer(
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     expected, start = "a folder with a tokenizer, or a hub id", "no tokenizer could be loaded: "
     mend = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
+    check_folder(Path(name_or_path))
     # a dozen libraries raise what they like
     with refused(name_or_path, expected, start=start, mend=mend, raises=DataError):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)

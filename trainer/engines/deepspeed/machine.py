@@ -93,7 +93,7 @@ def announce(layout: Layout, machine: Machine, optimizer: str = "") -> None:
     """Tell the user which operators are about to be compiled."""
     if names := list(_missing(layout, machine.device, optimizer)):
         operators = f"operator{'s' if len(names) > 1 else ''} {' and '.join(names)}"
-        text = f"compiling DeepSpeed's {operators}, once for this environment: about a minute"
+        text = f"compiling DeepSpeed's {operators}, once for this environment: it may take minutes"
         machine.signs.at(text, stays=True)
 
 

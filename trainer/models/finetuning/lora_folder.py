@@ -13,6 +13,7 @@ from trainer.config.grammar import show
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused
+from trainer.models.door import check_folder
 from trainer.models.weights import SafetensorsFolder
 from trainer.storage import parse_json, read_file
 
@@ -51,6 +52,7 @@ def completed(options: AdapterSection) -> AdapterSection:
     from peft import LoraConfig
 
     file = Path(options.path) / CONFIG
+    check_folder(file.parent)
     given, default = _with_layers(read_config(file)), LoraConfig().to_dict()
     known = {*_HARMLESS, *_SAME.values()}
     unsupported = [

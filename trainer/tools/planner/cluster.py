@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from trainer.engines.devices import DEVICES, GIB, Device
 from trainer.errors import ConfigError, Problem
@@ -51,7 +52,7 @@ def device_of(text: str) -> Device:
     """Return a device by name, or from numbers as in EXAMPLE. Raises ConfigError for other text."""
     if text in DEVICES:
         return DEVICES[text]
-    numbers = {}
+    numbers: dict[str, Any] = {}
     for part in text.split(",") if "=" in text else []:
         key, _, value = (word.strip() for word in part.partition("="))
         number = _number(key, value)
@@ -63,7 +64,9 @@ def device_of(text: str) -> Device:
     missing = [name for name in NUMBERS[:4] if name not in numbers]
     if missing:
         fault = f"without {', '.join(missing)}" if numbers else "which is not in the table"
-        hint = f"Give its numbers: --device {EXAMPLE}"
+        alike = [name for name in DEVICES if name.startswith(f"{text.lower()}-")]
+        meant = f"Did you mean {' or '.join(alike)}? " if alike else ""
+        hint = f"{meant}Give its numbers: --device {EXAMPLE}"
         names = f"one of {', '.join(DEVICES)}"
         raise ConfigError(Problem("--device", f"{text}, {fault}", names, hint))
     return Device("a device of its own", **numbers)

@@ -16,6 +16,7 @@ import torch
 
 from trainer.config import Config, RuntimeFacts, TrainerSection
 from trainer.distributed.ranks import ALONE
+from trainer.engines.devices import BF16, FLOAT8
 from trainer.errors import ConfigError, Problem, refused
 from trainer.layout import Layout
 from trainer.models import huggingface
@@ -85,8 +86,13 @@ def planned(config: Config, cluster: Cluster) -> Plan:
 
 def on_cluster(config: Config, cluster: Cluster) -> Composed:
     """Compose a config on all GPUs of a cluster. Raises ConfigError if it does not suit them."""
-    facts = RuntimeFacts(cluster.world_size, None, None, True, "cuda", cluster.devices)
-    return compose(config, facts)
+    bf16 = not cluster.device.lacks(BF16)
+    facts = RuntimeFacts(cluster.world_size, None, None, bf16, "cuda", cluster.devices)
+    composed = compose(config, facts)
+    if composed.layout.float8 != "none" and cluster.device.lacks(FLOAT8):
+        seen = f"{composed.layout.float8} on {cluster.device.name}"
+        raise ConfigError(Problem("trainer.float8", seen, "a GPU with float8: Ada, Hopper, later"))
+    return composed
 
 
 def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:

@@ -1,0 +1,82 @@
+"""A finding of the certificate: the error of a check, and what it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# check -> largest relative error that float32 arithmetic in another order may leave
+TOLERANCES = {
+    "initial": 0.0,
+    "output": 1e-4,
+    "loss": 1e-5,
+    "gradient": 1e-4,
+    "norm": 1e-5,
+    "option": 0.1,
+    "projection": 1e-3,
+    "rounding": 1.5,
+    "sum": 1e-5,
+    "moment": 1e-5,
+    "update": 2e-5,
+    "overflow": 0.0,
+    "counts": 0.0,
+    "schedule": 1e-9,
+    "held-out loss": 1e-5,
+    "accuracy": 0.0,
+    "loaded state": 0.0,
+    "resumed loss": 0.0,
+    "resumed state": 0.0,
+    "saved adapter": 0.0,
+    "merged": 1e-3,
+}
+"""The checks in the order of a step: the first that fails shows where the error arises."""
+
+OPTION = "option"
+"""The check that an option is on, of which the table has a line for each."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The relative error of one check at one step: the largest, or the first that is too large."""
+
+    check: str
+    step: int
+    error: float
+    tolerance: float
+    where: str = ""
+    rank: int = 0
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.tolerance  # NaN fails
+
+    @property
+    def severity(self) -> float:
+        return math.inf if math.isnan(self.error) else self.error / max(self.tolerance, 1e-300)
+
+
+@dataclass(frozen=True)
+class Order:
+    """The place of each parameter in the forward pass, and the blocks."""
+
+    places: Mapping[str, int]
+    blocks: tuple[str, ...]
+
+    def place(self, name: str) -> tuple[int, str]:
+        """Return a sort key; buffers, and what one process lacks, are wrong from the start."""
+        return self.places.get(name, -1), name
+
+    def layer(self, name: str) -> str:
+        return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
+
+
+def worst_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Return the worst finding of each check, and of each option, in the order of a step."""
+    sequence = list(TOLERANCES)
+    worst = dict[tuple[str, str], Finding]()
+    for finding in sorted(findings, key=lambda finding: sequence.index(finding.check)):
+        each = finding.check, finding.where if finding.check == OPTION else ""
+        if each not in worst or finding.severity > worst[each].severity:
+            worst[each] = finding
+    return tuple(worst.values())
