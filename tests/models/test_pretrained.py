@@ -401,6 +401,26 @@ def test_what_is_not_quantised_is_read_as_it_is_stored(tmp_path):
     assert weights.read("model.layers.0.mlp.up_proj.weight").dtype == torch.float32
 
 
+def test_an_adapter_is_merged_into_a_quantised_base_in_the_dtype_it_states(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    from trainer.command.merge import main
+    from trainer.data.text.tokenizer import embedded_tokenizer
+    from trainer.supervise.process import cache_folder
+
+    base, adapter, out = (tmp_path / name for name in ("base", "adapter", "out"))
+    settings = LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = AutoModelForCausalLM.from_pretrained(write_base(base, "llama"))
+    get_peft_model(model, settings).save_pretrained(adapter)
+    changed_config(rewritten(base, in_blocks_of_fp8), quantization_config=FP8)
+    embedded_tokenizer(cache_folder()).save_pretrained(base)
+    assert main([str(adapter), str(out), "--base", str(base)], "meshloom merge") == 0
+    config = json.loads((out / "config.json").read_text())
+    assert config["dtype"] == "bfloat16" and "quantization_config" not in config
+    merged = [load_file(path) for path in out.glob("*.safetensors")]
+    assert {value.dtype for part in merged for value in part.values()} == {torch.bfloat16}
+
+
 def test_tensors_of_modules_that_are_not_trained_are_noted(tmp_path):
     """A vision tower's own scale is no companion of a weight that is read."""
     tower = {"model.visual.norm.logit_scale": torch.ones(1), "mtp.fc.weight": torch.ones(2, 2)}

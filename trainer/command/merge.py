@@ -53,6 +53,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     with opening(f"{folder}, {base}", expected):
         section = ModelSection(name_or_path=base)
         architecture = read_architecture(section)
+        stated = architecture.get_text_config(decoder=True).dtype  # building it changes that
         spec = spec_of(architecture, section)
         merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
         assert merged is not None
@@ -62,7 +63,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     # a dequantised value is in float32, whatever the base's own dtype
     quantised = getattr(spec.weights, "quantised_by", "")
-    dtype = (quantised and architecture.dtype) or entries[0].dtype
+    dtype = (quantised and stated) or entries[0].dtype
 
     def save(out: Path) -> None:
         spec.files.save_config(out, dtype)
