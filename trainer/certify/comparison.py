@@ -136,8 +136,8 @@ def compare(
             expected.append(one)
             found.extend(findings)
         if small.low_precision:
-            seen = share_of_precision(run, expected)
-            found.append(compare_option(small.layout.precision, run, seen))
+            rounded = share_of_precision(run, expected)
+            found.append(compare_option(small.layout.precision, run, rounded))
         for option in options:
             machine.watch.moves()
             without = make_reference(option.without, option.amend)
