@@ -123,7 +123,7 @@ def without(name: str) -> Callable[[Path], object]:
 
 
 WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
-    "no adapter": (without("adapter/adapter_config.json"), "adapter_config.json: "),
+    "no adapter": (without("adapter/adapter_config.json"), "no adapter_config.json"),
     "no base": (without("base"), "no such folder"),
     "another kind": (changed(peft_type="IA3"), "no adapter of the type LORA"),
     "another start": (changed(init_lora_weights="pissa_niter_4"), 'init_lora_weights "pissa'),
