@@ -114,7 +114,7 @@ def biases_learn() -> Any:
 
 
 def of_files(change: Callable[[Any, str], Any]) -> Any:
-    from trainer.models.weights import SafetensorsFolder
+    from trainer.models.pretrained.weights import SafetensorsFolder
 
     real = SafetensorsFolder.read
     return mock.patch.object(

@@ -153,8 +153,8 @@ def test_negative_numbers_are_no_options():
 def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
     from types import SimpleNamespace
 
+    from trainer.models.pretrained.weights import StateDict
     from trainer.models.spec import MadeWeights, NoWeights
-    from trainer.models.weights import StateDict
     from trainer.run.describe import _rate_notes
 
     def notes(weights: Any) -> list[str]:

@@ -14,8 +14,8 @@ from tests.support.training import GPT2, LLAMA, VOCABULARY, spec_of
 from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
+from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.models.spec import flops_per_token, units
-from trainer.models.weights import SafetensorsFolder
 
 SMALL: dict[str, Any] = {
     key: value for key, value in LLAMA.items() if key not in ("model_type", "tie_word_embeddings")

@@ -90,11 +90,7 @@ def compare(
         if run.rounded is not None and isinstance(reference, LanguageReference):
             projected = reference.projected(run.states[-1], len(run.losses))
             found.extend(compare_rounded(run, *projected))
-        kept = [replace(one.rounding, runs=()) for one in expected]
-        return [
-            replace(one, state={}, rounding=without_runs)
-            for one, without_runs in zip(expected, kept, strict=True)
-        ], order
+        return [light(one) for one in expected], order
 
     expected, order = ranks.on_first(Alone()(one_process))
     for step, one in enumerate(expected):
@@ -107,6 +103,11 @@ def compare(
     failures = (finding for finding in findings if not finding.passed)
     first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
     return worst_of(findings), first
+
+
+def light(one: Expected) -> Expected:
+    """Return what every rank compares with: without the state and the runs in low precision."""
+    return replace(one, state={}, rounding=replace(one.rounding, runs=()))
 
 
 def one_by_one(
@@ -298,15 +299,15 @@ def compare_published(
     yield _first("merged", step, errors, {}, sorted(errors, key=order.place))
 
 
-def compare_option(name: str, run: Recording, seen: Seen | None) -> Finding:
+def compare_option(name: str, run: Recording, share: Seen | None) -> Finding:
     """Compare the effect of an option on the run with that on one process."""
     step = len(run.losses) - 1
-    if seen is None:
+    if share is None:
         where = f"{name}: not shown, as its effect here is within rounding"
         return Finding(OPTION, step, 0.0, TOLERANCES[OPTION], where)
-    place = f" on {seen.tensor}" if seen.tensor else ""
-    where = f"{name}: {seen.found:.1%} of its effect{place}"
-    return Finding(OPTION, step, abs(seen.found - 1), seen.allowed, where)
+    place = f" on {share.tensor}" if share.tensor else ""
+    where = f"{name}: {share.found:.1%} of its effect{place}"
+    return Finding(OPTION, step, abs(share.found - 1), share.allowed, where)
 
 
 def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:

@@ -24,8 +24,8 @@ from torch import nn
 from trainer.errors import ConfigError, Problem, refused, suggestion
 from trainer.models.door import check_folder, opening
 from trainer.models.own import module
+from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
-from trainer.models.weights import SafetensorsFolder
 from trainer.storage import parse_json, read_file
 
 DESCRIPTION = "module.json"

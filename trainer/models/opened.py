@@ -23,7 +23,7 @@ from trainer.models.door import (
 )
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
-from trainer.models.weights import SafetensorsFolder
+from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import required
 
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"

@@ -23,8 +23,8 @@ from trainer.engines import EngineKind, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.own.code import code_of
+from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import ModelSpec, NoWeights
-from trainer.models.weights import fingerprint
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked

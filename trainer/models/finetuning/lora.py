@@ -31,8 +31,8 @@ from trainer.models.finetuning.lora_opening import (
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
+from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import WHOLE, ModelFiles, ModelSpec, NoWeights, Training
-from trainer.models.weights import fingerprint
 from trainer.storage import required
 
 

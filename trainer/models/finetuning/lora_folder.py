@@ -14,7 +14,7 @@ from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.door import check_folder
-from trainer.models.weights import SafetensorsFolder
+from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import parse_json, read_file
 
 CONFIG, STEM = "adapter_config.json", "adapter_model"

@@ -23,7 +23,7 @@ from torch import nn
 from trainer.errors import ConfigError, DiskError, Problem, listed, named_line, refused
 from trainer.models.finetuning.lora_folder import CONFIG, STEM, WEIGHT
 from trainer.models.finetuning.lora_weights import ADAPTER
-from trainer.models.weights import SafetensorsFolder
+from trainer.models.pretrained.weights import SafetensorsFolder
 
 _NONE = ["no module has this name"]
 _PREFIX = "base_model.model."

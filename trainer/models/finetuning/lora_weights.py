@@ -12,8 +12,8 @@ from transformers.pytorch_utils import Conv1D
 from trainer.models.finetuning.lora_folder import STEM
 from trainer.models.materialise import on_host
 from trainer.models.names import tensors_of
+from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.models.spec import MadeWeights, ModelSpec, NoWeights, Weights
-from trainer.models.weights import SafetensorsFolder
 
 ADAPTER = "default"
 """PEFT's name for a single adapter, which its files leave out."""

@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.errors import ConfigError, Problem, refused
-from trainer.models.weights import SafetensorsFolder
+from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import REFUSED_PICKLE, parse_json, read_file
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
