@@ -26,14 +26,14 @@ from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
-from trainer.certify.tiny_run import PROBE_RATE, Tiny, permutation, seed_of
+from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny, permutation, seed_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 
 IGNORED = -100
-REPEATS = 6
-"""The runs that measure the rounding of float8."""
+REPEATS, FEWER = 6, 3
+"""The runs that measure the rounding of float8: in the first steps, and later."""
 
 
 class MicroBatch(NamedTuple):
@@ -231,7 +231,7 @@ class Reference(ABC):
     def _judged(self, samples: Sequence[Any], size: int) -> Judged:
         """Evaluate samples, `size` at a time."""
         total, counted, right, unsure = 0.0, 0, [0] * len(self._tops), 0
-        repeats = REPEATS if self._layout.float8 != "none" else 0
+        repeats = FEWER if self._layout.float8 != "none" else 0
         others, rounded = (
             [shaken(self.model, seed).eval() for seed in range(repeats)],
             [0.0] * repeats,
@@ -314,7 +314,8 @@ class Reference(ABC):
                 for name in runs[0][1]
             }
             runs.append((sum(loss for loss, _ in alone), summed))
-        for seed in range(REPEATS if self._layout.float8 != "none" else 0):
+        repeats = REPEATS if step < CLIPPED_STEPS else FEWER
+        for seed in range(repeats if self._layout.float8 != "none" else 0):
             repeat(shaken(low, seed))
         gradients = {
             n: max(float((of[n] - value).abs().max()) for _, of in runs) for n, value in own.items()

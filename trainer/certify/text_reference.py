@@ -50,11 +50,12 @@ class LanguageReference(Reference):
     def held_out(self, state: State) -> Judged:
         """Evaluate the held-out samples, each by itself.
 
-        By micro-batches if the model adds a loss of a whole micro-batch, or padding moves its
-        logits.
+        By micro-batches if the model adds a loss of a whole micro-batch, if padding moves its
+        logits, or if a float8 product has one scale for all rows.
         """
         self._load(state)
-        together = self._adds_to_loss or self._padding_counts()
+        scaled = self._layout.float8 == "tensorwise"
+        together = scaled or self._adds_to_loss or self._padding_counts()
         size = self._layout.micro_batch if together else 1
         samples = self._evaluated_samples()
         blank = samples[0][0], [IGNORED] * len(samples[0][0])
