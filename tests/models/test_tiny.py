@@ -141,11 +141,13 @@ def test_what_the_copy_lacks_is_said():
 
 @pytest.mark.parametrize(("family", "whole"), [("glm4_moe", False), ("qwen3", True)])
 def test_a_vocabulary_that_makes_the_copy_slow_is_cut_and_no_other(family, whole):
-    from trainer.certify.cases import language_case, tiny_run
+    from trainer.certify import tiny_run
+    from trainer.certify.cases import language_case
 
     spec = spec_of({"model_type": family})
     config = {"train_batch_size": 6, "trainer": {"model": {"config": {"model_type": family}}}}
-    run, copy = language_case.with_copy(tiny_run.tiny_run(config, [], 3), spec)
+    run, size = language_case.with_copy(tiny_run.tiny_run(config, [], 3), spec)
+    copy = spec.tiny.copy(*size)
     ids = copy.language.vocabulary
     assert (ids == spec.language.vocabulary) is whole
     assert f"ids up to {ids - 1:,}" in run.changes[-1]

@@ -58,11 +58,16 @@ def train_in_bfloat16(case: Case) -> tuple[list[float], dict[str, torch.Tensor]]
         counted = sum(int((s["targets"] != -100).sum()) for s in samples(step))
         between = torch.float32 if case.replicate > 1 else torch.bfloat16
         total, added = 0.0, [torch.zeros(p.shape, dtype=between) for p in parameters]
+        # what dropout draws depends on the width
+        batches = [
+            task.padded([task.collate(share) for share in shares(case, step, rank)])
+            for rank in range(case.data_ranks)
+        ]
         for index in range(case.accumulation):
             sums = [torch.zeros(p.shape) for p in parameters]
             for rank in range(case.data_ranks):
                 dropout.start(step_seed(5, step, rank), index)
-                loss = module(task.collate(shares(case, step, rank)[index]))
+                loss = module(batches[rank][index])
                 total += float(loss.detach())
                 scaled = loss * (case.data_ranks / counted)
                 for one, gradient in zip(

@@ -431,8 +431,10 @@ def train_plainly(case: Case, path: str | None = None, seed: int = 5) -> Outcome
         for data_rank in range(case.data_ranks):
             parts = shares(case, step, data_rank)
             batches = [task.collate(share) for share in parts]
-            # in every layout: what dropout draws depends on the width
-            for index, batch in enumerate(task.padded(batches) if spec.training.draws else batches):
+            # what dropout draws depends on the width; and a pipeline gives all one shape
+            if (train and spec.training.draws) or case.pipeline > 1:
+                batches = task.padded(batches)
+            for index, batch in enumerate(batches):
                 dropout.start(step_seed(seed, step, data_rank), index)
                 targets, lengths[:] = (
                     batch["targets"],
