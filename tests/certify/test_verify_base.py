@@ -125,7 +125,9 @@ def certified(path: str, fault: str = "") -> tuple[bool, str]:
     return certificate.passed, module.table(certificate)
 
 
-@pytest.mark.parametrize("fault", ["", "ties_as_the_config_says"])
+@pytest.mark.parametrize(
+    "fault", [pytest.param("", marks=pytest.mark.more), "ties_as_the_config_says"]
+)
 def test_the_certificate_has_a_line_of_the_base(tmp_path, pools: Pools, fault):
     with_another_head(tmp_path / "base")
     model = {"name_or_path": str(tmp_path / "base")}

@@ -352,6 +352,7 @@ SAMPLE: dict[str, tuple[str, ...]] = {
         "more_processes",
         "is_there",
     ),
+    "test_verify_edges.py": ("hides_nothing-float32",),
     "test_verify_modules.py": ("Held", "Small-reduced", "IndexParameter", "a_copy"),
     "test_verify_parameters.py": (),
     "test_verify_rounding.py": ("not_rounded",),
