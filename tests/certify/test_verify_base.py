@@ -115,6 +115,12 @@ def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
     assert files.finding is None and "too large" in files.note
 
 
+def test_a_folder_with_a_config_alone_is_not_compared(tmp_path):
+    (write_base(tmp_path, "llama") / "model.safetensors").unlink()
+    files = compared(tmp_path)
+    assert files.finding is None and "not compared" in files.note
+
+
 def certified(path: str, fault: str = "") -> tuple[bool, str]:
     """Runs on each rank of a pool."""
     from trainer.certify import certificate as module

@@ -11,6 +11,7 @@ from torch import nn
 from trainer.certify.finding import Finding
 from trainer.errors import refused
 from trainer.models import huggingface
+from trainer.models.pretrained.files import PICKLES, SAFETENSORS
 from trainer.models.spec import ModelSpec
 
 CHECK = "base"
@@ -35,7 +36,8 @@ def compare_base(architecture: Any, options: Any) -> BaseFiles:
     """
     if not options.name_or_path:
         return BaseFiles()
-    if not Path(options.name_or_path).is_dir():
+    folder = Path(options.name_or_path)
+    if not any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES)):
         note = f"the weights of {options.name_or_path} are not in a local folder"
         return BaseFiles(note=f"{note}: how they are read is not compared")
     ties = _ties(architecture)
