@@ -306,10 +306,8 @@ def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
 
     Raises ConfigError if there are none, or if they are stored in a way that cannot be read.
     """
-    folder, place = (
-        Path(options.name_or_path),
-        f"trainer.model.name_or_path: {options.name_or_path}",
-    )
+    place = f"trainer.model.name_or_path: {options.name_or_path}"
+    folder = Path(options.name_or_path)
     if not folder.is_dir():
         folder = _downloaded(options)
     config = _pretrained_config(options)

@@ -51,8 +51,15 @@ def checked(
     return applied(spec, findings), notes
 
 
-def packing_refusal(spec: ModelSpec, task: TrialTask, layout: Layout, ranks: Ranks) -> str:
-    """Return why the model or layout can't train on packed documents; else nothing. Collective."""
+def packing_refusal(
+    spec: ModelSpec, task: TrialTask, layout: Layout, ranks: Ranks, attention: str | None
+) -> str:
+    """Return why the model or layout can't train on packed documents; else nothing. Collective.
+
+    `attention`: trainer.model.attention.
+    """
+    if attention == "flash_attention_2":
+        return "with flash_attention_2 a model shows only at its first step if it takes them"
     try:
         checked(spec, task, layout, ranks, packed=True)
     except ConfigError as error:

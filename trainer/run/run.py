@@ -285,7 +285,9 @@ def _uploaded(config: Config, start: Start, machine: Machine, console: Console) 
     kept = config.trainer.checkpoint
 
     def finish() -> str:
-        moved = lambda count: machine.watch.moves()  # noqa: E731
+        def moved(count: int) -> None:
+            machine.watch.moves()
+
         return upload.finish(moved, (kept.keep_last, kept.keep_best))
 
     say(console, f"copied: {machine.ranks.await_first(finish)}")

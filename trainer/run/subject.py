@@ -394,9 +394,7 @@ def language_model(
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
 
     def refusal() -> str:
-        if section.model.attention == "flash_attention_2":
-            return "with flash_attention_2 a model shows only at its first step if it takes them"
-        return packing_refusal(spec, task, layout, ranks)
+        return packing_refusal(spec, task, layout, ranks, section.model.attention)
 
     form = arranged(section.data, refusal, ranks)
     settled = section.data.model_copy(update={"documents": form.documents})

@@ -131,11 +131,10 @@ def with_arrangement(small: Tiny, architecture: Any, machine: Machine) -> Tiny:
     section = small.config.trainer
 
     def refusal() -> str:
-        if section.model.attention == "flash_attention_2":
-            return "with flash_attention_2"
+        attention = section.model.attention
         unnamed = section.model.model_copy(update={"name_or_path": None})
         spec = huggingface.spec_of(deepcopy(architecture), unnamed)
-        return packing_refusal(spec, CausalLM.of(spec), small.layout, machine.ranks)
+        return packing_refusal(spec, CausalLM.of(spec), small.layout, machine.ranks, attention)
 
     if section.data.documents is not None:
         return small

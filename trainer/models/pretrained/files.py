@@ -11,8 +11,8 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.errors import ConfigError, Problem, refused
-from trainer.models.pretrained.weights import SafetensorsFolder
-from trainer.storage import REFUSED_PICKLE, parse_json, read_file
+from trainer.models.pretrained.weights import SafetensorsFolder, indexed
+from trainer.storage import REFUSED_PICKLE
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_config.json"
@@ -102,12 +102,7 @@ def stored_tensors(folder: Path, config: Any) -> StoredTensors:
     if whole.is_file():
         return PickledTensors([whole])
     if index.is_file():
-        kinds = (OSError, ValueError, LookupError, TypeError, AttributeError)
-        with refused(str(index), "a weight_map of names to files", *kinds, named=True):
-            names = sorted(set(map(str, parse_json(read_file(index))["weight_map"].values())))
-        if any(Path(name).name != name for name in names):
-            raise ConfigError(Problem(str(index), repr(names)[:100], "files in this folder"))
-        return PickledTensors(folder / name for name in names)
+        return PickledTensors(folder / name for name in indexed(index, ".bin"))
     expected = "model.safetensors, model.safetensors.index.json or pytorch_model.bin"
     hint = "Give the architecture alone as trainer.model.config to train from scratch"
     raise ConfigError(Problem(place, "no weights", expected, hint))

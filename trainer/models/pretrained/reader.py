@@ -117,10 +117,9 @@ class ConvertedWeights(Weights):
                 continue
             transform = None if pattern is None else by_pattern[pattern]
             conversion = planned.setdefault(name, Conversion(name, transform))
+            # of two tensors for one place, transformers takes the first
             if conversion.sources and conversion.transform is None:
-                self.unread[key] = (
-                    name  # a second tensor for one place: transformers takes the first
-                )
+                self.unread[key] = name
             else:
                 conversion.sources.append((key, pattern))
         for conversion in planned.values():

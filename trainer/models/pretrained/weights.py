@@ -35,7 +35,7 @@ class SafetensorsFolder(Weights):
         whole, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
         one = (folder / whole).is_file() or not index.is_file()
         self._file_of: dict[str, str] = {}
-        for file in [whole] if one else _indexed(index):
+        for file in [whole] if one else indexed(index, ".safetensors"):
             self._file_of |= dict.fromkeys(self._file(file).keys(), file)
 
     def names(self) -> set[str]:
@@ -65,14 +65,14 @@ class SafetensorsFolder(Weights):
         return self._opened[name]
 
 
-def _indexed(index: Path) -> list[str]:
-    """Read an index's files, in order. Raises ConfigError for files that are not beside it."""
+def indexed(index: Path, ending: str) -> list[str]:
+    """Read an index's files, in order. Raises ConfigError unless they end so and lie beside it."""
     expected, kinds = "a weight_map of names to files", (LookupError, TypeError, AttributeError)
     with refused(str(index), expected, OSError, ValueError, *kinds, named=True):
         files = sorted(set(map(str, parse_json(read_file(index))["weight_map"].values())))
     for name in files:
-        if not re.fullmatch(r"[^/\\]+\.safetensors", name):
-            expected = "names of safetensors files in this folder"
+        if not re.fullmatch(rf"[^/\\]+{re.escape(ending)}", name):
+            expected = f"names of {ending.lstrip('.')} files in this folder"
             raise ConfigError(Problem(str(index), repr(name), expected))
     return files
 
