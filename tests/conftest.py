@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from zlib import crc32
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads share few cores
 
@@ -11,7 +10,16 @@ import pytest
 from hypothesis import settings
 
 from tests.support.pool import Pools
-from tests.support.sample import PARTS, RARELY, SAMPLE
+from tests.support.selection import (
+    LEAST,
+    PARTS,
+    durations,
+    part_of_commit,
+    parts_of,
+    record,
+    stale,
+    tier,
+)
 
 # a commit is judged by the same examples everywhere; `--hypothesis-profile search` draws new ones
 settings.register_profile("same", deadline=None, derandomize=True)
@@ -26,9 +34,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--more",
         action="store_true",
-        help="also what a first run leaves out (tests/support/sample.py)",
+        help="also what a first run leaves out (tests/support/selection.py)",
     )
     parser.addoption("--whole", action="store_true", help="every case there is: hours")
+    parser.addoption(
+        "--record-durations",
+        action="store_true",
+        help="write the seconds of the tests that run to tests/durations.json",
+    )
     parser.addoption(
         "--part",
         metavar="COMMIT",
@@ -50,65 +63,43 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return 0 if config.args_source is pytest.Config.ArgsSource.ARGS else 2
 
 
-def part_of(name: str) -> int:
-    """The part that a test or a commit belongs to: the same on every machine."""
-    return crc32(name.encode()) % PARTS
-
-
 def pytest_report_header(config: pytest.Config) -> str | None:
     commit = config.getoption("--part")
-    return (
-        f"part {part_of(commit) + 1} of {PARTS} of the slow tests, picked by {commit}"
-        if commit
-        else None
-    )
+    part = part_of_commit(commit) + 1 if commit else 0
+    return f"part {part} of {PARTS} of the slow tests, picked by {commit}" if commit else None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.args == config.getini("testpaths"):
-        stale = [
-            (file, word)
-            for table in (SAMPLE, RARELY)
-            for file, words in table.items()
-            for word in words
-            if not any(word in item.name for item in items if item.path.name == file)
-        ]
-        if stale:
-            raise pytest.UsageError(
-                f"tests/support/sample.py names tests that are not there: {stale}"
-            )
-    for item in items:
-        words = SAMPLE.get(item.path.name)
-        if (
-            words is not None
-            and not any(word in item.name for word in words)
-            and not item.get_closest_marker("whole")
-        ):
-            rare = any(word in item.name for word in RARELY.get(item.path.name, ()))
-            item.add_marker("whole" if rare else "more")
-    unwanted = {"more", "whole"}
-    if config.getoption("--whole"):
-        unwanted = set()
-    elif config.getoption("--more"):
-        unwanted = {"whole"}
-    commit = config.getoption("--part")
     named = any("::" in argument for argument in config.args)  # who names a test means it
-    out = [
-        item
-        for item in items
-        if not named
-        and (
-            any(item.get_closest_marker(name) for name in unwanted)
-            or (
-                commit
-                and item.get_closest_marker("more")
-                and part_of(item.nodeid) != part_of(commit)
-            )
-        )
-    ]
-    config.hook.pytest_deselected(items=out)
-    left = set(out)
-    items[:] = [item for item in items if item not in left]
+    if not named:
+        select(config, items)
+    skip_without_gpu(items)
+
+
+def select(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep the tests of this run: see tests/support/selection.py."""
+    if missing := stale(items):
+        raise pytest.UsageError(f"`first` names cases that are not there: {missing}")
+    measured = durations()
+    tiers = {item.nodeid: tier(item, measured.get(item.nodeid, LEAST)) for item in items}
+    wanted = {"first"}
+    if config.getoption("--more"):
+        wanted |= {"more"}
+    if config.getoption("--whole"):
+        wanted |= {"more", "whole"}
+    kept = {test for test, kind in tiers.items() if kind in wanted}
+    if commit := config.getoption("--part"):
+        slow = [test for test, kind in tiers.items() if kind == "more"]
+        parts = parts_of(slow, lambda test: measured.get(test, LEAST))
+        kept -= {test for test, part in parts.items() if part != part_of_commit(commit)}
+    for item in items:
+        if tiers[item.nodeid] == "more":
+            item.add_marker("more")  # for `-m more`
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in kept])
+    items[:] = [item for item in items if item.nodeid in kept]
+
+
+def skip_without_gpu(items: list[pytest.Item]) -> None:
     if any(item.get_closest_marker("gpu") for item in items):
         import torch
 
@@ -120,6 +111,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                             reason="there is no GPU that PyTorch can use (-m gpu shows them)"
                         )
                     )
+
+
+DURATIONS: dict[str, float] = {}
+"""Seconds by node id, of the tests that have run in this process or its workers."""
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """Add up the seconds of a test's setup and call."""
+    if report.when != "teardown":
+        seconds = DURATIONS.get(report.nodeid, 0.0)
+        DURATIONS[report.nodeid] = seconds + report.duration
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    worker = hasattr(session.config, "workerinput")
+    if session.config.getoption("--record-durations") and not worker:
+        record(DURATIONS)
 
 
 @pytest.fixture(scope="session")

@@ -7,12 +7,10 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
-import pytest
-
-from tests.conftest import part_of
-from tests.support.sample import PARTS
+from tests.support.selection import PARTS, durations, exists, part_of_commit, parts_of, record
 
 ROOT = Path(__file__).resolve().parent.parent
 TESTS = """
@@ -74,9 +72,27 @@ def test_nothing_failed_nothing_said(tmp_path):
     assert (found.returncode, found.stdout) == (0, "")
 
 
-@pytest.mark.parametrize("kind", ["test", "commit"])
-def test_parts_are_equal(kind):
-    counts = [0] * PARTS
-    for index in range(5000):
-        counts[part_of(f"{kind} {index}")] += 1
-    assert max(counts) < 1.3 * min(counts)  # chance alone: three standard deviations are 15 % here
+def test_parts_take_equally_long_and_together_have_each_test():
+    seconds = {f"test {index}": float(index % 29) for index in range(1000)}
+    parts = parts_of(seconds, seconds.__getitem__)
+    assert parts.keys() == seconds.keys()
+    sums = [sum(seconds[test] for test, of in parts.items() if of == part) for part in range(PARTS)]
+    assert max(sums) - min(sums) <= 29
+
+
+def test_commits_pick_all_parts_equally_often():
+    counts = Counter(part_of_commit(f"commit {index}") for index in range(5000))
+    assert len(counts) == PARTS
+    assert max(counts.values()) < 1.4 * min(counts.values())
+
+
+def test_measured_durations_are_kept_for_tests_that_exist(tmp_path):
+    here = "tests/test_ci.py::test_what_fails_again_fails"
+    written = tmp_path / "durations.json"
+    written.write_text('{"tests/test_ci.py": {"test_of_earlier": 9.0}}')
+    record({here: 1.23, "tests/test_ci.py::test_nothing_failed_nothing_said": 0.1}, written)
+    assert durations(written) == {here: 1.2}
+
+
+def test_the_measured_durations_are_of_tests_that_exist():
+    assert [node for node in durations() if not exists(*node.split("::", 1))] == []

@@ -145,6 +145,7 @@ def first_rung(tmp_path_factory: pytest.TempPathFactory) -> float:
     return loss
 
 
+@pytest.mark.first("one device", "DataParallel", "DDP, torchrun", "sampler", "tensor parallel")
 @pytest.mark.parametrize("arguments", RUNGS.values(), ids=RUNGS.keys())
 def test_a_rung_has_the_loss_of_one_device(tmp_path, first_rung, arguments):
     loss, difference, output = climb(tmp_path, *arguments)
@@ -160,6 +161,7 @@ def beside_meshloom(output: str) -> tuple[list[str], list[str]]:
     return lines[:epochs], lines[epochs : 2 * epochs]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("rung", ["DataParallel, saved", "SeqNet"])
 def test_the_loop_and_meshloom_show_the_same_lines(tmp_path, rung):
     """Meshloom's are those of its console."""
@@ -184,6 +186,7 @@ def test_mlflow_has_the_same_of_the_loop_and_of_meshloom(tmp_path):
 LETTER = (ROOT / "docs" / "from_a_tutorial.md").read_text().partition("## Tutorials to the letter")
 
 
+@pytest.mark.more
 def test_the_page_has_the_lines_of_the_script():
     own = {line.strip() for line in (LADDER / "04_seqnet.py").read_text().splitlines()}
     blocks = re.findall(r"^```python\n(.*?)^```", LETTER[2], re.MULTILINE | re.DOTALL)
@@ -212,6 +215,7 @@ def test_the_page_shows_what_dividing_twice_costs(tmp_path, divided):
             assert [float(row[column]) for row in shown] == pytest.approx(found, rel=0.02)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "script", ["02_data_parallel_saved", "03_ddp", "09_fsdp_hsdp", "09_traffic", "12_mlflow"]
 )
@@ -225,6 +229,7 @@ def test_there_is_a_rank_for_each_gpu(monkeypatch, script):
     assert runpy.run_path(str(LADDER / f"{script}.py"))["args"].ranks == 2
 
 
+@pytest.mark.more
 def test_ddp_takes_one_device_in_a_process(tmp_path):
     """As `06_ddp_two_devices.py` says; several were taken up to PyTorch 1.8."""
     store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
@@ -294,6 +299,7 @@ def test_a_rung_is_a_screen_and_stands_alone(path):
     assert {module.split(".")[0] for module in modules} <= known
 
 
+@pytest.mark.more
 def test_what_a_rung_costs_is_measured():
     """Of ranks that the script starts itself: DDP reduces each gradient once, and Adam keeps two of
     each parameter.

@@ -68,6 +68,7 @@ def test_the_wheel_holds_the_package_and_the_configs(wheel):
     assert names == modules | configs
 
 
+@pytest.mark.more
 def test_a_shipped_config_trains_in_a_folder_elsewhere(installed, tmp_path):
     section = json.loads(write_job(tmp_path, steps=2, run={"folder": "runs"}).read_text())[
         "trainer"
@@ -92,6 +93,7 @@ def test_a_shipped_config_trains_in_a_folder_elsewhere(installed, tmp_path):
     assert listed.code == 0 and listed.output.startswith("step-000002  "), listed.output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("command", ["train", "verify", "checkpoint", "import"])
 def test_help(installed, tmp_path, command):
     result = meshloom(installed, tmp_path, command, "--help")
@@ -100,6 +102,7 @@ def test_help(installed, tmp_path, command):
     )
 
 
+@pytest.mark.more
 def test_commands_are_told(installed, tmp_path):
     told = meshloom(installed, tmp_path, "--help")
     assert told.code == 0 and all(

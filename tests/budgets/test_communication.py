@@ -215,6 +215,18 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
     )
 
 
+@pytest.mark.first(
+    "mesh zero2, 4",
+    "deepspeed zero3, 1",
+    "accelerate zero3, 4",
+    "mesh zero3, 1",
+    "mesh zero3, moe, 1",
+    "mesh hsdp, zero3, 4",
+    "mesh pipeline x zero3, 4",
+    "mesh pipeline x zero3, 4, last",
+    "mesh zero3, experts, 1",
+    "mesh tensor x zero3, 1",
+)
 @pytest.mark.parametrize("name", SENT)
 def test_a_step_sends_what_the_formulas_say(jobs, name):
     assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER).on_mesh()
@@ -233,6 +245,22 @@ def reads_of(step: Step) -> Counter[str]:
     return found
 
 
+@pytest.mark.first(
+    "mesh zero2, 4",
+    "deepspeed zero3, 1",
+    "accelerate zero3, 4",
+    "mesh zero3, 1",
+    "mesh zero3, moe, 1",
+    "mesh hsdp, zero3, 4",
+    "mesh pipeline x zero3, 4",
+    "mesh pipeline x zero3, 4, last",
+    "mesh zero3, experts, 1",
+    "mesh tensor x zero3, 1",
+    "SGD",
+    "selective",
+    "selective, sliding",
+    "selective, moe",
+)
 @pytest.mark.parametrize("name", JOBS)
 def test_the_host_waits_for_no_value(jobs, name):
     """Without a fused kernel the host decides whether to step; DeepSpeed's ZeRO-1 and 2 ask, too."""
@@ -270,6 +298,7 @@ def places(step: Step, kind: str, size: int) -> list[int]:
     ]
 
 
+@pytest.mark.first("mesh zero3, 1")
 @pytest.mark.parametrize("name", ["mesh zero2, 1", "mesh zero3, 1", "accelerate zero3, 1"])
 def test_the_head_is_reduced_before_the_last_block(jobs, name):
     step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
@@ -281,6 +310,7 @@ def test_the_head_is_reduced_before_the_last_block(jobs, name):
     assert head < first(step, "aten.mm", "backward", sizes.blocks - 1)
 
 
+@pytest.mark.first("mesh zero3, 1")
 @pytest.mark.parametrize("name", ["mesh zero3, 1", "accelerate zero3, 1"])
 def test_a_block_is_gathered_before_the_backward_products_of_the_one_after_it(jobs, name):
     step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)
@@ -291,6 +321,7 @@ def test_a_block_is_gathered_before_the_backward_products_of_the_one_after_it(jo
         assert gathered < first(step, "aten.mm", "backward", sizes.blocks - 1 - number)
 
 
+@pytest.mark.first("mesh zero3, 1")
 @pytest.mark.parametrize("name", ["mesh zero2, 1", "mesh zero3, 1", "accelerate zero3, 1"])
 def test_a_block_is_gathered_before_the_products_of_the_one_before_it(jobs, name):
     step, sizes = jobs.steps[name], sizes_of(jobs.workloads[name].spec)

@@ -58,6 +58,7 @@ def steps(model: dict[str, Any], recompute: Recompute, compiled: bool) -> list[A
     return found
 
 
+@pytest.mark.first("llama-selective")
 @pytest.mark.parametrize("recompute", MODES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_equal_blocks_share_one_graph_that_computes_the_same(name, recompute):

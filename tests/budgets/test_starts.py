@@ -279,6 +279,7 @@ m.safe_open = counted
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine", ["mesh", "accelerate", "deepspeed"])
 def test_a_load_reads_each_byte_once_over_all_ranks(tmp_path: Path, engine: str) -> None:
     """Under ZeRO-3: each rank maps the files, and reads the rows that it holds.

@@ -100,6 +100,7 @@ def certified(
     return certificate.passed, first.check if first else "", table(certificate)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", CASES)
 def test_an_image_classifier_passes(pools, tmp_path, case):
     model, size, overrides = CASES[case]
@@ -109,6 +110,7 @@ def test_an_image_classifier_passes(pools, tmp_path, case):
         assert passed and "a small one of its kind" in table, table
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("fault", "check"),
     [("other_labels", "gradient"), ("dropped_micro_batch", "output"), ("wrong_rate", "update")],
@@ -123,6 +125,7 @@ def test_a_planted_fault_is_caught(pools, tmp_path, fault, check):
         assert not passed and first == check, table
 
 
+@pytest.mark.more
 def test_tensor_parallel_is_refused(pools, tmp_path):
     overrides = ["tensor_parallel.autotp_size=2", "trainer.engine=mesh"]
     with pytest.raises(AssertionError, match="tensor_parallel.autotp_size"):

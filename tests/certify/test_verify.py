@@ -1074,6 +1074,7 @@ def test_what_the_faults_patch_is_there():
             pass
 
 
+@pytest.mark.first("norm_of_one_rank")
 @pytest.mark.parametrize("fault", sampled(FAULTS))
 def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
     planted = FAULTS[fault]
@@ -1105,6 +1106,7 @@ OF_OPTIMIZERS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "rate", [*(pytest.param(rate, marks=pytest.mark.whole) for rate in (1e-3, 1e-5)), 1e-7]
 )
@@ -1137,6 +1139,7 @@ ONE_CYCLE = {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr"
 LINEAR = {"type": "WarmupDecayLR", "params": {"total_num_steps": "auto", "warmup_type": "linear"}}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "scheduler"),
     [(OPT, LINEAR), (GPT2, ONE_CYCLE)],
@@ -1149,6 +1152,7 @@ def test_what_is_right_raises_no_alarm(pools, tmp_path, model, scheduler):
         assert passed, table
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("recompute", ["full", "selective"])
 def test_what_is_computed_again_raises_no_alarm(pools, tmp_path, recompute):
     path = config(tmp_path, "mesh", 2, activation_checkpointing=recompute)
@@ -1181,6 +1185,7 @@ def shards_orthogonalised(engine: str) -> Any:
     return mock.patch.object(Muon, "_updates", updates)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", MUON_ON)
 def test_muon_is_compared_with_that_of_pytorch(pools, tmp_path, layout):
     size, engine, sizes, more = MUON_ON[layout]
@@ -1197,6 +1202,7 @@ def test_muon_is_compared_with_that_of_pytorch(pools, tmp_path, layout):
             assert (passed, first) == (False, "update"), table
 
 
+@pytest.mark.more
 def test_a_low_precision_is_allowed_its_rounding_and_no_more(pools, tmp_path):
     path = config(tmp_path, "mesh", 2)
     overrides = ["bf16.enabled=true", "optimizer.params.lr=1e-5"]
@@ -1227,6 +1233,7 @@ def test_the_seeds_of_the_one_process_are_all_different():
     assert len(set(seeds)) == len(seeds)
 
 
+@pytest.mark.first("fsdp-[]")
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [
@@ -1245,6 +1252,7 @@ def test_every_config_that_ships_passes(pools, name, overrides):
         assert passed, table
 
 
+@pytest.mark.more
 def test_the_command(tmp_path):
     output = tmp_path / "certificate.json"
     command = [
@@ -1279,6 +1287,7 @@ def test_the_command(tmp_path):
     )
 
 
+@pytest.mark.more
 def test_a_failure_ends_with_76(tmp_path):
     script = tmp_path / "faulty.py"
     script.write_text(
@@ -1294,6 +1303,7 @@ def test_a_failure_ends_with_76(tmp_path):
     assert "FAIL: first differs at step 0, on rank 0: gradient " in result.output
 
 
+@pytest.mark.more
 def test_norms_on_both_sides_of_the_limit_are_named_by_their_steps(tmp_path):
     """Once "of the first 3 steps 0 are over it" was read as none of three."""
     from trainer.certify.tiny_run import clipping
@@ -1351,6 +1361,7 @@ def test_a_mesh_that_needs_more_processes_than_there_are_names_the_way_out(tmp_p
     )
 
 
+@pytest.mark.more
 def test_the_example_of_a_planted_bug_names_it(tmp_path: Path) -> None:
     output = str(tmp_path / "certificate.json")
     result = run(sys.executable, "examples/planted_bug.py", "--output", output)

@@ -132,6 +132,12 @@ CASES = {
 }
 
 
+@pytest.mark.first(
+    "HeldByItsAuthor-classes-mesh-2",
+    "HeldByItsAuthor-classes-deepspeed-2",
+    "Small-reduced-mesh-0",
+    "IndexParameter-classes-mesh-0",
+)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_it_passes_or_is_refused_with_the_reason(pools, case):
     model, loss, engine, stage = case

@@ -184,6 +184,7 @@ def base(tmp_path_factory: Any) -> str:
     return str(folder)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "fault",
     [
@@ -199,6 +200,7 @@ def test_a_fault_in_what_both_sides_shared_is_caught(pools, tmp_path, base, faul
         assert f", on rank 0: {check}" in table.splitlines()[-1], table
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("trainer", [FREEZE | GROUPS, LORA, DORA], ids=["freeze", "lora", "dora"])
 def test_what_is_right_passes(pools, tmp_path, base, trainer):
     path = config(tmp_path, "mesh", 3, **trainer, model={"name_or_path": base})

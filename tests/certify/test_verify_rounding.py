@@ -99,6 +99,7 @@ BF16 = ["bf16.enabled=true"]
 LIKE_ANOTHER = (scale_in_16_bits, added_up_in_16_bits)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "fault",
     [
@@ -123,6 +124,7 @@ ADDED_UP = ["data_types.grad_accum_dtype=fp32", "communication_data_type=fp32"]
 SHIPPED = {"zero2": 2, "fsdp": 2, "pipeline_zero3": 2, "tensor_zero2": 2, "zero3": 2, "hsdp": 4}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

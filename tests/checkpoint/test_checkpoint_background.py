@@ -86,6 +86,7 @@ def test_two_saves_never_overlap(tmp_path: Path, gate) -> None:
     assert holds(tmp_path / "step-000020", overwritten, 20)
 
 
+@pytest.mark.more
 def test_a_run_that_fails_meanwhile_still_publishes(tmp_path: Path, gate: threading.Event) -> None:
     with pytest.raises(ZeroDivisionError), Background(ALONE) as background:
         background.save(live().state_tensors(), write_to(tmp_path, 10))
@@ -94,6 +95,7 @@ def test_a_run_that_fails_meanwhile_still_publishes(tmp_path: Path, gate: thread
     assert holds(tmp_path / "step-000010", live(), 10)
 
 
+@pytest.mark.more
 def test_a_failure_is_raised_by_the_next_save_and_once(tmp_path: Path) -> None:
     state = live()
     with Background(ALONE) as background:
@@ -132,6 +134,7 @@ def _save_twice(folder: Path, broken_rank: int | None) -> tuple[str, int, bool]:
     return raised, size, holds(folder / "step-000020", live(seed=1), 20, ranks)
 
 
+@pytest.mark.first("None")
 @pytest.mark.parametrize("broken_rank", [None, 0, 1])
 def test_on_two_ranks(tmp_path: Path, pools: Pools, broken_rank: int | None) -> None:
     (one, mine, right), (other, others, also) = pools[2].run(

@@ -55,6 +55,7 @@ def ends_undisturbed(folder: Path, steps: int) -> None:
     ]
 
 
+@pytest.mark.first("flush-0-both", "rename-0-rank 1", "prune-0-rank 0")
 @pytest.mark.parametrize("victims", [(0, 1), (0,), (1,)], ids=["both", "rank 0", "rank 1"])
 @pytest.mark.parametrize(("phase", "rank"), PLACES)
 def test_a_death_at_each_phase_of_a_save(
@@ -74,6 +75,7 @@ def test_a_death_at_each_phase_of_a_save(
     ends_undisturbed(tmp_path, STEPS)
 
 
+@pytest.mark.more
 def test_fifty_deaths_at_random_moments(tmp_path: Path) -> None:
     dice, step, progress, deaths, longest = random.Random(0), 0, 0, 0, 0.1
     while deaths < 50 or progress <= 20:
@@ -113,6 +115,7 @@ def _break(folder: Path, phase: str, broken_rank: int) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.first("shard-0")
 @pytest.mark.parametrize(("phase", "rank"), [place for place in PLACES if place[0] != "before"])
 def test_an_error_at_each_phase_is_raised_on_both(
     tmp_path: Path, pools: Pools, phase: str, rank: int
@@ -148,6 +151,7 @@ def _delay(folder: Path, slow_rank: int) -> bool:
     return load(path, back.state_tensors(), ranks) == STATE and same(back, live())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("slow", [0, 1])
 def test_a_slow_rank_is_waited_for(tmp_path: Path, pools: Pools, slow: int) -> None:
     assert pools[2].run(_delay, timeout=120, folder=tmp_path, slow_rank=slow) == [True, True]

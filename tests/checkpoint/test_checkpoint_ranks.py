@@ -126,6 +126,7 @@ def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None
     assert metadata["total_size"] == 4 * (12 + 5 + 1) + 16
 
 
+@pytest.mark.first("rename")
 @pytest.mark.parametrize("phase", ["tensors of rank 1", "end of rank 1", "manifest", "rename"])
 def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, phase: str) -> None:
     older = save(
@@ -145,6 +146,7 @@ def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, ph
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
 
 
+@pytest.mark.first("nan")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 def test_a_value_that_is_not_finite_is_never_published(
     tmp_path: Path, pools: Pools, value: float
@@ -220,6 +222,7 @@ def _without_blake3(folders: list[Path]) -> str:
     return "nothing was raised"
 
 
+@pytest.mark.more
 def test_a_machine_without_blake3_is_an_error_of_all(tmp_path: Path, pools: Pools) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     entries, form = live().state_tensors(), ModelForm(hash="blake3")
@@ -229,6 +232,7 @@ def test_a_machine_without_blake3_is_an_error_of_all(tmp_path: Path, pools: Pool
     assert path.is_dir()
 
 
+@pytest.mark.more
 def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: Pools) -> None:
     path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
     for raised in pools[2].run(_blind, timeout=120, folder=tmp_path):

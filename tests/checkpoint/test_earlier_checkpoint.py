@@ -18,6 +18,7 @@ from trainer.data.order import LISTED
 EARLIER = Path(__file__).with_name("earlier_checkpoint")
 
 
+@pytest.mark.first("another engine and size")
 @pytest.mark.parametrize(
     "layout",
     [

@@ -45,6 +45,7 @@ def test_the_example_is_short():
     assert len(EXAMPLE.splitlines()) <= 25
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("config", "processes"),
     [("zero3", 2), ("pipeline_zero2", 2), pytest.param("hsdp", 4, marks=pytest.mark.whole)],
@@ -108,6 +109,7 @@ own = dict(model=Net, data=Data(), loss=loss, blocks="layers.*")
 """
 
 
+@pytest.mark.more
 def test_under_a_launcher_in_a_notebook_and_again(tmp_path):
     """The same losses in one process and in those of a launcher; a run that is begun again goes
     on.
@@ -134,6 +136,7 @@ __import__("os").write(1, f"\\nLOSSES {{said}} {{result.folder.name}}\\n".encode
     assert found[0][0] == found[1][0] == found[2][0]
 
 
+@pytest.mark.more
 def test_a_run_of_several_ranks_that_stands_still_is_an_error(tmp_path):
     section = {
         **CONFIG["trainer"],
@@ -168,6 +171,7 @@ except Stalled as error:
     assert "caught processes: they hang; expected ranks that go on" in found.output
 
 
+@pytest.mark.more
 def test_errors_are_those_of_the_command(tmp_path):
     code = """
 from trainer.errors import ConfigError
@@ -317,6 +321,7 @@ LOST = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", LOST)
 def test_what_of_a_parameter_would_be_lost_is_refused_with_its_name(name):
     make, message = LOST[name]
@@ -331,6 +336,7 @@ def test_what_of_a_parameter_would_be_lost_is_refused_with_its_name(name):
         spec_of(Net, None, seed=3)
 
 
+@pytest.mark.more
 def test_what_transformers_marks_its_parameters_with_is_allowed():
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -348,6 +354,7 @@ def test_samples_that_are_no_pairs():
         task.collate([(torch.zeros(6), 0), (torch.zeros(7), 1)])
 
 
+@pytest.mark.more
 def test_a_hidden_state_that_is_no_tensor_is_refused_by_a_pipeline_alone():
     from trainer.models.cut import check_cut
 
@@ -391,6 +398,7 @@ def test_a_buffer_that_training_changes_is_one_processs():
         check_layout(spec, task, layout(replicate=2), findings)
 
 
+@pytest.mark.more
 def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeypatch):
     """Each rank loads the one, and keeps what it saw of the other."""
     import pickle

@@ -92,6 +92,7 @@ def test_help_is_short_and_light():
     assert loaded == set()
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("command", "words", "meant"),
     [
@@ -117,6 +118,7 @@ def test_an_option_that_is_misspelt_is_named_with_the_one_that_is_meant(
     assert f"there is no {strange}" in said and f'"{meant}"' in said and "required" not in said
 
 
+@pytest.mark.more
 def test_a_command_that_is_misspelt_is_named_with_the_one_that_is_meant(capsys, monkeypatch):
     from trainer.command.__main__ import main
 
@@ -126,6 +128,7 @@ def test_a_command_that_is_misspelt_is_named_with_the_one_that_is_meant(capsys, 
     assert 'Did you mean "train"' in capsys.readouterr().err
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("words", [[], ["--config"], ["--config", "zero2", "--processes", "x"]])
 def test_what_is_missing_or_wrong_is_still_said(capsys, words):
     from trainer.command.train import options_of
@@ -136,6 +139,7 @@ def test_what_is_missing_or_wrong_is_still_said(capsys, words):
     assert "there is no" not in said and ("--config" in said or "--processes" in said)
 
 
+@pytest.mark.more
 def test_a_config_without_its_option_is_recognised(capsys):
     from trainer.command.train import options_of
 
@@ -144,12 +148,14 @@ def test_a_config_without_its_option_is_recognised(capsys):
     assert "--config job.json" in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.more
 def test_negative_numbers_are_no_options():
     from trainer.command.train import options_of
 
     assert options_of(["--config", "a", "--preview", "-1"], "meshloom train").preview == -1
 
 
+@pytest.mark.more
 def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
     from types import SimpleNamespace
 
@@ -170,6 +176,7 @@ def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
     assert "weights are loaded" in notes(StateDict({}))[0]
 
 
+@pytest.mark.more
 def test_compiling_promises_no_minute(monkeypatch):
     from types import SimpleNamespace
 
@@ -372,6 +379,7 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
 }
 
 
+@pytest.mark.first("missing model", "a batch that does not fit", "a mesh that does not fit")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message(name, tmp_path):
     given, code, text = MISTAKES[name]
@@ -386,6 +394,7 @@ def test_a_mistake_is_one_message(name, tmp_path):
     assert not list(tmp_path.glob("runs/**/checkpoints/*")), "half-written"
 
 
+@pytest.mark.more
 def test_a_mistake_on_two_ranks_is_one_message(tmp_path):
     job = write_job(tmp_path)
     result = train("--config", job, "--processes", "2", "trainer.data.path=/nowhere/x.jsonl")
@@ -433,6 +442,7 @@ def test_a_rank_that_dies_ends_the_run(tmp_path):
     assert left == []
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("stage", [2, 3])
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stage):
     from safetensors.torch import load_file
@@ -462,6 +472,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stage):
     assert all((ours[name] == theirs[name]).all() for name in ours)
 
 
+@pytest.mark.more
 def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path):
     job = write_job(tmp_path, steps=2, checkpoint={"every": 1})
     assert train("--config", job).code == 0
@@ -489,6 +500,7 @@ def test_resume_auto_takes_the_newest_good_one_and_says_what_it_skipped(tmp_path
     ]
 
 
+@pytest.mark.more
 def test_the_trained_model_opens_anywhere(tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -508,6 +520,7 @@ def test_the_trained_model_opens_anywhere(tmp_path):
     assert losses(tmp_path / "runs" / "again") == losses(folder)
 
 
+@pytest.mark.more
 def test_the_dtype_of_the_models_files(tmp_path):
     job = write_job(tmp_path, steps=2, checkpoint={"dtype": "bfloat16", "asynchronous": True})
     assert train("--config", job).code == 0
@@ -530,6 +543,7 @@ def test_the_dtype_of_the_models_files(tmp_path):
     assert "resumed from" in again.output
 
 
+@pytest.mark.more
 def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
     """A rate at which the loss explodes after the warm-up."""
     best = {"every": 1, "keep_last": 1, "keep_best": True}
@@ -551,6 +565,7 @@ def test_the_best_checkpoint_is_kept_beside_the_last(tmp_path):
         assert description["evaluation_loss"] == held_out[step]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     job = write_job(tmp_path, steps=400)
@@ -595,6 +610,7 @@ def cut_off(tmp_path: Path, **trainer: Any) -> Path:
     return job
 
 
+@pytest.mark.more
 def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
     job = cut_off(tmp_path)
     whole = losses(tmp_path / "runs" / "job")
@@ -621,6 +637,7 @@ def test_the_same_command_goes_on_and_another_one_does_not(tmp_path):
     assert not (tmp_path / "runs" / "job-2").exists()
 
 
+@pytest.mark.more
 def test_fresh_leaves_the_unfinished_run_alone(tmp_path):
     job = cut_off(tmp_path)
     assert train("--config", job, "--fresh").code == 0
@@ -628,6 +645,7 @@ def test_fresh_leaves_the_unfinished_run_alone(tmp_path):
     assert not (tmp_path / "runs" / "job" / "final").exists()
 
 
+@pytest.mark.more
 def test_what_changed_since_the_checkpoint_is_refused_with_the_difference(tmp_path):
     job = cut_off(tmp_path)
     text = tmp_path / "text.jsonl"
@@ -639,6 +657,7 @@ def test_what_changed_since_the_checkpoint_is_refused_with_the_difference(tmp_pa
     assert train("--config", job, "--resume-anyway").code == 0
 
 
+@pytest.mark.more
 def test_another_model_is_refused_and_another_rate_is_told(tmp_path):
     job = cut_off(tmp_path)
     path = tmp_path / "runs" / "job" / "checkpoints" / "step-000002"
@@ -659,6 +678,7 @@ def test_another_model_is_refused_and_another_rate_is_told(tmp_path):
     assert "resume  changed since the checkpoint: optimizer.params.lr 0.01 -> 0.02" in rate.output
 
 
+@pytest.mark.more
 def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_path):
     from trainer.checkpoint.manifest import MANIFEST, write_manifest
 
@@ -676,6 +696,7 @@ def test_missing_optimizer_state_is_an_error_unless_only_weights_are_wanted(tmp_
     assert "step 2, 16 samples seen" in done.output
 
 
+@pytest.mark.more
 def test_a_running_run_is_refused(tmp_path):
     job = cut_off(tmp_path)
     from trainer.supervise import status_files

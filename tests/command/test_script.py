@@ -75,6 +75,7 @@ print("FINISHED", steps, (folder / "runs/own/final").is_dir())
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "processes"), [("SIGINT", 2), pytest.param("SIGTERM", 1, marks=pytest.mark.more)]
 )
@@ -181,6 +182,7 @@ def test_a_run_goes_on_or_begins_anew_as_it_is_asked(
         trainer.train(config(tmp_path), **OWN, resume="/nowhere")
 
 
+@pytest.mark.more
 def test_what_was_trained_opens_again(tmp_path: Path) -> None:
     result = trainer.train(
         config(tmp_path, 2, checkpoint={"every": 2}, mesh={"shard": -1})
@@ -225,6 +227,7 @@ def test_what_was_trained_opens_again(tmp_path: Path) -> None:
             trainer.open(folder, own)
 
 
+@pytest.mark.more
 def test_a_hugging_face_model_opens_without_a_callable(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -252,6 +255,7 @@ FOR_PYTHON_TOO = (
 )
 
 
+@pytest.mark.more
 def test_an_unknown_keyword_is_refused_and_the_known_ones_are_documented() -> None:
     with pytest.raises(TypeError, match="unexpected keyword argument 'modle'"):
         trainer.train("zero3", modle=build)  # type: ignore[call-arg]
@@ -292,6 +296,7 @@ def test_no_error_of_python_advises_a_flag() -> None:
     assert str(error) == "resume: x: saw; expected one. start one with fresh=True"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("call", [trainer.train, trainer.verify])
 def test_forks_that_cannot_use_the_gpus_of_this_machine_say_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Any
@@ -303,6 +308,7 @@ def test_forks_that_cannot_use_the_gpus_of_this_machine_say_so(
         call(config(tmp_path, device="auto"), **own)
 
 
+@pytest.mark.more
 def test_a_certificate_hides_gpus_from_its_processes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

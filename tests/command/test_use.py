@@ -125,6 +125,7 @@ CASES = {
 }
 
 
+@pytest.mark.first("deepspeed ZeRO-3", "mesh ZeRO-3")
 @pytest.mark.parametrize("name", CASES)
 def test_the_text_is_that_of_one_process_with_the_weights(pools, tmp_path, capsys, name):
     weights = pools[2].run(save, case=CASES[name], folder=tmp_path)[0]
@@ -173,6 +174,7 @@ def test_an_adapter_is_opened_on_its_base(folder, tmp_path, capsys):
     assert shown == greedy(adapted, PROMPT) != greedy(plain_model(), PROMPT)
 
 
+@pytest.mark.more
 def test_a_seed_draws_the_same_again(folder, capsys):
     drawn = [
         (
@@ -184,12 +186,14 @@ def test_a_seed_draws_the_same_again(folder, capsys):
     assert drawn[0] == drawn[1] != drawn[2]
 
 
+@pytest.mark.more
 def test_a_prompt_and_a_seed_of_any_kind_are_taken(folder, capsys):
     words = ["--prompt", "w7 \udcff", "--seed", str(2**70), "--tokens", "3"]
     assert use.main([str(folder), *words], "meshloom generate") == 0
     assert capsys.readouterr().out.strip()
 
 
+@pytest.mark.more
 def test_tabs_are_shown_as_they_are_and_escapes_are_not(capsys):
     from trainer.tasks.generation import Shown
 
@@ -197,6 +201,7 @@ def test_tabs_are_shown_as_they_are_and_escapes_are_not(capsys):
     assert capsys.readouterr().out == "if x:\n\ty\\x1b[2J\n"
 
 
+@pytest.mark.more
 def test_a_chat_with_a_closed_or_a_broken_input_ends(folder):
     command = f'"{sys.executable}" -m trainer.command chat "{folder}" --tokens 2'
     for given in (f"{command} <&-", f"printf 'w5 \\377\\nw6\\n' | {command}"):
@@ -215,6 +220,7 @@ def at_most(seconds: float, process: subprocess.Popen[Any]) -> Iterator[None]:
         timer.cancel()
 
 
+@pytest.mark.more
 def test_ctrl_c_while_the_model_is_loaded_is_no_traceback(folder):
     with (
         subprocess.Popen(
@@ -238,6 +244,7 @@ def test_a_chat_keeps_its_history(folder, capsys, monkeypatch):
     assert capsys.readouterr().out.splitlines() == [first, second]
 
 
+@pytest.mark.more
 def test_ctrl_c_ends_the_answer_and_the_end_of_the_input_the_chat(folder, tmp_path):
     config = json.loads((folder / "config.json").read_text())
     for path in folder.iterdir():
@@ -414,6 +421,7 @@ def write_task(folder: Path, questions: list[tuple[str, list[str], int]]) -> Pat
     return folder / "own.yaml"
 
 
+@pytest.mark.more
 @with_lm_eval
 def test_a_task_of_ones_own_is_scored(folder, tmp_path, capsys):
     model, questions, right = plain_model(), [], 0
@@ -430,6 +438,7 @@ def test_a_task_of_ones_own_is_scored(folder, tmp_path, capsys):
     assert "no_such_task" in capsys.readouterr().err
 
 
+@pytest.mark.more
 @with_lm_eval
 @pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
 def test_a_run_of_two_ranks_is_scored_as_it_trains_and_trains_the_same(tmp_path, layout):
@@ -449,6 +458,7 @@ def test_a_run_of_two_ranks_is_scored_as_it_trains_and_trains_the_same(tmp_path,
     assert "own/acc" in result.output and not (folders[1] / "evaluated").exists()
 
 
+@pytest.mark.more
 @with_lm_eval
 def test_a_task_that_cannot_be_loaded_is_found_before_training(tmp_path):
     job = write_job(tmp_path, evaluation={"tasks": ["no_such_task"]})
@@ -457,6 +467,7 @@ def test_a_task_that_cannot_be_loaded_is_found_before_training(tmp_path):
     assert not list(tmp_path.glob("runs/*/metrics.jsonl"))
 
 
+@pytest.mark.more
 def test_an_own_module_has_no_tasks():
     import trainer
     from trainer.errors import ConfigError

@@ -64,6 +64,7 @@ def test_what_is_only_deepspeeds_own_is_noted_where_the_user_wrote_it(tmp_path: 
         ]
 
 
+@pytest.mark.first("section0")
 @pytest.mark.parametrize(
     "section",
     [
@@ -92,6 +93,7 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
@@ -127,6 +129,7 @@ LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
 STATES = LOW | {"bf16_optimizer_states": True}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("bf16", "sums", "reason"),
     [
@@ -299,6 +302,7 @@ LOUD = {
 }
 
 
+@pytest.mark.more
 def test_the_table_says_what_deepspeed_reads(pools: Pools, tmp_path: Path) -> None:
     contents = [
         content_of(0, timers={"throughput": {"enabled": True}}, **LOUD),
@@ -319,6 +323,7 @@ def test_the_table_says_what_deepspeed_reads(pools: Pools, tmp_path: Path) -> No
     assert idle - {"disable_python_gc"} == LEFT_OUT  # which DeepSpeed has since 0.19.8
 
 
+@pytest.mark.first("mesh")
 @pytest.mark.parametrize("engine", ["accelerate", "mesh"])
 def test_the_table_says_what_the_torch_engines_read(
     pools: Pools, tmp_path: Path, engine: str

@@ -171,6 +171,7 @@ FEW = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "pairs",
     [
@@ -199,6 +200,7 @@ MUON = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("step", [1, 2])
 def test_muon_goes_on_in_another_layout(pools, tmp_path, step):
     """Its momentum is a whole matrix's, and its matrices have no count of updates."""
@@ -215,6 +217,7 @@ CONTEXT = {
 }
 
 
+@pytest.mark.more
 def test_rows_are_divided_among_more_ranks_or_fewer(pools, tmp_path):
     table = all_to_all(pools, tmp_path, ring(list(CONTEXT), 1), CONTEXT)
     assert all(error <= 1e-5 for row in table.values() for error in row.values()), table
@@ -231,6 +234,7 @@ FEW_EXPERTS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_fewer_experts_than_ranks_go_on_in_another_layout(pools, tmp_path, optimizer):
     """FSDP divides them along another dimension than the first."""

@@ -31,6 +31,7 @@ def places(engine: Any) -> tuple[set[str], set[str]]:
     return parameters, {b.device.type for module in engine.modules for b in module.buffers()}
 
 
+@pytest.mark.first("ZeRO-3", "HSDP, offload")
 @pytest.mark.parametrize("name", CASES)
 def test_parameters_live_where_the_layout_says(name):
     case = CASES[name]
@@ -65,12 +66,14 @@ def meta_before_values(case: Case) -> set[tuple[bool, bool]]:
     return seen
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine", ["mesh", "accelerate"])
 def test_a_sharded_model_is_never_whole(pools, engine):
     for seen in pools[2].run(meta_before_values, case=replace(TWO, engine=engine)):
         assert seen == {(True, True)}
 
 
+@pytest.mark.more
 def test_what_is_pretrained_is_read_but_for_its_own_rows(pools, tmp_path):
     from tests.models.test_models import real
     from tests.support.training import spec_of, train_by_engine, train_plainly

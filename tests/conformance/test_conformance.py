@@ -48,6 +48,34 @@ def test_every_layout_is_offered_and_every_engine_takes_part():
     assert all(sum(engine in engines for engines in offered.values()) >= 15 for engine in ENGINES)
 
 
+@pytest.mark.first(
+    "mesh-one rank",
+    "deepspeed-ddp",
+    "accelerate-ddp, gpt2, full",
+    "mesh-zero1",
+    "deepspeed-zero2",
+    "accelerate-zero2, gpt2, every 2",
+    "mesh-zero3",
+    "deepspeed-zero3, gpt2, selective",
+    "accelerate-zero3, all on the host",
+    "deepspeed-zero3, tiled",
+    "mesh-pipeline",
+    "mesh-pipeline, Interleaved1F1B",
+    "mesh-pipeline, ZBVZeroBubble",
+    "deepspeed-pipeline, selective",
+    "deepspeed-tensor, qwen3",
+    "mesh-tensor, qwen3",
+    "mesh-tensor, opt",
+    "accelerate-hsdp, zero3",
+    "mesh-hsdp, zero3",
+    "deepspeed-pipeline x zero1",
+    "mesh-pipeline x zero2, DualPipeV",
+    "mesh-pipeline x zero3",
+    "mesh-tensor x zero3",
+    "mesh-tensor, tiled, full",
+    "deepspeed-experts, half of them",
+    "mesh-experts, hsdp, selective",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_one_process_does(pools, name):
     case = CASES[name]
@@ -58,6 +86,7 @@ def test_it_trains_as_one_process_does(pools, name):
         assert_same(outcome, reference, 2e-6)
 
 
+@pytest.mark.first("deepspeed-float16, zero2", "deepspeed-bfloat16, zero3", "mesh-bfloat16, zero3")
 @pytest.mark.parametrize("name", LOW)
 def test_low_precision_stays_near_float32(pools, name):
     case = replace(LOW[name], model=LOW[name].model | {"attention_dropout": 0.0})
@@ -66,6 +95,7 @@ def test_low_precision_stays_near_float32(pools, name):
         assert_near(outcome, reference)
 
 
+@pytest.mark.first("accelerate-hsdp, zero3", "mesh-pipeline x zero3")
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_resumed_run_goes_on_bit_for_bit(pools, tmp_path, name):
     case = STOPPED[name]

@@ -16,6 +16,7 @@ OTHERS = ["mesh, compiled", "mesh, compiled, float8", "mesh, saving", "bare FSDP
 OTHERS += ["bare FSDP2, compiled", "accelerate", "deepspeed", "Trainer"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "arms",
     [["mesh"], *(pytest.param([arm], marks=pytest.mark.more) for arm in OTHERS)],

@@ -60,6 +60,7 @@ def watched(case: Case) -> list[list[float]]:
     return found.tolist()
 
 
+@pytest.mark.first("mesh-zero3")
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_that_of_one_process(pools, name):
     case = CASES[name]
@@ -76,6 +77,7 @@ def test_it_is_that_of_one_process(pools, name):
         torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
 
 
+@pytest.mark.more
 def test_a_run_logs_it(pools, tmp_path: Path):
     from tests.models.test_lora import train_here
 

@@ -209,6 +209,7 @@ def loss_alone(model: Any, samples: list[dict[str, np.ndarray]]) -> torch.Tensor
 WAITING = ["llama", "mistral", "gemma2", "gpt2", "llama4_text"]
 
 
+@pytest.mark.first("llama-none", "gpt2-selective")
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("name", WAITING)
 def test_packed_documents_wait_for_nothing_and_have_their_own_gradients(name, mode):
@@ -281,6 +282,7 @@ def flash() -> Any:
         yield
 
 
+@pytest.mark.first("llama-none", "mistral-full")
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "qwen3", "olmo3"])
 def test_flash_attention_is_told_the_borders(name, mode):
@@ -344,12 +346,14 @@ LEAKING = {
 LEAKING["lfm2"] = {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}
 
 
+@pytest.mark.first("mistral", "bloom")
 @pytest.mark.parametrize("name", APART)
 def test_attention_stops_at_borders(name):
     spec = spec_of(APART[name])
     check_isolation(spec, task_of(spec))
 
 
+@pytest.mark.first("mamba")
 @pytest.mark.parametrize("name", LEAKING)
 def test_a_family_that_leaks_is_refused_with_the_numbers(name):
     spec = spec_of(LEAKING[name])
@@ -399,6 +403,7 @@ def positions_go_on() -> Any:
 LEAKS = {leak.__name__: leak for leak in (border_off_by_one, positions_go_on)}
 
 
+@pytest.mark.first("gpt2-border_off_by_one", "gpt2-positions_go_on")
 @pytest.mark.parametrize("leak", LEAKS)
 @pytest.mark.parametrize("name", ["gpt2", "gpt2 with dropout"])
 def test_a_planted_leak_is_refused_at_start(name, leak):
@@ -471,6 +476,7 @@ def one_process(case: Case) -> Outcome:
     return Outcome([total], [norm], [gradients], {}, total)
 
 
+@pytest.mark.first("deepspeed zero3", "accelerate fsdp", "mesh pipeline", "mesh pipeline, full")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_documents_one_by_one(pools, name):
     case = CASES[name]
@@ -499,6 +505,7 @@ def certified(
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("leak", LEAKS)
 def test_a_planted_leak_is_caught_and_named(pools, tmp_path, leak):
     path = config(tmp_path, "mesh", 2, data={"documents": "pack"})
@@ -507,6 +514,7 @@ def test_a_planted_leak_is_caught_and_named(pools, tmp_path, leak):
         assert "FAIL: first differs at step 0, on rank 0: output" in table
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["zero2", "zero3", "fsdp", "hsdp", "pipeline_zero2", "tensor_zero2"]
 )
@@ -518,6 +526,7 @@ def test_it_passes_with_packing(pools, name):
         assert "packed samples, whose documents one process runs one by one; no dropout" in table
 
 
+@pytest.mark.more
 def test_it_passes_with_packing_and_an_adapter(pools, tmp_path):
     base = {"name_or_path": str(write_base(tmp_path / "base"))}
     path = write_job(tmp_path, engine="mesh", model=base, adapter=LORA, data={"documents": "pack"})

@@ -17,6 +17,7 @@ SAID = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "engine",

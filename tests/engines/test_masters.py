@@ -39,6 +39,7 @@ def masters_at_start(case: Case) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.first("bfloat16, zero3, none, llama, 1 x 1", "float16, zero3, none, llama, 1 x 1")
 @pytest.mark.parametrize(
     "case", MASTERS, ids=lambda case: f"{label(case)}, {case.tensor} x {case.pipeline}"
 )

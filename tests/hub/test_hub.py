@@ -192,6 +192,7 @@ def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, cap
     assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
 
 
+@pytest.mark.more
 def test_a_hub_that_does_not_answer_is_given_up(hub: Hub, base: Path, monkeypatch, capsys) -> None:
     monkeypatch.setattr(repository, "SILENCE", 1.0)
     hub.before = lambda method, path: time.sleep(20)
@@ -256,6 +257,7 @@ def test_the_card_names_what_is_on_the_hub_alone(base: Path, tmp_path: Path) -> 
     assert "No checkpoint is left" in section_of(files, "Data")
 
 
+@pytest.mark.more
 def test_a_pushed_checkpoint_goes_on_training(hub: Hub, base: Path, tmp_path: Path) -> None:
     assert pushed(base, "--repository", "me/tiny", "--checkpoints") == 0
     downloaded = huggingface_hub.snapshot_download("me/tiny", cache_dir=tmp_path / "cache")
@@ -281,6 +283,7 @@ def held(method: str, path: str) -> None:
         time.sleep(1000)
 
 
+@pytest.mark.more
 def test_a_push_that_is_killed_leaves_the_repository_as_it_was(hub: Hub, base: Path) -> None:
     hub.repositories["me/tiny"] = Repository("me", True, [{"model.safetensors": b"old"}])
     hub.before = held
@@ -296,6 +299,7 @@ def test_a_push_that_is_killed_leaves_the_repository_as_it_was(hub: Hub, base: P
     assert hub.blobs[hashlib.sha256(weights).hexdigest()] == weights
 
 
+@pytest.mark.more
 def test_a_signal_ends_the_push_of_two_ranks_and_the_model_stays(hub: Hub, tmp_path: Path) -> None:
     hub.before = held
     job = write_job(tmp_path, device="cpu", engine="mesh", hub={"repository": "me/tiny"})
@@ -322,6 +326,7 @@ def test_a_signal_ends_the_push_of_two_ranks_and_the_model_stays(hub: Hub, tmp_p
     assert again.code == 0 and "finished: " in again.output and hub.requests == []
 
 
+@pytest.mark.more
 def test_a_finished_run_is_pushed_once_its_config_names_a_repository(
     hub: Hub, tmp_path: Path
 ) -> None:
@@ -349,6 +354,7 @@ def refused(method: str, path: str) -> None:
         raise ConnectionError
 
 
+@pytest.mark.more
 def test_a_signal_while_the_model_is_saved_ends_the_push() -> None:
     with stop_signals() as signals:
         signals.saving()
@@ -357,6 +363,7 @@ def test_a_signal_while_the_model_is_saved_ends_the_push() -> None:
             signals.saved(HubError())
 
 
+@pytest.mark.more
 def test_a_long_push_is_no_hang(hub: Hub, tmp_path: Path) -> None:
     def slow(method: str, path: str) -> None:
         if method == "PUT":

@@ -93,6 +93,7 @@ def trained(
     return found
 
 
+@pytest.mark.first("2-2-bfloat16-{'elastic_checkpoint': True}")
 @pytest.mark.parametrize(
     ("ranks", "stage", "precision", "options"),
     [
@@ -140,6 +141,7 @@ def test_every_value_is_that_of_deepspeed(
     assert imported.state.engine["optimizer_step"] == 2.0
 
 
+@pytest.mark.first("True-2-1-float32")
 @pytest.mark.parametrize(("ranks", "stage", "precision"), [(4, 2, "bfloat16"), (2, 1, "float32")])
 @pytest.mark.parametrize("aligned", [False, True])
 def test_an_order_that_deepspeed_itself_gets_wrong(
@@ -165,6 +167,7 @@ def test_an_order_that_deepspeed_itself_gets_wrong(
         assert torch.equal(found[1][key], value), key
 
 
+@pytest.mark.more
 def test_weights_that_differ_from_their_masters_are_refused(tmp_path: Path, pools: Pools) -> None:
     pools[2].run(trained, folder=tmp_path, stage=2, precision="bfloat16")
     [file] = tmp_path.glob("*/mp_rank_00_model_states.pt")
@@ -180,6 +183,7 @@ def ask(*arguments: str | Path) -> Result:
     return run("meshloom", "checkpoint", "import", *arguments)
 
 
+@pytest.mark.more
 def test_a_run_goes_on_from_it(tmp_path: Path, pools: Pools) -> None:
     """Imported beside the files of Hugging Face's Trainer, and trained on without DeepSpeed."""
     job = write_job(tmp_path, steps=1, engine="mesh")
@@ -276,6 +280,7 @@ class ByName:
         return getattr, (ZeroStageEnum, self.name)
 
 
+@pytest.mark.more
 def test_a_stage_by_its_name(written: Path) -> None:
     file = next(written.rglob("*optim_states.pt"))
     found = torch.load(file, weights_only=False)
@@ -288,6 +293,7 @@ def test_a_stage_by_its_name(written: Path) -> None:
         read_deepspeed(written)
 
 
+@pytest.mark.first("True-mp_rank_00_model_states.pt")
 @pytest.mark.parametrize(
     "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 )
@@ -376,6 +382,7 @@ def test_it_wants_a_model(written: Path) -> None:
     ) in (result.output)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"]
 )

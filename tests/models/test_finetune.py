@@ -69,6 +69,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return losses(folder / "runs" / "job")
 
 
+@pytest.mark.first("messages-accelerate", "conversations-deepspeed", "instruction-mesh")
 @pytest.mark.parametrize(
     ("name", "engine"),
     [(name, engine) for name in FORMATS for engine in ("deepspeed", "accelerate", "mesh")],
@@ -115,6 +116,7 @@ def test_a_preview_shows_what_is_learned_and_trains_nothing(tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.more
 def test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens(tmp_path):
     pytest.importorskip("peft")
     result = run(
@@ -135,6 +137,7 @@ def test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens(tmp_path):
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").exists()
 
 
+@pytest.mark.more
 def test_a_chat_that_is_wrong_is_named_by_its_row(tmp_path):
     path = job(tmp_path, FORMATS["messages"])
     with open(tmp_path / "rows.jsonl", "a") as file:

@@ -82,6 +82,7 @@ def held_in(case: Case) -> set[str]:
     return set(frozen(spec_of(case.model), case.freeze).training.frozen)
 
 
+@pytest.mark.first("deepspeed-zero2", "mesh-zero3", "mesh-pipeline, a frozen stage")
 @pytest.mark.parametrize("name", CASES)
 def test_the_rest_trains_as_in_one_process(pools, name):
     case = CASES[name]
@@ -91,6 +92,7 @@ def test_the_rest_trains_as_in_one_process(pools, name):
         assert not held & set(outcome.gradients[0])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", STOPPED)
 def test_a_resumed_run_goes_on_bit_for_bit(pools, tmp_path, name):
     case = STOPPED[name]
@@ -134,6 +136,7 @@ def state_after_a_step(case: Case) -> tuple[list[str], dict[str, bool]]:
     return kept, {name: torch.equal(before[name], after[name]) for name in before}
 
 
+@pytest.mark.first("mesh-zero3")
 @pytest.mark.parametrize("name", ["deepspeed-zero2", "deepspeed-zero3", "mesh-zero3"])
 def test_what_is_frozen_stays_and_has_no_optimizer_state(pools, name):
     held = held_in(CASES[name])
@@ -175,6 +178,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
     return certificate.passed, table(certificate)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine, stage", [("mesh", 3), ("deepspeed", 2)])
 def test_it_is_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
     from tests.certify.test_verify import config
@@ -188,6 +192,7 @@ def test_it_is_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
             assert "update" in table.splitlines()[-1], table
 
 
+@pytest.mark.more
 def test_what_is_held_in_16_bits_alone_is_no_alarm(pools):
     from tests.certify.test_verify import certified as certified_in
     from tests.support.commands import ROOT
@@ -243,6 +248,7 @@ def test_what_fits_no_model_is_an_error(patterns, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.more
 def test_deepspeed_says_that_a_stage_has_nothing_to_learn(pools):
     case = by_engine({"x": LAYOUTS["pipeline, a frozen stage"]})["deepspeed-x"]
     with pytest.raises(AssertionError, match="pipeline stage 0 is frozen as a whole"):

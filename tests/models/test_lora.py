@@ -109,6 +109,7 @@ CASES = {
 }
 
 
+@pytest.mark.first("deepspeed-zero3")
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_peft_does_in_one_process(pools, name):
     case = CASES[name]
@@ -204,6 +205,7 @@ RUNS = {
 }
 
 
+@pytest.mark.first("mesh-3")
 @pytest.mark.parametrize("name", RUNS)
 def test_what_is_saved_opens_in_peft_with_the_same_logits(pools, tmp_path, name):
     from peft import AutoPeftModelForCausalLM
@@ -257,6 +259,7 @@ CERTIFIED = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", CERTIFIED)
 def test_what_ships_is_certified_with_an_adapter(pools, tmp_path, name):
     base, world_size = write_base(tmp_path / "base", attention_dropout=0.0), CERTIFIED[name]
@@ -329,6 +332,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_what_is_saved_or_merged_is_caught(pools, tmp_path, fault):
     base = write_base(tmp_path / "base", **DEEPSEEK)
@@ -344,6 +348,7 @@ def test_a_fault_in_what_is_saved_or_merged_is_caught(pools, tmp_path, fault):
         assert "merged " in table
 
 
+@pytest.mark.more
 def test_a_run_goes_on_from_adapters_alone_and_only_with_their_base(pools, tmp_path):
     from safetensors.torch import load_file
 
@@ -390,6 +395,7 @@ def test_a_run_goes_on_from_adapters_alone_and_only_with_their_base(pools, tmp_p
     )
 
 
+@pytest.mark.more
 def test_dropout_of_an_adapter_that_is_not_replayed_is_caught(pools, tmp_path):
     base = write_base(tmp_path / "base", attention_dropout=0.0)
     overrides = [
@@ -410,6 +416,7 @@ def test_dropout_of_an_adapter_that_is_not_replayed_is_caught(pools, tmp_path):
             assert passes or "lora_" in table.splitlines()[-1], table
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("fault, check", [("norm_of_one_rank", "norm"), ("no_update", "update")])
 def test_a_planted_fault_is_caught_with_an_adapter(pools, tmp_path, fault, check):
     base = write_base(tmp_path / "base", attention_dropout=0.0)
@@ -436,6 +443,7 @@ def dtypes_of(case: Case) -> dict[str, str]:
     return found
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "engine, learned", [("mesh", "torch.float32"), ("deepspeed", "torch.bfloat16")]
 )
@@ -509,6 +517,7 @@ def test_what_the_model_has_not(changes, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "pattern", [r"model\.layers\.[01]\.self_attn\.(q|v)_proj", r".*\.(up|down)_proj", "q_proj"]
 )
@@ -530,6 +539,7 @@ def test_a_text_as_targets_means_the_modules_that_it_means_to_peft(pattern):
     assert adapters[0] == adapters[1] and adapters[0]
 
 
+@pytest.mark.more
 def test_an_adapter_is_no_base(tmp_path):
     from trainer.models.huggingface import read_config
 
@@ -627,6 +637,7 @@ def test_an_adapter_to_start_from_that_does_not_fit(tmp_path, more, section, mod
     assert message in str(caught.value)
 
 
+@pytest.mark.more
 def test_a_folder_without_an_adapter_is_no_start(tmp_path):
     with pytest.raises(ConfigError, match="trainer.adapter.path: .*adapter_config.json"):
         adapted(spec_of(LLAMA), AdapterSection(path=str(tmp_path)))
@@ -635,6 +646,7 @@ def test_a_folder_without_an_adapter_is_no_start(tmp_path):
         adapted(spec_of(LLAMA), AdapterSection(path=str(tmp_path)))
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("key", "value"),
     [
@@ -655,6 +667,7 @@ def test_a_damaged_config_of_an_adapter_is_one_sentence(tmp_path, key, value):
         adapted(spec_of(UNTIED), AdapterSection(path=str(tmp_path)))
 
 
+@pytest.mark.more
 def test_what_is_refused_under_tensor_parallelism():
     from tests.support.training import layout_of
     from trainer.engines import ENGINES
@@ -683,6 +696,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
         adapted(spec_of(LLAMA), AdapterSection())
 
 
+@pytest.mark.more
 def test_an_adapter_is_not_opened_without_peft(tmp_path, monkeypatch):
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "peft", None)

@@ -99,6 +99,7 @@ def attention(monkeypatch) -> list[dict[str, Any]]:
     return calls
 
 
+@pytest.mark.first("llama-none", "mistral-selective")
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_step_waits_for_nothing(name, mode):
@@ -119,6 +120,7 @@ def test_the_watch_sees_what_it_looks_for():
     assert waits.found == ["_local_scalar_dense", "_local_scalar_dense", "index"]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", [name for name in FAMILIES if name != "gemma2"]
 )  # its soft caps need eager attention
@@ -171,6 +173,7 @@ def test_outside_of_a_forward_pass_transformers_is_as_it_was():
     )
 
 
+@pytest.mark.first("gemma2-sdpa")
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_loss_and_gradients_are_those_of_the_models_own_forward(name, attention):

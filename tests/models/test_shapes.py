@@ -158,6 +158,7 @@ AGENTS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "local"), [(name, local) for name, shapes in AGENTS.items() for local in shapes]
 )

@@ -108,6 +108,7 @@ def kept(case: Case) -> list[tuple[str, torch.dtype, int]]:
     return [(key, value.dtype, value.nbytes) for key, value in found]
 
 
+@pytest.mark.first("zero3")
 @pytest.mark.parametrize("name", CASES)
 def test_trains_as_one_process_does(pools, name):
     """But for some last bits, where a sum of ranks in another order is rounded to bfloat16."""
@@ -129,6 +130,7 @@ def test_weights_and_state_are_in_bfloat16_alone(pools):
         assert {dtype for _, dtype, _ in found} == {torch.bfloat16}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("after", ["zero2", "accelerate", "float32"])
 def test_a_checkpoint_goes_on_in_another_layout(pools, tmp_path: Path, after: str) -> None:
     """Bit for bit in shards of FSDP2; with float32 state, from what was kept."""

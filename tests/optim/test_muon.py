@@ -153,6 +153,7 @@ def finely(train: Any, **arguments: Any) -> Any:
         return train(**arguments)
 
 
+@pytest.mark.first("zero3", "experts")
 @pytest.mark.parametrize("name", [*LAYOUTS, *FOUR])
 def test_trains_as_one_process_does(pools, name):
     case = replace((LAYOUTS | FOUR)[name], optimizer=MUON)

@@ -220,6 +220,7 @@ def test_a_missing_parameter_has_the_default_of_the_class_that_deepspeed_makes(t
     assert {config.origins[f"optimizer.params.{key}"] for key in needed} == {"default"}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_parameter_that_is_left_out_and_not_filled_in_is_one_thing_in_every_class_that_is_made(
     name,
@@ -353,6 +354,7 @@ def test_what_changes_nothing_is_noted_by_name():
         ]
 
 
+@pytest.mark.more
 def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
     from tests.support.commands import train, write_job
     from tests.support.training import spec_of
@@ -457,6 +459,7 @@ def steps_on_shards(cases: list[tuple[str, dict[str, Any]]]) -> list[float]:
     return worst
 
 
+@pytest.mark.more
 def test_every_parameter_steps_shards_as_pytorch_steps_the_whole(pools):
     for worst in pools[2].run(steps_on_shards, cases=BY_ELEMENT):
         assert {
@@ -471,6 +474,7 @@ def trained(name: str, params: dict[str, Any], **layout: Any) -> Case:
     return Case(optimizer=settings_of(name, params)["optimizer"], top=untested, **layout)
 
 
+@pytest.mark.first("mesh-NAdam", "accelerate-Adagrad", "deepspeed-RMSprop")
 @pytest.mark.parametrize(
     ("engine", "name"), [(engine, name) for name, engine in BUILT if name != "AdamW"]
 )
@@ -556,6 +560,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.first("deepspeed, zero3-norms_and_biases")
 @pytest.mark.parametrize("excludes", ["norms_and_biases", "nothing"])
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_weight_decay_reaches_what_it_is_to_reach(pools, name, excludes):
@@ -565,6 +570,7 @@ def test_weight_decay_reaches_what_it_is_to_reach(pools, name, excludes):
         assert_same(outcome, reference, 2e-6)
 
 
+@pytest.mark.first("llama")
 @pytest.mark.parametrize(
     "model", ["llama", "gpt2", "opt", "bloom", "mamba", "qwen2", "gpt_neox", "olmo", "stablelm"]
 )
@@ -585,6 +591,7 @@ def test_what_is_spared_is_what_the_trainer_of_transformers_spares(model):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("before", "after"),
     [

@@ -53,6 +53,7 @@ STOPPED = [
 ]
 
 
+@pytest.mark.first("deepspeed-zero2", "mesh-zero3")
 @pytest.mark.parametrize("name", CASES)
 def test_each_group_is_trained_as_in_one_process(pools, name):
     case = CASES[name]
@@ -61,6 +62,7 @@ def test_each_group_is_trained_as_in_one_process(pools, name):
         assert_same(outcome, reference, 2e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("before", "after"), STOPPED, ids=["-".join(pair) for pair in STOPPED])
 def test_a_resumed_run_goes_on_with_them(pools, tmp_path, before, after):
     cases = {"before": CASES[before], "after": CASES[after]}
@@ -90,6 +92,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
     return certificate.passed, table(certificate)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("engine", "stage"), [("mesh", 3), ("deepspeed", 2)])
 def test_they_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
     from tests.certify.test_verify import config

@@ -175,6 +175,7 @@ def assert_equal(ours: Outcome, theirs: Outcome) -> None:
     assert ours[3] == pytest.approx(theirs[3], rel=1e-4)
 
 
+@pytest.mark.first("mesh DDP", "accelerate FSDP", "deepspeed ZeRO-2", "mesh pipeline")
 @pytest.mark.parametrize("name", CASES)
 def test_it_trains_as_one_process_does_on_the_same_micro_batches(pools, name):
     case = CASES[name]
@@ -183,6 +184,7 @@ def test_it_trains_as_one_process_does_on_the_same_micro_batches(pools, name):
         assert_equal(outcome, reference)
 
 
+@pytest.mark.first("mesh DDP")
 @pytest.mark.parametrize("name", TOGETHER)
 def test_synchronised_it_trains_as_one_process_on_the_micro_batches_of_all_data_ranks_together(
     pools, name
@@ -199,6 +201,7 @@ LOW = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", LOW)
 def test_in_16_bits_it_stays_near_float32(pools, name, together):
@@ -295,6 +298,7 @@ print("FAULT", trainer.verify(config, model=network, data=data, loss=loss_of, ov
 """
 
 
+@pytest.mark.more
 def test_it_is_certified_and_a_fault_of_its_statistics_is_named(tmp_path):
     result = script(tmp_path, CERTIFIED.replace("FOLDER", str(tmp_path)))
     assert result.code == 0, result.output

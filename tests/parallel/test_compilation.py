@@ -57,6 +57,7 @@ KERNELS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", CASES | KERNELS)
 def test_compiled_blocks_train_as_one_process_does(pools, name):
     case = (CASES | KERNELS)[name]
@@ -112,6 +113,7 @@ def own(block: type[nn.Module]) -> Any:
     return spec.tried_on(task.trial([(torch.ones(4), torch.ones(4))] * 2))
 
 
+@pytest.mark.more
 def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
     layout = replace(layout_of(Case(world_size=1)), compile="blocks")
     found, [note] = compilation.decided(layout, own(Sleeps), machine_of(Watched()))
@@ -192,6 +194,7 @@ def test_auto_chooses_an_engine_that_has_what_the_config_asks_for(tmp_path, monk
         compose(load(path, [*words, "trainer.engine=deepspeed"]), facts).engine()
 
 
+@pytest.mark.more
 def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):
     def no_compiler(*_: Any) -> None:
         raise RuntimeError("No working C++ compiler found")
@@ -203,6 +206,7 @@ def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):
     compilation.check_compiler(replace(layout, compile="auto"), CPU)
 
 
+@pytest.mark.more
 def test_a_run_without_a_compiler_ends_with_the_sentence(tmp_path):
     words = "--config", write_job(tmp_path), "trainer.compile=blocks"
     kept = str(tmp_path / "graphs")
@@ -213,6 +217,7 @@ def test_a_run_without_a_compiler_ends_with_the_sentence(tmp_path):
     assert "trainer.compile" in result.output and "Traceback" not in result.output
 
 
+@pytest.mark.more
 def test_a_run_compiles_its_blocks_and_says_where_graphs_are_kept(tmp_path):
     words = "--config", write_job(tmp_path), "trainer.compile=blocks"
     kept = tmp_path / "graphs"
@@ -223,6 +228,7 @@ def test_a_run_compiles_its_blocks_and_says_where_graphs_are_kept(tmp_path):
     assert [*kept.rglob("*.so")]
 
 
+@pytest.mark.more
 def test_a_run_is_certified_with_compiled_blocks(tmp_path):
     config = write_job(tmp_path)
     result = run("meshloom", "verify", "--config", config, "--compile", "trainer.engine=mesh")
@@ -230,6 +236,7 @@ def test_a_run_is_certified_with_compiled_blocks(tmp_path):
     assert "compiled blocks (engine mesh)" in result.output
 
 
+@pytest.mark.first("auto")
 @pytest.mark.parametrize("value", ["blocks", "auto"])
 def test_a_plan_compiles_nothing(tmp_path, value):
     words = "--config", write_job(tmp_path), "--gpus", "2", f"trainer.compile={value}"
@@ -238,5 +245,6 @@ def test_a_plan_compiles_nothing(tmp_path, value):
     assert ("with uncompiled blocks" in result.output) == (value == "blocks")
 
 
+@pytest.mark.more
 def test_offload_is_the_mode_that_the_compiler_can_not_trace():
     assert "offload.py" in (compilation.broken(spec_of(LLAMA), Recompute("offload")) or "")

@@ -87,6 +87,7 @@ CASES = {
 RESUMED = ("zero3, ernie, selective", "pipeline x zero3", "experts over four, full", "zero1")
 
 
+@pytest.mark.first("mesh-one rank", "deepspeed-pipeline x zero1", "mesh-tensor x zero2, sequence")
 @pytest.mark.parametrize("name", CASES)
 def test_biases_move_as_in_one_process(pools, name):
     case = CASES[name]
@@ -99,6 +100,7 @@ def test_biases_move_as_in_one_process(pools, name):
             assert outcome.weights[key].tolist() == value.tolist(), key
 
 
+@pytest.mark.first("mesh-zero3, ernie, selective")
 @pytest.mark.parametrize("name", [name for name in CASES if name.partition("-")[2] in RESUMED])
 def test_a_resumed_run_moves_on_from_the_same_biases(pools, tmp_path, name):
     case = CASES[name]
@@ -124,6 +126,7 @@ def moved_by_low_precision(case: Case) -> dict[str, list[float]]:
     return moved
 
 
+@pytest.mark.first("mesh-parameter")
 @pytest.mark.parametrize("model", [GLM, ERNIE], ids=["buffer", "parameter"])
 @pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
 def test_in_bfloat16_a_bias_of_one_moves_by_a_thousandth(pools, engine, model):

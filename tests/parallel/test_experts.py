@@ -54,6 +54,7 @@ def checked(model: dict[str, Any], **axes: Any) -> str:
     return ""
 
 
+@pytest.mark.first("qwen3_moe")
 @pytest.mark.parametrize(
     "model",
     [EXPERTS, SHARED, DEEPSEEK, GPT_OSS, family("mixtral", num_local_experts=4)],
@@ -178,6 +179,7 @@ def gradients_of_routed(chosen: list[list[list[int]]]) -> list[dict[str, torch.T
     return found
 
 
+@pytest.mark.first("an idle rank")
 @pytest.mark.parametrize(
     "chosen",
     [
@@ -197,6 +199,7 @@ def test_a_rank_without_tokens_takes_part(pools, chosen):
 LORA = {"r": 2, "alpha": 4}
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("model", "adapter"),
     [(DEEPSEEK, None), (GPT_OSS, None), (EXPERTS, LORA)],
@@ -243,6 +246,7 @@ CASES = {
 }
 
 
+@pytest.mark.more
 @NEWEST
 @pytest.mark.parametrize("step", [1, 2])
 def test_experts_go_on_on_another_number_of_ranks(pools, tmp_path, step):

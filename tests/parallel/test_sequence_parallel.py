@@ -94,6 +94,7 @@ def changed(name: str, change: Any) -> Any:
     return replace(spec, tiny=tiny)
 
 
+@pytest.mark.more
 def test_dropout_by_a_function_between_split_matrices_is_refused():
     spec = spec_of(family("starcoder2", residual_dropout=0.1))
     check(spec, WHOLE_ROWS)

@@ -68,6 +68,7 @@ def held_values(case: Case) -> int:
     return held
 
 
+@pytest.mark.first("mesh")
 @pytest.mark.parametrize("engine", ["mesh", "accelerate"])
 def test_experts_that_are_fewer_than_the_ranks_are_divided_alike(pools, engine):
     """FSDP2's own way gives two of four ranks an expert each, and the others none."""
@@ -109,6 +110,7 @@ def trained_on_lengths(case: Case, lengths: list[tuple[int, ...]]) -> list[float
     return losses
 
 
+@pytest.mark.first("1F1B-2")
 @pytest.mark.parametrize("stage", [2, 3])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop_a_pipeline(
@@ -138,6 +140,7 @@ def with_another_start(case: Case) -> str:
     return "no error"
 
 
+@pytest.mark.first("mesh")
 @pytest.mark.parametrize("engine", ["mesh", "accelerate"])
 def test_replicas_that_disagree_are_found(pools, engine):
     found = pools[4].run(with_another_start, case=replace(HSDP, zero_stage=3, engine=engine))
@@ -182,6 +185,7 @@ def test_blocks_that_share_parameters_are_no_units():
         check_shardable(spec, sharded)
 
 
+@pytest.mark.more
 def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_by_class():
     """Accelerate wraps the nested layer, and the first step mixes tensors and DTensors."""
     from torch import nn
@@ -205,6 +209,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
 FOUR = {"shard": 2, "accumulation": 4, "precision": "bfloat16", "model": UNTIED}
 
 
+@pytest.mark.first("mesh-2")
 @pytest.mark.parametrize(("engine", "replicate"), [("mesh", 2), ("mesh", 1), ("accelerate", 2)])
 def test_each_unit_is_gathered_and_reduced_no_more_often_than_it_has_to_be(engine, replicate):
     """Four micro-batches of three blocks, an embedding, and a head with the last norm."""
@@ -282,6 +287,7 @@ def test_embedding_and_head_are_units_where_the_model_needs_their_weights_nowher
 LOW = {"communication_data_type": "bf16"}
 
 
+@pytest.mark.first("mesh-2-1")
 @pytest.mark.parametrize(
     ("engine", "stage", "tensor"),
     [
@@ -302,6 +308,7 @@ def test_gradients_are_reduced_in_the_precision_that_is_asked_for(pools, engine,
         assert any(not torch.equal(found[name], exact[name]) for name in found)
 
 
+@pytest.mark.more
 def test_replicas_reduce_each_micro_batch_where_what_is_added_up_would_be_in_low_precision():
     job = workload(zero_stage=2, replicate=2, **FOUR)
     [step] = count([(replace(job, deepspeed={**job.deepspeed, **LOW}), 0)])

@@ -230,6 +230,7 @@ UNLIKE = {
 }
 
 
+@pytest.mark.first("mesh DDP")
 @pytest.mark.parametrize("name", some(UNLIKE, "mesh DDP", "mesh HSDP", "accelerate DDP"))
 def test_a_gradient_on_one_rank_alone_is_that_of_one_process(pools, name):
     case = UNLIKE[name]
@@ -264,6 +265,7 @@ def with_frozen(spec: Any) -> Any:
     return replace(spec, build=made)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name", some(CASES, "mesh ZeRO-3, SGD", "mesh pipeline", "deepspeed ZeRO-0", "deepspeed ZeRO-3")
 )
@@ -285,6 +287,7 @@ def test_deepspeed_refuses_what_it_would_decay():
     )
 
 
+@pytest.mark.first("mesh ZeRO-3")
 @pytest.mark.parametrize("name", some(CASES, "mesh ZeRO-3", "deepspeed ZeRO-2, bfloat16"))
 def test_what_is_frozen_is_saved_and_loaded(pools, tmp_path, name):
     case = CASES[name]

@@ -27,6 +27,7 @@ from trainer.layout import Recompute
 TWO_RANKS = layout(pipeline=1, replicate=1, shard=1, tensor=2, micro=1, accumulation=1)
 
 
+@pytest.mark.more
 def test_an_engine_that_comes_after_has_groups_of_its_own(pools):
     """DeepSpeed keeps groups in its modules, where the next engine would find them."""
     model = TIED | {"num_hidden_layers": 4}
@@ -137,6 +138,7 @@ def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, text)
     assert str(caught.value).endswith("Change tensor_parallel.autotp_size; 1 trains every model.")
 
 
+@pytest.mark.more
 def test_what_deepspeed_adds_up_in_place_may_be_recomputed():
     """Without copies of it, gradients of Qwen3's blocks were wrong. Equality: the layouts'."""
     selective = replace(TWO_RANKS, recompute=Recompute("selective"))

@@ -82,6 +82,7 @@ class Products(TorchDispatchMode):
         return result
 
 
+@pytest.mark.first("plain head-2")
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("model", [TIED, CAPPED], ids=["plain head", "soft cap"])
 def test_smoothed_labels_and_noise_are_those_of_one_process(pools, model, ranks):

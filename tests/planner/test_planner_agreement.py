@@ -81,6 +81,7 @@ SOUND = [
 ]
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("engine", "name"), SOUND, ids=[f"{engine}-{name}" for engine, name in SOUND]
 )
@@ -240,6 +241,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("plant", FAULTS, ids=[plant.__name__ for plant in FAULTS])
 def test_a_planted_fault_is_named(monkeypatch, plant):
     rank, phase, place, seen, expected = FAULTS[plant]

@@ -75,6 +75,7 @@ def plan(folder: Path, *arguments: str, **trainer: Any) -> Any:
     )
 
 
+@pytest.mark.more
 def test_it_says_what_each_rank_takes_and_sends(tmp_path):
     result = plan(tmp_path, "--nodes", "2", "--gpus", "8")
     assert result.code == 0, result.output
@@ -89,6 +90,7 @@ def test_it_says_what_each_rank_takes_and_sends(tmp_path):
     assert max(map(len, result.lines)) < 400
 
 
+@pytest.mark.more
 def test_a_program_is_told_the_same_and_no_more(tmp_path):
     result = plan(
         tmp_path, "--json", "--gpus", "4", "pipeline.stages=2", "zero_optimization.stage=2"
@@ -104,6 +106,7 @@ def test_a_program_is_told_the_same_and_no_more(tmp_path):
     assert all(sent["bytes"] == 4 * 2 * 64 * 64 * 4 for sent in sends)
 
 
+@pytest.mark.more
 def test_the_config_of_a_model_is_enough(tmp_path):
     """What is trained from weights is planned without: of a model of the Hub none are
     downloaded.
@@ -116,6 +119,7 @@ def test_the_config_of_a_model_is_enough(tmp_path):
     assert f"model   {model}: 0." in result.output
 
 
+@pytest.mark.more
 def test_what_does_not_fit_says_by_how_much(tmp_path):
     small = "memory=2.1GB,peak=1TFLOPS,bandwidth=1TB/s,link=1GB/s"
     result = plan(tmp_path, "--gpus", "2", "--device", small)
@@ -127,6 +131,7 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
     )  # each is a plan of its own
 
 
+@pytest.mark.more
 def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
     """And nothing else is: a pipe of standard error stays empty."""
     from trainer.command.plan import _sign_of_life

@@ -30,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", CASES)
 def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     case = CASES[name]
@@ -90,6 +91,7 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
     assert values and max(values) <= LARGEST
 
 
+@pytest.mark.more
 def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
     """DeepSpeed's ZeRO-3 makes a view of each rank's part of each parameter: minutes for a thousand
     ranks.
@@ -117,6 +119,7 @@ def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
     assert 0 < counts[1] < 1.2 * counts[0], counts[:]
 
 
+@pytest.mark.more
 def test_deepspeed_loops_over_ranks():
     """What `trainer/tools/planner/patches.py` is for: it can go when neither function does."""
     import inspect

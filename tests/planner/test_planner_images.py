@@ -112,6 +112,7 @@ COMPARED = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
@@ -124,6 +125,7 @@ def test_a_rank_takes_what_was_planned(pools, name, kind):
     assert_as_planned(pools, CASES[name], of=kind)
 
 
+@pytest.mark.more
 def test_what_is_tried_out_is_not_on_the_device():
     """A stage is checked on a whole classifier, on the host: all of its values, gradients and
     stages.
@@ -153,6 +155,7 @@ def plan(path: Path, *arguments: str) -> Any:
     return run("meshloom", "plan", "--config", path, "--gpus", "2", *arguments, timeout=200)
 
 
+@pytest.mark.first("by its name")
 @pytest.mark.parametrize("where", ["by its name", "as the config says", "as it is"])
 def test_the_command_knows_the_images(tmp_path, where):
     """A known data set is not looked for, far less downloaded; a folder that is here is looked
@@ -178,6 +181,7 @@ def test_the_command_knows_the_images(tmp_path, where):
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "changes", [["pipeline.stages=2"], ["zero_optimization.stage=3"]], ids=["pipeline", "zero3"]
 )
@@ -191,6 +195,7 @@ def test_the_command_plans_what_torchvision_has(tmp_path, changes):
     assert result.code == 0, result.output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("trainer", "said"),
     [
@@ -237,6 +242,7 @@ def test_nothing_is_downloaded_or_read(tmp_path, monkeypatch, trainer, said):
         assert said in str(error)
 
 
+@pytest.mark.more
 def test_less_is_proposed_where_it_does_not_fit(tmp_path):
     path = config_of(
         tmp_path, f"{__name__}:convolutions", data={"path": "cifar10"}, images={"size": 256}

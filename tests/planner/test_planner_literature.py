@@ -77,6 +77,7 @@ def of(plan: Plan, phase: str) -> Peak:
     return next(peak for peak in plan.fullest.peaks if peak.phase == phase)
 
 
+@pytest.mark.first("1-31.4")
 @pytest.mark.parametrize(("stage", "published"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero(plan, stage, published):
     """Rajbhandari et al., arXiv 1910.02054, figure 1: 7.5 billion parameters, Adam in 16 bits, N =
@@ -103,6 +104,7 @@ def test_zero(plan, stage, published):
         assert kinds["temporaries"] == pytest.approx(gradients, rel=0.01)
 
 
+@pytest.mark.more
 def test_weights_and_state_in_bfloat16_take_6_bytes_and_not_12(plan):
     """On FSDP2, which has no other weights than those that are updated."""
     low = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
@@ -113,6 +115,7 @@ def test_weights_and_state_in_bfloat16_take_6_bytes_and_not_12(plan):
         assert kept == pytest.approx(bytes_each * 328_256, rel=0.02)
 
 
+@pytest.mark.more
 def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):
     """Ren et al., arXiv 2101.06840, section 3.2: 2 bytes a parameter; gradients go to the host as
     they are made.
@@ -129,6 +132,7 @@ def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):
     assert 2 * parameters <= kept <= 3.2 * parameters  # and buckets on their way
 
 
+@pytest.mark.more
 def test_full_recomputation_keeps_what_goes_into_a_layer(plan):
     """Korthikanti et al., arXiv 2205.05198, section 5: with full recomputation a layer keeps 2sbh
     bytes.
@@ -151,6 +155,7 @@ def test_full_recomputation_keeps_what_goes_into_a_layer(plan):
     assert (more - few) / 2 == 2 * s * h
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("nodes", "published"), [(1, 82.4), (16, 67.0)])
 def test_torchtitan(plan, nodes, published):
     """pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md, tables 1 and 3: Llama 3.1 8B

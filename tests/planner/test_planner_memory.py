@@ -48,6 +48,7 @@ KNOWN = LAYOUTS | {
 }
 
 
+@pytest.mark.first("mesh-zero2")
 @pytest.mark.parametrize(
     ("engine", "name"), CASES, ids=[f"{engine}-{name}" for engine, name in CASES]
 )
@@ -55,6 +56,7 @@ def test_a_rank_takes_what_was_planned(pools, engine, name):
     assert_as_planned(pools, replace(KNOWN[name], engine=engine))
 
 
+@pytest.mark.more
 def test_what_blocks_are_given_is_planned_on_the_host():
     """Beside full recomputation, which keeps as much on the device."""
     case, kind = replace(LAYOUTS["zero2, gpt2, offload"], engine="mesh"), "block inputs"

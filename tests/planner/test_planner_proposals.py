@@ -74,6 +74,7 @@ def close(needed):
     )  # few cores, many tests
 
 
+@pytest.mark.more
 def test_what_misses_by_a_little_needs_one_change(close):
     _, before, found = close
     assert not before.fits and found[0].plan.fits
@@ -86,12 +87,14 @@ def test_what_misses_by_a_little_needs_one_change(close):
     assert "less activations per GPU" in found[0].reason
 
 
+@pytest.mark.more
 def test_an_estimate_is_corrected_by_the_plan_at_hand(close):
     """Of the layout that was planned it says at least what was simulated."""
     _, before, _ = close
     assert ClosedForm.of(before).bytes(before.workload.layout) >= 0.999 * before.needed
 
 
+@pytest.mark.more
 def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
     from trainer.tools.planner.proposals import write
 
@@ -114,6 +117,7 @@ def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
     )
 
 
+@pytest.mark.more
 def test_what_fits_nowhere_is_told_by_how_much():
     from trainer.tools.planner.proposals import proposals
 
@@ -131,6 +135,7 @@ def test_what_fits_nowhere_is_told_by_how_much():
     assert "; sequence_parallel_size can't help: it divides only " in found[0].reason
 
 
+@pytest.mark.more
 def test_rows_are_divided_where_only_that_fits():
     """A block on four nodes of one device: no stages, no tensor ranks, and no smaller batch."""
     from trainer.tools.planner.proposals import proposals
@@ -181,6 +186,7 @@ def test_experts_are_spread_where_their_gathers_cost_more_than_their_tokens():
     assert {one.expert for one in wide if one.zero_stage < 3} == {1}
 
 
+@pytest.mark.more
 def test_more_nodes_that_would_do_are_named():
     """State is most of it: with a long vocabulary and a short sequence, each node more holds a part
     of it.
@@ -205,6 +211,7 @@ def test_more_nodes_that_would_do_are_named():
     assert nodes is not None and 4 <= nodes <= 16
 
 
+@pytest.mark.more
 def test_what_fits_is_told_what_is_faster(needed):
     """Every gather of ZeRO-3 crosses a slow network once for each micro-batch; there is room for
     less of it.
@@ -221,6 +228,7 @@ def test_what_fits_is_told_what_is_faster(needed):
     assert [rank(p) for p in found] == sorted(rank(p) for p in found)
 
 
+@pytest.mark.more
 def test_after_its_time_nothing_else_is_tried(monkeypatch):
     """One candidate, and then neither another one nor more nodes: each is a simulation."""
     from trainer.tools.planner import proposals as search
@@ -263,6 +271,7 @@ def large(**trainer: object) -> dict:
 THOUSAND = Cluster(128, 8, DEVICES["h100-80gb"])
 
 
+@pytest.mark.more
 def test_the_list_for_405_billion_parameters_begins_with_what_may_fit(monkeypatch):
     """Each of them needs at least three changes, and all have the same global batch."""
     before = pretended(monkeypatch, large(engine="mesh"), THOUSAND, needed=1331 * 2**30)
@@ -309,6 +318,7 @@ simulated: list[int] = []
 """The blocks of each pretended plan that would have been simulated."""
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
 @pytest.mark.parametrize("stages", [1, 8], ids=["data", "pipeline"])
 def test_the_blocks_that_are_simulated_grow_neither_with_depth_nor_ranks(

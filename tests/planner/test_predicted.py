@@ -48,6 +48,7 @@ def machine(device: torch.device) -> Machine:
     return Machine(device, Ranks(0, 1))
 
 
+@pytest.mark.more
 def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
     """All of it, on a host that has a few megabytes: before anything is built."""
     from rich.console import Console
@@ -75,6 +76,7 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
     assert memory["peak_bytes"] == sum(memory["by_kind"].values()) > 6 * 2**20
 
 
+@pytest.mark.more
 def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatch):
     """A run that is given none checks nothing, and would say nothing of it."""
     import trainer
@@ -98,6 +100,7 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     assert [request.memory_check for request in requests] == [check_memory] * 2
 
 
+@pytest.mark.more
 def test_what_is_asked_for_is_predicted(tmp_path):
     from trainer.tools.planner.memory_check import wanted
 
@@ -112,6 +115,7 @@ def test_what_is_asked_for_is_predicted(tmp_path):
     assert wanted(SimpleNamespace(config=load(digits), subject=images), machine(GPU))
 
 
+@pytest.mark.more
 def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     from trainer.tools.planner import memory_check
 

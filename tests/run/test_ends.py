@@ -49,6 +49,7 @@ def training(launcher: str, folder: Path) -> tuple[subprocess.Popen[str], str]:
     return process, mark
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("row", TABLE, ids=lambda row: "-".join(row[:3]).replace(" ", "_"))
 def test_the_table_of_ends(tmp_path: Path, row: tuple[str, ...]) -> None:
     launcher, whom, name, code, saved = row
@@ -77,6 +78,7 @@ def test_the_table_of_ends(tmp_path: Path, row: tuple[str, ...]) -> None:
         ), output
 
 
+@pytest.mark.more
 def test_who_has_no_launcher_left_speaks_for_itself(tmp_path: Path) -> None:
     assert Notes(tmp_path, os.getppid()).write_end(0, "the end", 75)
     assert not Notes(tmp_path, os.getpid()).write_end(

@@ -145,6 +145,7 @@ def reach(folder: Path, job: Path, cache: Path, phase: str) -> subprocess.Popen[
     return process
 
 
+@pytest.mark.first("saving-15-0")
 @pytest.mark.parametrize(
     ("phase", "number", "at"),
     [
@@ -210,6 +211,7 @@ def test_other_signals_ask_for_nothing(ask: str, code: int) -> None:
     assert (result.code, "still there" in result.output) == (code, code == 0), result.output
 
 
+@pytest.mark.more
 def test_a_second_signal_ends_it_at_once(tmp_path: Path, cache: Path) -> None:
     process = reach(tmp_path, job_in(tmp_path), cache, "saving")
     process.send_signal(signal.SIGTERM)
@@ -235,6 +237,7 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 FULL = "resource.setrlimit(resource.RLIMIT_FSIZE, ({}, resource.RLIM_INFINITY))"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["waited for", "beside the training"])
 @pytest.mark.parametrize(
     ("when", "what", "code"),

@@ -75,6 +75,7 @@ def ended(results: list[Result]) -> str:
     return results[0].output
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("case", CASES)
 def test_a_lost_machine_loses_nothing(tmp_path: Path, case: str) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
@@ -105,6 +106,7 @@ def test_a_lost_machine_loses_nothing(tmp_path: Path, case: str) -> None:
     assert content(a) == content(b) == whole
 
 
+@pytest.mark.more
 def test_ranks_of_a_machine_share_its_folder(tmp_path: Path) -> None:
     job = write_job(tmp_path, run={"node_local": True}, engine="mesh")
     ended(machines(job, tmp_path / "a", tmp_path / "b", ranks=2))
@@ -115,6 +117,7 @@ def test_ranks_of_a_machine_share_its_folder(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.more
 def test_another_run_of_that_name_is_not_taken_for_this_one(tmp_path: Path) -> None:
     for name, seed in (("b", 4), ("a", 3)):
         job = write_job(tmp_path, run={"node_local": True}, engine="mesh", seed=seed)
@@ -258,6 +261,7 @@ def _start(folder: Path, job: Path, how: str) -> tuple[str, str | None] | str:
     return start.folder.name, start.source and start.source.name
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("how", "expected"),
     [
@@ -288,6 +292,7 @@ def _other_libraries(folder: Path) -> None:
     save(mine, STATE, live(ranks).state_tensors(), DESCRIPTION, write, ranks)
 
 
+@pytest.mark.more
 def test_files_that_libraries_write_are_those_of_the_first_rank(
     tmp_path: Path, pools: Pools
 ) -> None:

@@ -123,6 +123,12 @@ class Infinite(torch.autograd.Function):
         return gradient * float("inf")
 
 
+@pytest.mark.first(
+    "deepspeed ZeRO-2-gradient",
+    "mesh ZeRO-3-loss",
+    "accelerate ZeRO-3-gradient",
+    "deepspeed ZeRO-0, RAdam-gradient",
+)
 @pytest.mark.parametrize("kind", ["loss", "gradient"])
 @pytest.mark.parametrize("name", CASES)
 def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(pools, name, kind):
@@ -134,6 +140,7 @@ def test_a_step_that_is_not_finite_changes_nothing_on_any_rank(pools, name, kind
         assert case.optimizer["type"] == "SGD" or counts == [1, 1, 2]
 
 
+@pytest.mark.first("True-AdamW")
 @pytest.mark.parametrize(
     "kind", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9), torch.optim.Adagrad]
 )
@@ -205,6 +212,7 @@ def test_what_is_told_of_it():
     )
 
 
+@pytest.mark.more
 def test_a_run_whose_norm_nobody_wants(tmp_path):
     job = write_job(tmp_path, steps=2, log={"every": 1})
     more = (
@@ -229,6 +237,7 @@ def test_a_row_is_counted_over_log_lines():
         skipped.lines()
 
 
+@pytest.mark.more
 def test_a_run_that_goes_wrong_ends_with_76_and_keeps_its_checkpoint(tmp_path):
     """Two ranks; from step 5 on the loss of rank 1 is not a number."""
     script = tmp_path / "train.py"

@@ -88,6 +88,7 @@ def _listens(port: int) -> bool:
         return tried.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("other", "local", "engine"),
     [("127.0.0.3", False, "deepspeed"), ("127.0.0.1", True, "mesh")],

@@ -45,6 +45,14 @@ RANK_0 = RANK_1.replace("rank 1", "rank 0")
 FULL = "says('rank 1: the disk is full', 74)"
 
 
+@pytest.mark.first(
+    "a lost connection before a kill",
+    "a lost connection before its cause",
+    "an abort before a kill",
+    "an abort before its cause",
+    "a kill before its consequence",
+    "an error before a kill",
+)
 @pytest.mark.parametrize(
     ("first", "later", "second", "code", "last"),
     [
@@ -95,6 +103,7 @@ def test_the_cause_is_named_whatever_ends_first(
     assert left is not None and left["code"] == code and re.match(last, left["text"]), left
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("first", "second", "code", "last"),
     [
@@ -137,6 +146,7 @@ start(2, rank)
 """
 
 
+@pytest.mark.more
 def test_forked_ranks_leave_once_their_launcher_is_killed(tmp_path: Path) -> None:
     script = FORKS.format(root=str(ROOT), folder=str(tmp_path))
     launcher = subprocess.Popen([sys.executable, "-c", script])
@@ -154,6 +164,7 @@ def soon(condition: Callable[[], bool]) -> bool:
     return condition()
 
 
+@pytest.mark.more
 def test_a_hang_up_that_nohup_ignores_is_ignored_to_the_end() -> None:
     code = (
         f"import signal, sys; sys.path.insert(0, {str(ROOT)!r}); "

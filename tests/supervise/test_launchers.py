@@ -37,6 +37,7 @@ def assert_same_run(folder: Path, reference: Path) -> None:
     assert sample_ids(folder) == sample_ids(reference)
 
 
+@pytest.mark.more
 def test_its_own_processes(reference):
     folder, result = reference
     assert result.code == 0, result.output
@@ -47,6 +48,7 @@ def test_its_own_processes(reference):
     ]
 
 
+@pytest.mark.more
 def test_the_console_is_quiet(reference):
     _, result = reference
     assert len(result.lines) <= 30, result.output
@@ -55,6 +57,7 @@ def test_the_console_is_quiet(reference):
     assert all(line.startswith(starts) for line in result.lines), result.output
 
 
+@pytest.mark.more
 def test_one_process_sees_the_same_samples(reference, tmp_path):
     result = train("--config", write_job(tmp_path))
     assert result.code == 0, result.output
@@ -83,6 +86,7 @@ def test_under_a_launcher(launcher, reference, tmp_path):
     assert_same_run(tmp_path / "runs" / "job", reference[0])
 
 
+@pytest.mark.more
 def test_two_torchrun_agents(reference, tmp_path):
     job, port = write_job(tmp_path), str(free_port())
     common = [
@@ -103,6 +107,7 @@ def test_two_torchrun_agents(reference, tmp_path):
     assert_same_run(tmp_path / "runs" / "job", reference[0])
 
 
+@pytest.mark.more
 def test_hsdp_over_two_nodes_of_two_ranks(tmp_path):
     """Sharded inside each node, replicated across: the losses are those of one process."""
     folder = tmp_path / "runs"
@@ -146,6 +151,7 @@ def test_hsdp_over_two_nodes_of_two_ranks(tmp_path):
     assert_same_run(folder / "hsdp", folder / "alone")
 
 
+@pytest.mark.more
 def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
     job, port = write_job(tmp_path), str(free_port())
     hostfile = tmp_path / "hosts"
@@ -168,6 +174,7 @@ def test_two_deepspeed_nodes_without_ssh(reference, tmp_path):
     assert_same_run(tmp_path / "runs" / "job", reference[0])
 
 
+@pytest.mark.more
 def test_a_hostfile_that_is_named_and_missing(tmp_path):
     command = ("deepspeed", "--hostfile", "/nowhere/hosts", TRAIN)
     result = run(
@@ -193,6 +200,7 @@ runpy.run_path({train!r}, run_name="__main__")
 """
 
 
+@pytest.mark.more
 def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
     """A Kubernetes job and `torchrun --max-restarts` do that: docs/clusters.md."""
     script = tmp_path / "killed.py"
@@ -226,6 +234,7 @@ print(os.environ["RANK"], os.environ["OMP_NUM_THREADS"], torch.get_num_threads()
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("given", [None, "1"])
 def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(
     tmp_path, monkeypatch, given

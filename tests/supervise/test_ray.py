@@ -51,6 +51,7 @@ def test_ray_starts_again_only_what_may_end_otherwise(monkeypatch, tmp_path, cod
         run_rank(job)
 
 
+@pytest.mark.more
 @needs_ray
 def test_two_workers_train_and_go_on_after_a_rank_was_killed(tmp_path):
     job = write_job(tmp_path, steps=100, engine="mesh", checkpoint={"every": 2})
@@ -77,6 +78,7 @@ def test_two_workers_train_and_go_on_after_a_rank_was_killed(tmp_path):
         assert line["loss"] == pytest.approx(expected[line["step"]], rel=1e-6)
 
 
+@pytest.mark.more
 @needs_ray
 def test_an_error_of_the_config_ends_the_command_at_once(tmp_path):
     driver = tmp_path / "driver.py"

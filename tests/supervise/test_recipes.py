@@ -44,6 +44,7 @@ def skypilot(node: int, port: int, job: Path, tmp_path: Path) -> tuple[list[str]
     return ["bash", "-c", task["run"].replace("29500", str(port))], given
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("platform", [kubeflow, skypilot])
 def test_the_command_of_each_node_trains(platform, tmp_path):
     job, port, bin = write_job(tmp_path), free_port(), tmp_path / "bin"

@@ -179,6 +179,7 @@ def test_the_lines_for_sbatch():
     )
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", ["torchrun", "srun"])
 def test_it_saves_before_the_limit_and_goes_on_when_it_is_queued_again(slurm, ranks, tmp_path):
     job = write_job(tmp_path, steps=5000)

@@ -125,6 +125,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("cache")
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("reason", STANDS)
 def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> None:
     code, expected = STANDS[reason]
@@ -140,6 +141,7 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.more
 def test_the_last_collectives_of_all_ranks_are_left_for_pytorch_to_compare(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -157,6 +159,7 @@ def test_the_last_collectives_of_all_ranks_are_left_for_pytorch_to_compare(
         assert "Not all ranks joining collective" in found and "missing ranks: {1}" in found, found
 
 
+@pytest.mark.more
 def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
     code, expected = STANDS["another collective"]
     code = f"import trainer.supervise.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
@@ -169,6 +172,7 @@ def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.more
 def test_a_full_pipe_ends_it_too(tmp_path: Path, cache: Path) -> None:
     """Whoever reads the output has stopped to read: no rank can print any more."""
     reading, writing = os.pipe()
@@ -185,6 +189,7 @@ def test_a_full_pipe_ends_it_too(tmp_path: Path, cache: Path) -> None:
     os.close(writing)
 
 
+@pytest.mark.first("1")
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> None:
     """With the step and the phase in which it died, not those of its last beat."""
@@ -216,6 +221,7 @@ def test_without_our_launcher_a_death_is_named_with_its_phase_too(
     assert re.search(where, result.output), result.output
 
 
+@pytest.mark.more
 def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     code = AT_STEP_3.format(rank=1, what="import ctypes; ctypes.string_at(0)")
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
@@ -236,6 +242,7 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     assert nothing_left(tmp_path)
 
 
+@pytest.mark.more
 def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -256,6 +263,7 @@ m.Ending.beat = lambda self, seen: time.sleep(600) if "ended" in seen and rank i
 """
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("ranks", ["(1,)", "(0, 1)"])
 def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(
     tmp_path: Path, cache: Path, ranks: str
@@ -272,6 +280,7 @@ def test_a_rank_that_does_not_end_after_the_run_is_named_and_killed(
     assert (tmp_path / "runs" / "job" / "final" / "config.json").exists() and nothing_left(tmp_path)
 
 
+@pytest.mark.more
 def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(
     tmp_path: Path, cache: Path
 ) -> None:
@@ -282,6 +291,7 @@ def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(
     assert re.search(r"in end\n", (tmp_path / "runs" / "job" / "logs" / "rank-0.log").read_text())
 
 
+@pytest.mark.more
 def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
     found = job(tmp_path, patience=None)
     result = run(*command(tmp_path, found, SLOW), "--fresh", timeout=120, **environment(cache))
@@ -390,6 +400,7 @@ def test_who_is_slow():
     assert straggler(busy(0.3, 0.4, 0.7, 0.2)) is None
 
 
+@pytest.mark.more
 def test_preparing_tells_that_it_goes_on():
     told: list[float] = []
     progress = Progress(None, told.append)
@@ -400,6 +411,7 @@ def test_preparing_tells_that_it_goes_on():
     assert told == [0.0, 0.0, 5.0]
 
 
+@pytest.mark.more
 def test_its_readers_hear_of_it_from_its_first_beat() -> None:
     """Before the run's folder is known, too: the launcher has to say where a rank was."""
     heard: queue.Queue[Any] = queue.Queue()
@@ -410,6 +422,7 @@ def test_its_readers_hear_of_it_from_its_first_beat() -> None:
     assert (first["place"], first["steps"]) == ("preparing", 5)
 
 
+@pytest.mark.more
 def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
     """A phase that a table lacked was a KeyError in the watchdog's thread, which then ended."""
     for phase in Phase:
@@ -492,6 +505,7 @@ def first_rank() -> Iterator[tuple[int, Any]]:
 HERE = socket.gethostname()
 
 
+@pytest.mark.more
 def test_a_first_rank_that_stops_before_it_was_heard(
     ended: queue.Queue[str], first_rank: tuple[int, Any]
 ) -> None:
@@ -506,6 +520,7 @@ def test_a_first_rank_that_stops_before_it_was_heard(
     )
 
 
+@pytest.mark.more
 def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) -> None:
     stopped = subprocess.Popen(["sleep", "600"])
     stopped.send_signal(signal.SIGSTOP)
@@ -520,6 +535,7 @@ def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) ->
     ), said
 
 
+@pytest.mark.more
 def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[str]) -> None:
     """It tells no place yet, and all would seem to stand where those stand that do."""
     other = subprocess.Popen(["sleep", "600"])
@@ -539,6 +555,7 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
     assert f"rank 1 on {HERE} (process {other.pid}) at elsewhere.py:1 f" in said and code == "77"
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("moves", [False, True], ids=["all wait for it", "the others go on"])
 def test_who_falls_silent_has_no_more_time_than_a_step(
     ended: queue.Queue[str], moves: bool
@@ -566,6 +583,7 @@ def test_who_falls_silent_has_no_more_time_than_a_step(
     assert said is None if moves else (said and named in said), said
 
 
+@pytest.mark.more
 def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
     ended: queue.Queue[str], first_rank: tuple[int, Any]
 ) -> None:

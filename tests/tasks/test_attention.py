@@ -85,6 +85,7 @@ def test_the_kernel_of_a_mask_and_why_it_is_not_flash(
     assert ("no Triton" in why) == (kernel == "blocks")
 
 
+@pytest.mark.more
 def test_without_windows_in_varlen_there_are_blocks(hopper: None, monkeypatch: Any) -> None:
     monkeypatch.setattr(attention, "VARLEN", frozenset({"is_causal"}))
     chosen, why = attention.tested(PLAIN, "causal", HALF, CPU)
@@ -100,6 +101,7 @@ def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: 
     return list(attention.notes(found, spec, packed, HALF, torch.device("cpu")))
 
 
+@pytest.mark.more
 @windows
 def test_the_lines_at_the_start(hopper: None, monkeypatch: Any) -> None:
     borders = "flash attention within borders"
@@ -146,6 +148,7 @@ TESTED = [
 ]
 
 
+@pytest.mark.first("model0-causal-dtype0-borders-rows", "model0-causal-dtype0-borders-sections")
 @pytest.mark.parametrize("divided", [False, True], ids=["rows", "sections"])
 @pytest.mark.parametrize(("model", "pattern", "dtype", "kernel"), TESTED)
 def test_a_right_kernel_passes_its_test(
@@ -186,6 +189,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.first("whole-causal-output differs by")
 @pytest.mark.parametrize(("kernel", "pattern", "reason"), FAULTS)
 @windows
 def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
@@ -231,6 +235,7 @@ def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
 PACKED = ["llama", "qwen2", "mistral", "gemma3_text", "gpt2", "olmo3", "mixtral"]
 
 
+@pytest.mark.first("llama-blocks", "qwen2-borders")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", [*PACKED, "deepseek_v3", "llama4_text"])
 def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
@@ -239,12 +244,14 @@ def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
     assert_alone(name, kernel)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_recomputed_block_uses_the_same_kernel(kernel: str, mode: str) -> None:
     assert_alone("mistral", kernel, mode)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", ["mistral", "gemma3_text"])
 def test_windows_of_whole_rows_are_those_of_masks(name: str, kernel: str) -> None:
@@ -306,6 +313,7 @@ def test_on_the_cpu_all_layers_add_one_mask_which_is_kept_once(cast: Any) -> Non
     assert set(squares.found) == {dtype, torch.bool}
 
 
+@pytest.mark.first("qwen2")
 @pytest.mark.parametrize("name", ["llama", "qwen2", "mixtral"])
 @windows
 def test_on_a_gpu_no_tensor_is_as_large_as_a_mask(name: str, monkeypatch: Any) -> None:
@@ -334,6 +342,7 @@ def test_on_a_gpu_no_tensor_is_as_large_as_a_mask(name: str, monkeypatch: Any) -
 # Graphs
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_a_compiled_block_is_one_graph(kernel: str) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend

@@ -34,6 +34,7 @@ def by_the_loop(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Numbers
     return root, (losses, float(accuracy) / 100)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_config_has_the_losses_and_the_accuracy_of_the_loop(tmp_path, by_the_loop, layout):
     mlflow = pytest.importorskip("mlflow")

@@ -83,6 +83,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
     }
 
 
+@pytest.mark.more
 def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
     from torchvision.models import VisionTransformer
 
@@ -131,6 +132,7 @@ LAYOUTS = {
 }
 
 
+@pytest.mark.more
 def test_the_same_under_every_engine_and_from_each_others_checkpoints(tmp_path):
     """Without dropout, one run; each goes on from the other's checkpoint in its middle. Accuracy is
     counted exactly.
@@ -156,12 +158,14 @@ def test_the_same_under_every_engine_and_from_each_others_checkpoints(tmp_path):
         before = name
 
 
+@pytest.mark.more
 def test_digits_are_learned(tmp_path):
     pytest.importorskip("sklearn")
     result = run(Path("examples/digits.json"), "digits", f"trainer.run.folder={tmp_path}")
     assert metrics(tmp_path / "digits")[-1]["evaluation_accuracy"] > 0.97, result.output
 
 
+@pytest.mark.first("channels")
 @pytest.mark.parametrize(
     ("options", "overrides", "code", "message"),
     [
@@ -297,6 +301,7 @@ def cached_weights(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.more
 def test_pretrained_weights_are_torchvisions_but_for_the_head(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +333,7 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
     assert torch.equal(whole.weights.read("head.fc.weight"), state["fc.weight"])
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "weights", "message"),
     [
@@ -346,6 +352,7 @@ def test_weights_that_there_are_not_are_named(name: str, weights: str, message: 
         classifiers.named(name, {}, weights)
 
 
+@pytest.mark.more
 def test_weights_that_can_not_be_had_say_where_they_belong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -408,6 +415,7 @@ class Encoder(nn.Module):
         return self.head(hidden[:, 0])  # type: ignore[no-any-return]
 
 
+@pytest.mark.more
 def test_blocks_of_an_own_callables_model_are_found() -> None:
     own = classifiers.spec_of(
         Classifier("tests.tasks.test_images:wrapped", {"num_classes": 2}), None, seed=3
@@ -430,6 +438,7 @@ def test_blocks_of_an_own_callables_model_are_found() -> None:
     assert module.spec_of(lambda: nn.Linear(2, 2), None, seed=3).blocks == ()
 
 
+@pytest.mark.more
 def test_a_model_whose_forward_is_another_is_no_chain() -> None:
     model = wrapped()
     model.forward = lambda images: images  # type: ignore[method-assign]

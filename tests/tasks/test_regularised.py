@@ -52,6 +52,7 @@ LAYOUTS = {
 CASES = by_engine(LAYOUTS)
 
 
+@pytest.mark.first("deepspeed-zero2", "mesh-zero3, gpt2", "mesh-pipeline")
 @pytest.mark.parametrize("name", CASES)
 def test_both_train_as_in_one_process(pools, name):
     case = CASES[name]
@@ -60,6 +61,7 @@ def test_both_train_as_in_one_process(pools, name):
         assert_same(outcome, reference, 2e-6)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("name", ["deepspeed-zero2", "mesh-zero3, gpt2"])
 def test_a_resumed_run_draws_the_same_noise(pools, tmp_path, name):
     case = CASES[name]
@@ -91,6 +93,7 @@ def certified(
     return certificate.passed, table(certificate)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(("engine", "stage"), [("mesh", 3), ("deepspeed", 2)])
 def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
     from tests.certify.test_verify import config
@@ -106,6 +109,7 @@ def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage
             assert "first differs at step 0" in table.splitlines()[-1], table
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("override", ["trainer.data.documents=pack", "bf16.enabled=true"])
 def test_both_are_certified_packed_and_in_low_precision(pools, tmp_path, override):
     from tests.certify.test_verify import config

@@ -121,6 +121,7 @@ def layout(**sizes: Any) -> Layout:
 PIPELINE = layout(pipeline=2)
 
 
+@pytest.mark.first("llama", "gpt2")
 @pytest.mark.parametrize(
     "model",
     [
@@ -150,6 +151,7 @@ def test_what_is_a_causal_model_with_our_loss_passes(model):
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "model",
     [
@@ -184,6 +186,7 @@ class Faulty(CausalLM):
         return logits_cross_entropy(logits[:, :-1], batch["targets"][:, 1:])
 
 
+@pytest.mark.first("fused-scale")
 @pytest.mark.parametrize("fault", ["scale", "constant", "detached", "shifted twice"])
 @pytest.mark.parametrize(
     "model", [LLAMA, {**WINDOWS, "model_type": "gemma2"}], ids=["fused", "logits"]
@@ -203,10 +206,12 @@ def test_a_routers_loss_that_is_dropped_is_an_error(model, fused):
     assert "expected its own, " in refused(model, CausalLM(LanguageModel(plain_head=fused)))
 
 
+@pytest.mark.more
 def test_a_routers_loss_is_not_asked_for_by_default():
     assert not spec_of({**MOE, "model_type": "qwen3_moe"}).language.own_loss
 
 
+@pytest.mark.more
 def test_a_router_loss_is_no_sum_over_stages():
     spec = spec_of(QWEN_MOE)
     with pytest.raises(ConfigError, match=r"pipeline.stages: qwen3_moe: the router's loss"):
@@ -233,6 +238,7 @@ def saved(model: Any, folder: Path) -> str:
     return str(folder)
 
 
+@pytest.mark.more
 def test_a_folder_with_an_encoder_is_refused(tmp_path):
     config = AutoConfig.for_model("bart", **BART)
     folder = saved(AutoModelForSeq2SeqLM.from_config(config), tmp_path)
@@ -242,6 +248,7 @@ def test_a_folder_with_an_encoder_is_refused(tmp_path):
         spec_of({}, folder)
 
 
+@pytest.mark.more
 def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     text = {**SMALL, "head_dim": 8, "num_hidden_layers": 2}
     vision = {
@@ -271,6 +278,7 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
     assert spec.blocks == ("model.language_model.layers.0", "model.language_model.layers.1")
 
 
+@pytest.mark.more
 def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):
     text = {
         **SMALL,
@@ -298,6 +306,7 @@ def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):
     assert "have no place in a Qwen3_5ForCausalLM and are left out: model.visual.*" in left
 
 
+@pytest.mark.more
 def test_a_head_that_the_folder_lacks_is_not_made_up(tmp_path):
     folder = saved(
         AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**UNTIED)), tmp_path
@@ -306,6 +315,7 @@ def test_a_head_that_the_folder_lacks_is_not_made_up(tmp_path):
         spec_of({}, folder)
 
 
+@pytest.mark.more
 def test_a_tensor_of_the_file_that_nothing_reads_is_said(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED))
     model.mtp = torch.nn.Linear(2, 2)
@@ -315,6 +325,7 @@ def test_a_tensor_of_the_file_that_nothing_reads_is_said(tmp_path):
     )
 
 
+@pytest.mark.more
 def test_an_expert_that_no_token_came_to_is_not_frozen():
     assert found({**QWEN_MOE, "num_experts": 64, "num_experts_per_tok": 1}).unused == ()
 
@@ -365,6 +376,7 @@ def test_layerdrop_is_seen_where_no_blocks_are_known():
     assert check_model(spec, task_of(spec)).draws.skips
 
 
+@pytest.mark.more
 def test_jitter_and_dropout_are_the_same_in_stages_and_recomputed():
     for model in (
         MIXTRAL | {"router_jitter_noise": 0.1, "output_router_logits": False},
@@ -392,6 +404,7 @@ def with_noise(noise: Any) -> Any:
     return replace(spec, build=build, tiny=TinyCopies())
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     "noise",
     [lambda: random.random(), lambda: torch.rand((), generator=torch.Generator().manual_seed(0))],
@@ -405,6 +418,7 @@ def test_random_numbers_that_nobody_replays_are_refused(noise):
         check_model(spec, task_of(spec))
 
 
+@pytest.mark.more
 def test_noise_that_depends_on_what_ran_before_is_refused_in_stages():
     calls = iter(range(10**6))
     spec = with_noise(lambda: 1 + torch.rand(()) * next(calls))
@@ -427,6 +441,7 @@ def with_mlp_of(hook: Any) -> Any:
     return replace(plain, build=build, tiny=TinyCopies())
 
 
+@pytest.mark.more
 def test_a_model_whose_logits_padding_moves_is_told():
     def scaled(module, args, output):
         return output * (1 + output.shape[1] // 24)
@@ -438,6 +453,7 @@ def test_a_model_whose_logits_padding_moves_is_told():
     )
 
 
+@pytest.mark.more
 def test_a_model_that_keeps_something_from_row_to_row_is_refused():
     def remembering():
         longest = 0
@@ -466,6 +482,7 @@ def test_a_first_pass_that_draws_more_than_the_next_is_refused():
         check_model(spec, task_of(spec))
 
 
+@pytest.mark.first("<lambda>-where it draws random numbers")
 @pytest.mark.parametrize(
     ("fails", "what"),
     [
@@ -498,6 +515,7 @@ def test_what_a_models_own_code_raises_is_told(fails, what):
         check_model(spec, CausalLM(LanguageModel()))
 
 
+@pytest.mark.more
 def test_a_token_is_in_the_table_and_in_the_head():
     spec = spec_of(
         {"model_type": "moshi", **SMALL, "head_dim": 8, "ffn_dim": 48, "num_codebooks": 1}
@@ -509,10 +527,12 @@ def test_a_token_is_in_the_table_and_in_the_head():
 # Stages
 
 
+@pytest.mark.more
 def test_a_norm_on_both_sides_of_the_blocks_runs_once_before_and_once_behind_all_stages():
     assert check_cut(spec_of({"model_type": "nanochat", **SMALL}), 2).around == ("model.norm",)
 
 
+@pytest.mark.more
 def test_what_text_never_runs_is_no_part_of_later_stages():
     vision = {
         "hidden_size": 16,
@@ -536,6 +556,7 @@ def test_what_text_never_runs_is_no_part_of_later_stages():
 # Blocks
 
 
+@pytest.mark.more
 def test_blocks_are_found_where_the_config_does_not_count_them():
     llama4 = spec_of(
         {"model_type": "llama4_text", **MOE, "num_local_experts": 2, "intermediate_size_mlp": 48}
@@ -607,6 +628,7 @@ def test_an_mlp_that_mixes_tokens_is_not_computed_in_tiles():
         check_layout(mixed, task_of(spec), TILED, Findings())
 
 
+@pytest.mark.more
 def test_blocks_without_such_an_mlp_are_said():
     model = {**MOE, "model_type": "qwen3_moe", "mlp_only_layers": [0]}
     spec = spec_of(model)
@@ -703,6 +725,7 @@ ENGINES = [
 ]
 
 
+@pytest.mark.first("accelerate-2")
 @pytest.mark.parametrize("case", ENGINES, ids=lambda case: f"{case.engine}-{case.zero_stage}")
 def test_a_routers_loss_under_every_engine(pools, case):
     case = replace(case, model=QWEN_MOE | {"attention_dropout": 0.1, "router_aux_loss_coef": 0.1})
@@ -711,6 +734,7 @@ def test_a_routers_loss_under_every_engine(pools, case):
         training.assert_same(outcome, reference, tolerance=1e-5)
 
 
+@pytest.mark.first("mesh-3")
 @pytest.mark.parametrize("case", ENGINES, ids=lambda case: f"{case.engine}-{case.zero_stage}")
 def test_what_is_frozen_stays_as_it_is_and_is_saved(pools, case):
     case = replace(case, model=GPT2 | {"add_cross_attention": True})
@@ -720,6 +744,7 @@ def test_what_is_frozen_stays_as_it_is_and_is_saved(pools, case):
         training.assert_same(outcome, reference, tolerance=1e-5)
 
 
+@pytest.mark.more
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
 @pytest.mark.parametrize("dense", [{"decoder_sparse_step": 2}, {"mlp_only_layers": [0]}])
 def test_a_routers_loss_without_a_layer_that_routes_is_refused(family, dense):

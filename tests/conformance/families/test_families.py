@@ -23,6 +23,7 @@ SAMPLE = {
 }
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("family", "layout"), [pair for pair in SAMPLE.items() if pair[0] in COMMITTED]
 )
