@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.data.test_packing import loss_alone, packed_samples
 from tests.models.test_masks import FAMILIES, SMALL, WINDOW, Waits, batch, tiny
@@ -21,6 +22,7 @@ from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention, kernel_order
 from trainer.tasks.attention import Attention, Borders, documents_of
+from trainer.tasks.patches import register_attention
 
 windows = pytest.mark.skipif(
     "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"
@@ -42,6 +44,12 @@ FAMILIES |= {
         **dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def registered() -> None:
+    """Most models here are run without `prepare`, which registers it."""
+    register_attention(attention.attend)
 
 
 # The choice
@@ -372,7 +380,7 @@ def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
         return query.transpose(1, 2), None
 
     inputs, lengths = batch(12, rows=3), torch.tensor([[5, 4], [9, 0], [1, 2]])
-    with patch.dict(attention.ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see):
+    with patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see):
         task.loss_sum(model, inputs)
         task.loss_sum(model, {**inputs, "documents": lengths})
     assert all(isinstance(mask, Borders) for mask in seen)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from tests.support.training import LLAMA, spec_of
 from trainer.models.materialise import materialise
-from trainer.tasks.patches import masks_made_by, replace_loss
+from trainer.tasks.patches import masks_made_by, register_attention, replace_loss
 
 IDS = torch.arange(1, 9).reshape(1, 8)
 
@@ -51,3 +52,22 @@ def test_transformers_looks_for_packed_rows_and_makes_masks_anew() -> None:
     assert len(made) == 2  # one for each forward pass, though both are alike
     one(input_ids=IDS, use_cache=False)
     assert len(made) == 2
+
+
+def test_transformers_computes_attention_by_its_own_function_until_one_is_registered() -> None:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    one, calls = model(), list[str]()
+    assert one.config._attn_implementation == "sdpa"
+
+    def ours(module: Any, query: Any, key: Any, value: Any, mask: Any, **_: Any) -> Any:
+        calls.append(type(module).__name__)
+        return query.transpose(1, 2), None
+
+    with patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping):
+        with_theirs = one(input_ids=IDS).logits
+        register_attention(ours)
+        register_attention(ours)
+        with_ours = one(input_ids=IDS).logits
+    assert len(calls) == one.config.num_hidden_layers
+    assert not torch.equal(with_theirs, with_ours)

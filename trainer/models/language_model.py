@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from copy import copy
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -207,16 +208,22 @@ def _first_number(config: Any, names: Sequence[str]) -> int | None:
 # The head
 
 
-@dataclass
-class _BodyOutput(ModelOutput):
-    """The output of a model below its head, with every field that the families use."""
+@cache
+def _body_output() -> type[ModelOutput]:
+    """Return the class of a body's output, which registers itself with torch when it is made."""
 
-    last_hidden_state: torch.Tensor | None = None
-    past_key_values: Any = None
-    hidden_states: Any = None
-    attentions: Any = None
-    cross_attentions: Any = None
-    router_logits: Any = None
+    @dataclass
+    class BodyOutput(ModelOutput):
+        """The output of a model below its head, with every field that the families use."""
+
+        last_hidden_state: torch.Tensor | None = None
+        past_key_values: Any = None
+        hidden_states: Any = None
+        attentions: Any = None
+        cross_attentions: Any = None
+        router_logits: Any = None
+
+    return BodyOutput
 
 
 class _Body(nn.Module):
@@ -226,8 +233,8 @@ class _Body(nn.Module):
         super().__init__()
         self._body, self._hidden = (body,), hidden  # in a tuple, it is no submodule
 
-    def forward(self, *args: Any, **kwargs: Any) -> _BodyOutput:
-        return _BodyOutput(last_hidden_state=self._hidden)
+    def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
+        return _body_output()(last_hidden_state=self._hidden)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_body"][0], name)

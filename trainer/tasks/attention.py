@@ -21,12 +21,12 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.utils._triton import has_triton
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trainer.distributed.shared_rows import ATTRIBUTE, ContextRanks
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
 from trainer.tasks.kernel_order import BACKENDS, kernels_for, prefer
+from trainer.tasks.patches import register_attention
 from trainer.trial.setup import own_randomness, row_of, tiny
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
@@ -145,9 +145,6 @@ def _attended(
     return out.unflatten(0, (len(query), query.shape[2])), None
 
 
-ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
-
-
 def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.device) -> BlockMask:
     """Make a mask in blocks, for a section's queries and the keys up to its end.
 
@@ -181,6 +178,7 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
 
     `logits(model, row, seal)` runs packed documents; `seal(pattern, mask)` replaces each mask.
     """
+    register_attention(attend)
     calls: list[tuple[str, int, int, float]] = []
     try:
         with own_randomness(), torch.no_grad():

@@ -16,7 +16,7 @@ from trainer.distributed.exchange import words_of_head
 from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
-from trainer.tasks.attention import Attention, attention_of, documents_of, tested
+from trainer.tasks.attention import Attention, attend, attention_of, documents_of, tested
 from trainer.tasks.cross_entropy import (
     LossBySource,
     LossHead,
@@ -25,7 +25,7 @@ from trainer.tasks.cross_entropy import (
     logits_cross_entropy,
 )
 from trainer.tasks.masks import Masks
-from trainer.tasks.patches import divide_rows, replace_loss
+from trainer.tasks.patches import divide_rows, register_attention, replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
 
 
@@ -93,7 +93,10 @@ class CausalLM:
         return ranks.part(batch[name], fill=fills[name]) if ranks else batch[name]
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Put a head that can return the loss in the place of the model's own."""
+        """Put a head that can return the loss in the place of the model's own, and our attention
+        in that of transformers' SDPA.
+        """
+        register_attention(attend)
         if self._fused_head:
             own = _head(model)
             head = LossHead(own, self._smoothing, self._observe)

@@ -25,6 +25,18 @@ def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:
     model.loss_function = mean  # type: ignore[assignment]
 
 
+def register_attention(attend: Callable[..., Any]) -> None:
+    """Let `attend` compute what transformers calls "sdpa", in all models of this process.
+
+    Symptom: SDPA takes a mask with an entry for each pair of tokens, and knows no rank that shares
+    a sequence. Can go when a model takes its attention function as an argument. A second call
+    changes nothing.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+
+
 GROWING = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that depend on the length of the row."""
 
