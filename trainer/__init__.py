@@ -125,8 +125,8 @@ def train(options: TrainOptions) -> Result:
     hidden = NO_GPUS if compiled.trainer.device == "cpu" else {}
 
     def trained() -> Result:
-        from trainer.run.resume import Request
         from trainer.run.run import train_given
+        from trainer.run.start.request import Request
         from trainer.run.subject import Given
         from trainer.tools.hub.repository import open_hub
         from trainer.tools.planner.memory_check import check_memory

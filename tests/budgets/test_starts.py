@@ -48,7 +48,7 @@ from trainer.layout import AXES
 from trainer.models.materialise import materialise
 from trainer.parallel.parallel_mesh import groups_of
 from trainer.run import run
-from trainer.run.resume import Request
+from trainer.run.start.request import Request
 from trainer.supervise import ending, process
 from trainer.supervise.signals import NoSignals
 

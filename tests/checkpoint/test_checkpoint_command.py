@@ -115,7 +115,7 @@ def foreign(kind: str, checkpoint: Path) -> Path:
 def test_verify_names_what_no_hash_vouches_for(directory, kind):
     """A library would read these in place of the checkpoint's own files."""
     from trainer.errors import DiskError
-    from trainer.run.folder import model_in
+    from trainer.run.start.folder import model_in
 
     checkpoint = directory / "checkpoints" / "step-000010"
     path = foreign(kind, checkpoint)

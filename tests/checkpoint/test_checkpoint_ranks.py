@@ -24,7 +24,7 @@ from trainer.checkpoint import ModelForm, export, load, manifest, newest, save, 
 from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
-from trainer.run.folder import kept
+from trainer.run.start.folder import kept
 
 
 def _save_and_load(folder: Path) -> tuple[bool, bool]:

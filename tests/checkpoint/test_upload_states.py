@@ -30,7 +30,8 @@ from trainer.checkpoint.restoration import restore
 from trainer.checkpoint.upload import Upload, check, marked_at
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DiskError
-from trainer.run.resume import Request, choose
+from trainer.run.start.choose import choose
+from trainer.run.start.request import Request
 from trainer.supervise import locks
 from trainer.supervise.locks import release
 

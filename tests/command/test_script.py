@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 import trainer
 from tests.support.commands import ROOT
 from trainer.errors import FLAGS, ConfigError, Preempted, Problem, in_python
-from trainer.run.resume import Request
+from trainer.run.start.request import Request
 
 ROWS = [(torch.full((4,), i / 64), torch.tensor(i % 2)) for i in range(64)]
 

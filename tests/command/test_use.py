@@ -142,7 +142,7 @@ def test_the_text_is_that_of_one_process_with_the_weights(pools, tmp_path, capsy
 def test_of_an_unfinished_run_it_is_the_newest_checkpoint_that_is_whole(tmp_path):
     from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
     from trainer.checkpoint import export, save
-    from trainer.run.folder import model_in
+    from trainer.run.start.folder import model_in
 
     checkpoints = tmp_path / "checkpoints"
     for step in (10, 20):

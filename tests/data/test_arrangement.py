@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Result, train, write_job
+from trainer import checkpoint
 from trainer.config import DataSection, load
 from trainer.data.text.arrangement import arranged, holds_chats
 from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError
-from trainer.run import resume
+from trainer.run.start.choose import as_begun
 
 CHAT = {"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yes."}]}
 TEXT = {"text": "def f(x): return x"}
@@ -76,16 +77,16 @@ def test_a_resumed_run_keeps_the_arrangement_that_it_began_with(
 ) -> None:
     config = load(write_job(tmp_path), [])
     saved: dict[str, Any] = {"config": {"trainer": {"data": {"documents": "concatenate"}}}}
-    monkeypatch.setattr(resume.checkpoint, "read_description", lambda source: saved)
+    monkeypatch.setattr(checkpoint, "read_description", lambda source: saved)
     start: Any = SimpleNamespace(source=tmp_path, ranks=ALONE)
-    found = resume.as_begun(config, start)
+    found = as_begun(config, start)
     assert found.trainer.data.documents == "concatenate"
     assert "resumed" in found.origins["trainer.data.documents"]
     stated = load(write_job(tmp_path), ["trainer.data.documents=pad"])
-    assert resume.as_begun(stated, start) is stated
+    assert as_begun(stated, start) is stated
     saved["config"] = {}
-    assert resume.as_begun(config, start) is config
-    assert resume.as_begun(config, SimpleNamespace(source=None, ranks=ALONE)) is config  # type: ignore[arg-type]
+    assert as_begun(config, start) is config
+    assert as_begun(config, SimpleNamespace(source=None, ranks=ALONE)) is config  # type: ignore[arg-type]
 
 
 def chats_job(folder: Path, **trainer: Any) -> Path:

@@ -28,7 +28,7 @@ from trainer.certify.certificate import Certificate, write
 from trainer.certify.finding import Finding
 from trainer.command import push
 from trainer.errors import ConfigError, HubError
-from trainer.run.resume import without_place
+from trainer.run.start.changes import without_place
 from trainer.supervise import status_files
 from trainer.supervise.signals import stop_signals
 from trainer.tools.hub import repository

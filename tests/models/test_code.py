@@ -17,7 +17,7 @@ from tests.support.training import LLAMA, spec_of
 from trainer.checkpoint import save
 from trainer.errors import ConfigError
 from trainer.models.own.code import code_of
-from trainer.run.resume import refuse_changed
+from trainer.run.start.changes import refuse_changed
 
 OWN = '''
 import functools

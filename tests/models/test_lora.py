@@ -165,8 +165,8 @@ def train_here(
 
     from trainer.config import load
     from trainer.errors import MeshloomError
-    from trainer.run.resume import Request
     from trainer.run.run import execute
+    from trainer.run.start.request import Request
     from trainer.supervise.signals import NoSignals
 
     with open(os.devnull, "w") as nowhere:

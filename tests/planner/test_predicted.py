@@ -53,8 +53,8 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
     """All of it, on a host that has a few megabytes: before anything is built."""
     from rich.console import Console
 
-    from trainer.run.resume import Request
     from trainer.run.run import execute
+    from trainer.run.start.request import Request
     from trainer.supervise.signals import NoSignals
     from trainer.tools.planner import memory_check
 

@@ -29,7 +29,7 @@ from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import ConfigError
-from trainer.run.resume import _last_logged
+from trainer.run.start.choose import _last_logged
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.supervise.stall import Phase
 from trainer.tools.report import page, run_record

@@ -24,8 +24,9 @@ from trainer.checkpoint.safetensors_stream import FileRecord
 from trainer.config import Config, load
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, MeshloomError
-from trainer.run.folder import kept
-from trainer.run.resume import Request, choose
+from trainer.run.start.choose import choose
+from trainer.run.start.folder import kept
+from trainer.run.start.request import Request
 from trainer.supervise.world import free_port
 
 TRAIN = ROOT / "launch" / "train.py"

@@ -19,9 +19,11 @@ from tests.support.commands import write_job
 from trainer.checkpoint import save
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
-from trainer.run import folder as run_folder
-from trainer.run import resume
-from trainer.run.resume import Request, choose, refuse_changed
+from trainer.run.start import choose as choose_module
+from trainer.run.start import folder as run_folder
+from trainer.run.start.changes import refuse_changed
+from trainer.run.start.choose import choose
+from trainer.run.start.request import Request
 from trainer.supervise import locks, status_files
 from trainer.supervise.locks import hold
 
@@ -318,5 +320,5 @@ def test_own_data_of_an_earlier_version_is_not_refused_and_it_is_said(config: Co
 
 
 def test_a_pipe_in_place_of_what_a_run_was_asked_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / resume.ENVIRONMENT)
-    assert resume._request(tmp_path) is None
+    os.mkfifo(tmp_path / choose_module.ENVIRONMENT)
+    assert choose_module._request(tmp_path) is None

@@ -9,8 +9,8 @@ import pytest
 from tests.support.together import together
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DiskError
-from trainer.run import folder as run_folder
-from trainer.run.folder import check_shared
+from trainer.run.start import folder as run_folder
+from trainer.run.start.folder import check_shared
 
 
 def check(folders: list[Path]) -> list[DiskError | None]:

@@ -38,7 +38,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.models.huggingface import read_config as read_architecture
     from trainer.models.huggingface import spec_of
     from trainer.models.spec import given_tensors
-    from trainer.run.folder import model_in
+    from trainer.run.start.folder import model_in
 
     folder = model_in(options.adapter)
     check_folder(folder)

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     options = _parser(name, command).parse_args(arguments)
     from trainer.data.text.tokenizer import load_tokenizer
     from trainer.models.opened import opened_language_model
-    from trainer.run.folder import model_in
+    from trainer.run.start.folder import model_in
     from trainer.supervise.process import quiet_libraries
 
     quiet_libraries()

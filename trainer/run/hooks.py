@@ -25,11 +25,11 @@ from trainer.models.spec import given_tensors, stored
 from trainer.optim.lr_schedules import Update
 from trainer.run import describe
 from trainer.run.evaluate import held_out_loss, together
-from trainer.run.folder import FINAL
 from trainer.run.loop import Hooks
 from trainer.run.metrics import EpochLoss, Meter, Skipped
 from trainer.run.prepare import Prepared
-from trainer.run.resume import Start
+from trainer.run.start.folder import FINAL
+from trainer.run.start.request import Start
 from trainer.run.subject import Subject
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.state import RunState, StateTensor

@@ -26,12 +26,14 @@ from trainer.data.remote import absent
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import DiskError, MeshloomError, listed
 from trainer.models.spec import stored
-from trainer.run import describe, resume
-from trainer.run.folder import FINAL, not_pushed
+from trainer.run import describe
 from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import train as loop
 from trainer.run.prepare import Prepared, prepare
-from trainer.run.resume import Request, Start
+from trainer.run.start.changes import refuse_changed
+from trainer.run.start.choose import as_begun, choose
+from trainer.run.start.folder import FINAL, not_pushed
+from trainer.run.start.request import Request, Start
 from trainer.run.subject import Given
 from trainer.state import RunState
 from trainer.storage import Unfailing
@@ -147,12 +149,12 @@ def execute(
     """Run in processes that have met; None for a dry run. `log_to` takes the folder. Collective."""
     machine.signs.at("looking at the run's folder")
     progress = Progress(console, machine.watch.moves, machine.signs)
-    start = resume.choose(config, request, machine.ranks, progress) if request.trains else None
+    start = choose(config, request, machine.ranks, progress) if request.trains else None
     push = None
     if start is not None:
         if not start.finished or start.upload is not None or start.pushes:
             log_to(start.folder)
-        config = resume.as_begun(config, start)
+        config = as_begun(config, start)
         machine = replace(machine, ranks=start.ranks)
         hub = config.trainer.hub
         if hub is not None and (start.pushes or not start.finished):
@@ -320,7 +322,7 @@ def _write_down(
     lines = start.lines
     if source is not None and not request.resume_anyway:
         description = describe.run_description(prepared)
-        lines = [*lines, *ranks.on_first(lambda: resume.refuse_changed(source, description))]
+        lines = [*lines, *ranks.on_first(lambda: refuse_changed(source, description))]
     for line in lines:
         say(console, f"resume  {line}")
     ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))

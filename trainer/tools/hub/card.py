@@ -12,7 +12,8 @@ from huggingface_hub import ModelCard, ModelCardData
 from trainer import checkpoint
 from trainer.data.formats import may_be_hub_id
 from trainer.errors import refused
-from trainer.run.resume import ENVIRONMENT, differences, without_place
+from trainer.run.start.changes import differences, without_place
+from trainer.run.start.folder import ENVIRONMENT
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
 

@@ -15,7 +15,7 @@ from huggingface_hub.utils import get_session, set_client_factory
 from trainer import checkpoint
 from trainer.config.sections.trainer import HubSection
 from trainer.errors import ConfigError, HubError, Problem
-from trainer.run.folder import not_pushed, note_pushed
+from trainer.run.start.folder import not_pushed, note_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json"

@@ -2,115 +2,43 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from enum import StrEnum
 from itertools import count
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
-from rich.console import Console
-
 from trainer import checkpoint
 from trainer.checkpoint.directory import check_same
 from trainer.checkpoint.restoration import has_restored, restore, settle
 from trainer.checkpoint.upload import MARK, Upload, check, mark_at
-from trainer.config import Config, leaves
+from trainer.config import Config
 from trainer.config.read import at
 from trainer.config.sections.section import TEXT
-from trainer.config.sections.trainer import HubSection
-from trainer.data.dataset import BY_VALUE
 from trainer.data.order import KEYED, LISTED
 from trainer.data.progress import QUIET, Progress
-from trainer.distributed.ranks import ALONE, Ranks
-from trainer.engines import Machine
-from trainer.errors import ConfigError, DataError, DiskError, Problem, in_python, listed
-from trainer.run import folder as folders
-from trainer.run.folder import ENVIRONMENT
-from trainer.run.prepare import Prepared
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, DiskError, Problem, in_python
+from trainer.run.start import folder as folders
+from trainer.run.start.changes import training_keys, without_place
+from trainer.run.start.folder import ENVIRONMENT
+from trainer.run.start.request import Request, Start
 from trainer.storage import parse_json, read_file, replace_file, tail, to_json
 from trainer.supervise import locks
 from trainer.supervise import status_files as status
-from trainer.trackers.callbacks import Callback
-
-BESIDE = {
-    "": (
-        "steps_per_print",
-        "wall_clock_breakdown",
-        "memory_breakdown",
-        "dump_state",
-        "flops_profiler",
-        "comms_logger",
-    ),
-    "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile", "hub"),
-}
-"""Keys that may differ within one run: they only decide what is reported and kept of it."""
-
-SPECIAL_IDS = ("bos_token_id", "eos_token_id")
-"""Keys of a model's config that are the tokenizer's, whose changes are found in the data."""
-
-BEGINS, GOES_ON, FINISHED, UNFINISHED = "begins", "goes on", "finished", "unfinished"
-"""The states of a run, the last one that of another run in the folder of this name."""
-
-MemoryCheck = Callable[[Prepared, Machine, Path, Console], Callable[[], Sequence[str]]]
-"""Raises ConfigError if a run does not fit; what it returns compares at the end. Collective."""
 
 
-@dataclass(frozen=True)
-class Request:
-    """The options of the command line besides the config, and its check of memory."""
+class Earlier(StrEnum):
+    """The state of the run in a folder, seen from the command that starts."""
 
-    resume: str | None = None
-    """A checkpoint's path, or "auto": the newest of the newest run, whatever its config."""
-    fresh: bool = False
-    """True to start a new run even if the last one was not finished."""
-    resume_anyway: bool = False
-    """True to resume even if data, tokenizer, model or code changed."""
-    weights_only: bool = False
-    """True to resume with a new optimizer."""
-    dry_run: bool = False
-    preview: int | None = None
-    """The number of samples to show, without training; None to train."""
-    overrides: Sequence[str] = ()
-    script: bool = False
-    """True if called from Python: a finished run is then repeated, in another folder."""
-    memory_check: MemoryCheck = lambda *_: list
-    open_hub: Callable[[HubSection], Callable[[Path], str]] = lambda section: str
-    """Checks a repository; what it returns pushes a run's folder there, and returns the address."""
-    callbacks: Sequence[Callback] = ()
-
-    @property
-    def trains(self) -> bool:
-        return not self.dry_run and self.preview is None
-
-    @property
-    def path(self) -> Path | None:
-        """The checkpoint to resume from, if one is given."""
-        return None if self.resume in (None, "auto") else Path(str(self.resume))
-
-
-@dataclass(frozen=True)
-class Start:
-    """The folder of a run, and the checkpoint it resumes from."""
-
-    folder: Path
-    source: Path | None = None
-    """The checkpoint, complete and verified; None: from the beginning."""
-    lines: list[str] = field(default_factory=list)
-    """Lines for the user."""
-    finished: bool = False
-    """True if the model is in its folder, and what is left to do is to copy and to push it."""
-    ranks: Ranks = ALONE
-    """The ranks, with the keepers of folders."""
-    order: int = KEYED
-    """The version of the order of the run's samples, from its first step to its last."""
-    upload: Upload | None = None
-    """The copy of the run elsewhere, of which the first rank takes care; None if there is none, or
-    if the run is finished and the copy is whole."""
-    pushes: bool = False
-    """True if the run is finished, and its model is not on the Hub yet."""
+    NONE = "none"
+    RESUMES = "resumes"
+    FINISHED = "finished"
+    ANOTHER = "another"
+    """Unfinished, and started otherwise."""
 
 
 def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = QUIET) -> Start:
@@ -127,7 +55,7 @@ def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = 
     address = config.trainer.checkpoint.upload
     back = _brought_back(address, base, request, ranks, progress)
     folder, state, lines = _taken(base, config.raw, request, ranks)
-    if state == FINISHED:
+    if state == Earlier.FINISHED:
         return _finished(config, folder, ranks)
     if len(set(ranks.keepers)) < 2:
         folders.check_shared(folder, ranks)
@@ -135,7 +63,7 @@ def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = 
     source = None
     if request.path is not None:
         source = _given(request.path, ranks, below)
-    elif state == GOES_ON:
+    elif state == Earlier.RESUMES:
         source, lines = _newest(folder, ranks, below)
     upload = _upload(address, folder, ranks) if address else None
     ranks.on_keepers(lambda: status.begin(folder))  # its earlier end is forgotten
@@ -213,8 +141,11 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
 
     found = {keeper: one for keeper, one in ranks.each_keeper(look).items() if one is not None}
     states = {state for state, _ in found.values()}
-    state = next((one for one in (GOES_ON, FINISHED, UNFINISHED) if one in states), BEGINS)
-    if state in (GOES_ON, FINISHED):
+    state = next(
+        (one for one in (Earlier.RESUMES, Earlier.FINISHED, Earlier.ANOTHER) if one in states),
+        Earlier.NONE,
+    )
+    if state in (Earlier.RESUMES, Earlier.FINISHED):
         first = min(found)
         if other := [rank for rank in found if found[rank][1] != found[first][1]]:
             actual = f"{folder.name} on rank {other[0]} is another run than on rank {first}"
@@ -222,15 +153,15 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             hint = f"Move away the one that is not of this run, or {other_name}"
             expected = "one run in the folders of all"
             raise ConfigError(Problem("trainer.run.node_local", actual, expected, hint)).share()
-        if state == GOES_ON:
+        if state == Earlier.RESUMES:
             ranks.on_keepers(lambda: locks.take_over(folder))
         return folder, state, []
     note = f"{folder} was not finished and was started otherwise; --resume auto resumes it"
-    lines = [note] if state == UNFINISHED else []
+    lines = [note] if state == Earlier.ANOTHER else []
     number = last + 1
     while not _held_everywhere(folders.numbered(base, number), ranks):
         number += 1  # another command was started at the same moment
-    return folders.numbered(base, number), BEGINS, lines
+    return folders.numbered(base, number), Earlier.NONE, lines
 
 
 def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
@@ -240,16 +171,16 @@ def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
 def _state(folder: Path, raw: Any, request: Request) -> str:
     """Return the state of the run in a folder, by which this one goes on with it or begins."""
     if request.fresh or request.path is not None:
-        return BEGINS
+        return Earlier.NONE
     finished = not folders.is_unfinished(folder)
     if request.resume == "auto":
-        return GOES_ON
-    if _training(_request(folder)) == _training(raw):
+        return Earlier.RESUMES
+    if training_keys(_request(folder)) == training_keys(raw):
         if not finished:
-            return GOES_ON
+            return Earlier.RESUMES
         if not request.script:
-            return FINISHED
-    return BEGINS if finished else UNFINISHED
+            return Earlier.FINISHED
+    return Earlier.NONE if finished else Earlier.ANOTHER
 
 
 def _given(path: Path, ranks: Ranks, below: tuple[str, ...]) -> Path:
@@ -307,73 +238,6 @@ def _order_of(source: Path) -> int:
     return int(order)
 
 
-def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
-    """List other changes since the checkpoint, a line each; an imported one does not record data
-    and config.
-
-    Raises DataError if data or tokenizer changed, ConfigError if the model or its code did: it
-    would not be the same run.
-    """
-    saved = checkpoint.read_description(source)
-    hint = (
-        "Undo the change, start a run of its own with --fresh, or go on in spite of it with "
-        "--resume-anyway"
-    )
-    known, notes = _comparable(saved.get("data", description["data"]), description["data"])
-    if data := differences(known, description["data"]):
-        expected = "what the checkpoint was made with"
-        raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, hint))
-    before, now = saved.get("model") or description["model"], description["model"]
-    if "base" in before and "base" in now and before["base"] != now["base"]:
-        actual = f"fingerprint {now['base'][:12]}..."
-        expected = f"the base of the adapter, {before['base'][:12]}..."
-        raise ConfigError(Problem(f"trainer.model.name_or_path: {source}", actual, expected, hint))
-    before, now = (_apart_from(SPECIAL_IDS, one) for one in (before, now))
-    if model := differences(before, now):
-        expected = "the model of the checkpoint"
-        raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
-    if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
-        raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", hint))
-    changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
-    with_it = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
-    versions = description.get("versions") or with_it
-    changed += differences(with_it, {name: versions.get(name) for name in with_it})
-    return [*notes, *(f"changed since the checkpoint: {line}" for line in changed)]
-
-
-def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
-    """Return a checkpoint's description of its data, with what can be compared alone, and a note.
-
-    Earlier versions hashed pickles of own data, which differ between processes.
-    """
-    now, before = str(here.get("fingerprint", "")), (saved or {}).get("fingerprint")
-    if not now.startswith(BY_VALUE) or str(before).startswith(BY_VALUE):
-        return saved, []
-    note = "the data is not compared with the checkpoint's: an earlier version kept no hash of it"
-    return {**(saved or {}), "fingerprint": now}, [note]
-
-
-def _apart_from(keys: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in model.items() if key not in keys}
-
-
-def without_place(request: Any) -> Any:
-    """Return a config as given, without the place of its run."""
-    found = _training(request)
-    if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):
-        return found | {"trainer": {key: value for key, value in section.items() if key != "run"}}
-    return found
-
-
-def _training(request: Any) -> Any:
-    """Return a config as given, without keys that do not affect the numbers of training."""
-    if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
-        return request
-    own = {key: value for key, value in section.items() if key not in BESIDE["trainer"]}
-    whole = {key: value for key, value in request.items() if key not in BESIDE[""]}
-    return whole | {"trainer": own}
-
-
 def _request(folder: Path) -> Any:
     """Return the config as given to the run in `folder`."""
     try:
@@ -412,34 +276,3 @@ def _last_logged(path: Path) -> int:
         with suppress(ValueError, TypeError, KeyError):
             return int(parse_json(line)["step"])
     return 0
-
-
-def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what decides the numbers of a run, besides data, model and layout."""
-    config = description.get("config", {})
-    section = config.get("trainer") or {}
-    top = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
-    noise = "label_smoothing", "neftune_alpha"
-    own = "freeze", "parameter_groups", *noise, "router_bias_update_rate"
-    return {
-        **{name: config.get(name) for name in top},
-        "seed": description.get("seed"),
-        **{name: section.get(name) or [] for name in own},  # older checkpoints have none
-    }
-
-
-def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """List code whose digest changed; code that came or went shows in the code that uses it."""
-    both = {name: (str(before[name]), now[name]) for name in sorted(before.keys() & now.keys())}
-    return [
-        f"{name} {'was edited' if 'sha256' in was else f'{was} -> {is_now}'}"
-        for name, (was, is_now) in both.items()
-        if was != is_now
-    ]
-
-
-def differences(saved: Any, here: Any) -> list[str]:
-    """List what differs of two configs or descriptions: key, old and new value."""
-    before, now = dict(leaves(saved)), dict(leaves(here))
-    keys = sorted(key for key in {**before, **now} if before.get(key) != now.get(key))
-    return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}" for key in keys]

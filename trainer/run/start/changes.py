@@ -1,0 +1,127 @@
+"""The changes since a checkpoint or an earlier start: which of them make it another run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer import checkpoint
+from trainer.config import leaves
+from trainer.data.dataset import BY_VALUE
+from trainer.errors import ConfigError, DataError, Problem, listed
+
+BESIDE = {
+    "": (
+        "steps_per_print",
+        "wall_clock_breakdown",
+        "memory_breakdown",
+        "dump_state",
+        "flops_profiler",
+        "comms_logger",
+    ),
+    "trainer": ("log", "checkpoint", "generate", "patience", "plan", "profile", "hub"),
+}
+"""Keys that may differ within one run: they only decide what is reported and kept of it."""
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id")
+"""Keys of a model's config that are the tokenizer's, whose changes are found in the data."""
+
+
+def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
+    """List other changes since the checkpoint, a line each; an imported one does not record data
+    and config.
+
+    Raises DataError if data or tokenizer changed, ConfigError if the model or its code did: it
+    would not be the same run.
+    """
+    saved = checkpoint.read_description(source)
+    hint = (
+        "Undo the change, start a run of its own with --fresh, or go on in spite of it with "
+        "--resume-anyway"
+    )
+    known, notes = _comparable(saved.get("data", description["data"]), description["data"])
+    if data := differences(known, description["data"]):
+        expected = "what the checkpoint was made with"
+        raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, hint))
+    before, now = saved.get("model") or description["model"], description["model"]
+    if "base" in before and "base" in now and before["base"] != now["base"]:
+        actual = f"fingerprint {now['base'][:12]}..."
+        expected = f"the base of the adapter, {before['base'][:12]}..."
+        raise ConfigError(Problem(f"trainer.model.name_or_path: {source}", actual, expected, hint))
+    before, now = (_apart_from(SPECIAL_IDS, one) for one in (before, now))
+    if model := differences(before, now):
+        expected = "the model of the checkpoint"
+        raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
+    if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
+        raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", hint))
+    changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
+    with_it = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
+    versions = description.get("versions") or with_it
+    changed += differences(with_it, {name: versions.get(name) for name in with_it})
+    return [*notes, *(f"changed since the checkpoint: {line}" for line in changed)]
+
+
+def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
+    """Return a checkpoint's description of its data, with what can be compared alone, and a note.
+
+    Earlier versions hashed pickles of own data, which differ between processes.
+    """
+    now, before = str(here.get("fingerprint", "")), (saved or {}).get("fingerprint")
+    if not now.startswith(BY_VALUE) or str(before).startswith(BY_VALUE):
+        return saved, []
+    note = "the data is not compared with the checkpoint's: an earlier version kept no hash of it"
+    return {**(saved or {}), "fingerprint": now}, [note]
+
+
+def _apart_from(keys: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in model.items() if key not in keys}
+
+
+def without_place(request: Any) -> Any:
+    """Return a config as given, without the place of its run."""
+    found = training_keys(request)
+    if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):
+        return found | {"trainer": {key: value for key, value in section.items() if key != "run"}}
+    return found
+
+
+def training_keys(request: Any) -> Any:
+    """Return a config as given, without keys that do not affect the numbers of training."""
+    if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
+        return request
+    own = {key: value for key, value in section.items() if key not in BESIDE["trainer"]}
+    whole = {key: value for key, value in request.items() if key not in BESIDE[""]}
+    return whole | {"trainer": own}
+
+
+def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what decides the numbers of a run, besides data, model and layout."""
+    config = description.get("config", {})
+    section = config.get("trainer") or {}
+    top = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
+    noise = "label_smoothing", "neftune_alpha"
+    own = "freeze", "parameter_groups", *noise, "router_bias_update_rate"
+    return {
+        **{name: config.get(name) for name in top},
+        "seed": description.get("seed"),
+        **{name: section.get(name) or [] for name in own},  # older checkpoints have none
+    }
+
+
+def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """List code whose digest changed; code that came or went shows in the code that uses it."""
+    both = {name: (str(before[name]), now[name]) for name in sorted(before.keys() & now.keys())}
+    return [
+        f"{name} {'was edited' if 'sha256' in was else f'{was} -> {is_now}'}"
+        for name, (was, is_now) in both.items()
+        if was != is_now
+    ]
+
+
+def differences(saved: Any, here: Any) -> list[str]:
+    """List what differs of two configs or descriptions: key, old and new value."""
+    before, now = dict(leaves(saved)), dict(leaves(here))
+    keys = sorted(key for key in {**before, **now} if before.get(key) != now.get(key))
+    return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}" for key in keys]
