@@ -25,11 +25,11 @@ def read_file(path: Path) -> Json:
     """Read the keys of a YAML or JSON file: text keys, and values as in JSON."""
     if path.suffix in _SCRIPTS:
         raise ConfigError(Problem(str(path), "a script or a text", "a YAML or JSON file", _ADVICE))
-    found, text = parse(path, path.suffix.lower() != ".json", "a YAML or JSON file")
+    found = parse(path, path.suffix.lower() != ".json", "a YAML or JSON file")
     if not isinstance(found, dict):
         advice = _ADVICE if isinstance(found, str) and _ARGUMENT.search(found) else ""
         raise ConfigError(Problem(str(path), f"saw {show(found)}", "keys with values", advice))
-    return dict(checked(found, str(path), text))
+    return dict(checked(found, str(path)))
 
 
 def read_flags(words: Sequence[str]) -> Json:
@@ -48,9 +48,9 @@ def read_flags(words: Sequence[str]) -> Json:
     return flags
 
 
-def checked(given: Any, place: str, text: str = "") -> Any:
+def checked(given: Any, place: str) -> Any:
     """Return `given` if it is a tree of what JSON holds, without shell variables."""
-    if problems := [*unfit(given, place, text)] or [*_strange(given, place)]:
+    if problems := [*unfit(given, place)] or [*_strange(given, place)]:
         raise ConfigError(*problems)
     return given
 
