@@ -38,7 +38,10 @@ from trainer.data.text.tokenizer import embedded_tokenizer
 from trainer.data.workers import Beside, in_order
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError
+from trainer.run.loop import LoopPlan
 from trainer.run.prepare import Prepared
+from trainer.run.vote import Vote
+from trainer.state import RunState
 from trainer.supervise.process import cache_folder
 
 SIZES = (5, 9, 3, 7, 4)
@@ -84,7 +87,7 @@ def read(
         for step in loader:
             rows = step.micro_batches[0]["input_ids"].tolist()
             found.append([tokenizer().decode(row[:3]) for row in rows])
-        found.append(loader.place(4 * steps.stop))
+        found.append(data.train.place(4 * steps.stop))
     return found
 
 
@@ -321,10 +324,12 @@ def test_who_waits_moves_as_long_as_the_file_does(
     data.train._prepare = hangs
     moved.clear()
     data.train.begin(Place())
-    with BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0) as loader:
-        assert not loader.is_ready(0)
-        for _ in range(4):
-            loader.rest(1.0)
+    with BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0):
+        ends = time.monotonic() + 4
+        plan = LoopPlan(1, 4, 1, None, None)
+        vote = Vote(ALONE, lambda: time.monotonic() > ends, data.train, plan, RunState())
+        assert vote.wait(0)
+        assert time.monotonic() > ends and vote.paused_seconds > 3
     assert len(moved) >= 3 and moved[-1] < -1 and moved == sorted(moved, reverse=True), moved
 
 

@@ -185,20 +185,20 @@ def test_a_slow_float32_is_said():
 
 def test_mfu_counts_all_positions_on_the_devices_that_share_them():
     """Ten positions, two of them targets, 6 FLOPs each, in 1 s, on two devices of 100 FLOP/s."""
+    from trainer.data.loader import StepBatches
     from trainer.engines.engine import Metrics
     from trainer.optim.lr_schedules import Update
     from trainer.state import RunState
 
-    loader: Any = SimpleNamespace(waited_seconds=0.0, positions=0)
-    meter = Meter(4, torch.device("cpu"), 2, 6.0, 100.0, loader, RunState())
+    meter = Meter(4, torch.device("cpu"), 2, 6.0, 100.0, RunState())
     metrics = Metrics(torch.tensor(1.0), torch.tensor(2), torch.tensor(1.0))
     meter.started -= 1.0
-    loader.positions = 10
+    meter.note(StepBatches(0, [], [], positions=10))
     record = meter.record(RunState(1, 4, 2), metrics, Update(0.1), 0)
     assert record.mfu == pytest.approx(10 * 6 / (100 * 2), rel=0.2)
     assert record.tokens_per_second == pytest.approx(2, rel=0.2)
     meter.started -= 1.0
-    loader.positions = 30
+    meter.note(StepBatches(1, [], [], positions=20))
     record = meter.record(RunState(2, 8, 4), metrics, Update(0.1), 0)
     assert record.mfu == pytest.approx(20 * 6 / (100 * 2), rel=0.2)
 

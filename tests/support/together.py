@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from trainer.distributed.ranks import Ranks
@@ -28,6 +29,9 @@ class Together(Ranks):
 
     def send(self, source: int, value: Any) -> Any:
         return self.gather(value)[source]
+
+    def highest_soon(self, value: int) -> Callable[[], int]:
+        return partial(max, self.gather(value))
 
     def _least(self, number: int) -> int:
         return int(min(self.gather(number)))

@@ -22,8 +22,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.mixture import Source, sample_of
 from trainer.data.order import KEYED, Shuffle, micro_batches
-from trainer.data.stream import Place, Stream
-from trainer.distributed.ranks import Ranks
+from trainer.data.stream import Stream
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.tasks.task import Batch
@@ -32,8 +31,7 @@ Collate = Callable[[Sequence[Any]], Batch]
 Blank = Callable[[Any], Any]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
-_SHORT, _MOMENT = 0.01, 1.0  # seconds between two looks for data
-_WAIT, _STOP = 1, 2  # what a rank says to the others before a step
+_MOMENT = 1.0  # seconds between two looks for data
 _ORDERED = 1024  # samples whose order is computed at once: one costs as much
 
 Part = list[tuple[int, int | None]]
@@ -50,6 +48,10 @@ class StepBatches:
     ids: list[np.ndarray]
     """The samples of each micro-batch, int64 [micro_batch]."""
     micro_batches: list[Batch]
+    waited_seconds: float = 0.0
+    """Seconds for which the consumer waited for them."""
+    positions: int = 0
+    """Their tokens on this data rank, padding included."""
 
 
 @dataclass(frozen=True)
@@ -90,18 +92,12 @@ class BatchLoader:
         position: int,
         order: int = KEYED,
     ) -> None:
-        self.waited_seconds = 0.0
-        """Seconds that the consumer spent waiting for data."""
-        self.positions = 0
-        """Tokens in the steps read so far on this data rank, padding included."""
         self._device = batching.device
         self._closing = threading.Event()
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
         self._stream = source if isinstance(source, Stream) else None
         train_batch, shuffle = math.prod(shape), self._stream or Shuffle(len(source), order, seed)
-        self._ends = lambda step: position + (step - steps.start + 1) * train_batch
-        self._steps, self._said = steps, _WAIT
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
@@ -134,51 +130,14 @@ class BatchLoader:
         while True:
             started = time.perf_counter()
             item = self._next()
-            self.waited_seconds += time.perf_counter() - started
+            waited = time.perf_counter() - started
             if item is None:
                 return
             if isinstance(item, BaseException):
                 raise item
             sizes = [next(iter(batch.values())).numel() for batch in item.micro_batches]
-            self.positions += sum(sizes)
             batches = [_on_device(batch, self._device) for batch in item.micro_batches]
-            yield StepBatches(item.step, item.ids, batches)
-
-    def is_ready(self, step: int) -> bool:
-        """Return False while a file of a stream is prepared from which a step has samples."""
-        if self._stream is None or step not in self._steps or not self._thread.is_alive():
-            return True
-        return self._stream.reaches(self._ends(step))
-
-    def ask(self, stops: Callable[[], bool], step: int, ranks: Ranks) -> Callable[[], bool]:
-        """Begin to ask if `stops()` on any rank; the returned function waits for the answer.
-
-        And if all have data for `step`, for which `wait` waits.
-        """
-        said = _STOP if stops() else _WAIT * (not self.is_ready(step))
-        asked = ranks.highest_soon(said)
-
-        def answer() -> bool:
-            self._said = asked()
-            return self._said == _STOP
-
-        return answer
-
-    def wait(self, stops: Callable[[], bool], step: int, ranks: Ranks) -> bool:
-        """Wait until all ranks have data for `step`; return True if one stops meanwhile."""
-        pause = _SHORT
-        while self._said == _WAIT and not self.ask(stops, step, ranks)():
-            if self._said == _WAIT:
-                self.rest(pause)
-                pause = min(2 * pause, _MOMENT)
-        return self._said == _STOP
-
-    def rest(self, seconds: float) -> None:
-        """Note that this rank waits for data, and do."""
-        if self._stream:
-            self._stream.waits()
-        time.sleep(seconds)
-        self.waited_seconds += seconds
+            yield StepBatches(item.step, item.ids, batches, waited, sum(sizes))
 
     def _next(self) -> StepBatches | BaseException | None:
         while True:
@@ -186,10 +145,6 @@ class BatchLoader:
                 return self._ready.get(timeout=_MOMENT)
             if self._stream:
                 self._stream.waits()
-
-    def place(self, samples: int) -> Place | None:
-        """Return the place in a stream from which a run goes on after so many samples."""
-        return self._stream.place(samples) if self._stream else None
 
     def close(self) -> None:
         """End the thread and the workers; steps that were prepared and not read are dropped."""
@@ -218,6 +173,8 @@ class BatchLoader:
                 self._ready.put(StepBatches(step, ids, batches))
         except BaseException as error:  # passed to the consumer, who raises it
             last = error
+        if self._stream:
+            self._stream.end_reading()
         self._ready.put(last)
 
 

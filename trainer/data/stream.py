@@ -64,6 +64,8 @@ class Stream:
         self._opened, self._kept, self._first = opened, kept, opened(kept[0])
         self._turns, self._prepare = Shuffle(files, KEYED, seed), prepare
         self._beside: Beside
+        self._is_read = False
+        """True once its reader has ended."""
         self._since: float | None = None
         """The monotonic time since when a file is waited for of which samples are needed."""
         self._sources: dict[int, Any] = {}
@@ -84,7 +86,9 @@ class Stream:
 
     def begin(self, place: Place) -> None:
         """Go on from a place."""
-        self._places, self._beside = [place], Beside(self._prepare)
+        self._is_read = False
+        self._places = [place]
+        self._beside = Beside(self._prepare)
         self._beside.begin(self._file(place.turn))
 
     def reach(self, position: int) -> None:
@@ -98,6 +102,17 @@ class Stream:
     def reaches(self, position: int) -> bool:
         """Return True if the files up to a position are open."""
         return self._places[-1].position > position
+
+    def has(self, position: int) -> bool:
+        """Return True unless the samples up to a position are still to come.
+
+        They aren't if their reader has ended: it hands on an error in their place.
+        """
+        return self._is_read or self.reaches(position)
+
+    def end_reading(self) -> None:
+        """Note that nobody opens the next files."""
+        self._is_read = True
 
     def samples(self, positions: np.ndarray) -> list[tuple[int, int]]:
         """Return the ids and epochs of the samples at positions in the stream, int64 [samples].

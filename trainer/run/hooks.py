@@ -17,7 +17,8 @@ from rich.console import Console
 
 from trainer import checkpoint
 from trainer.data.dataset import check_alike
-from trainer.data.loader import BatchLoader, StepBatches
+from trainer.data.loader import StepBatches
+from trainer.data.stream import Stream
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
 from trainer.engines.devices import peak_of
@@ -32,6 +33,7 @@ from trainer.run.start.folder import FINAL
 from trainer.run.start.request import Start
 from trainer.run.subject import Subject
 from trainer.run.timeline import StepProfiler, Timeline
+from trainer.run.vote import Vote
 from trainer.state import RunState, StateTensor
 from trainer.supervise.signals import Signals
 from trainer.supervise.stall import Phase
@@ -55,7 +57,6 @@ class RunHooks(Hooks):
     start: Start
     position: RunState
     engine: Engine
-    loader: BatchLoader
     console: Console
     signals: Signals
     trackers: Sequence[Tracker]
@@ -73,6 +74,9 @@ class RunHooks(Hooks):
         self._slow_data = SlowData(prepared)
         self._sign_of_life = SignOfLife(self.console, prepared.steps)
         self.callbacks = Callbacks(self.script, ranks)
+        data = prepared.subject.data.train
+        self._stream = data if isinstance(data, Stream) else None
+        self._vote = Vote(ranks, self._stops, self._stream, prepared.plan, self.position)
         self._held_out: dict[int, float] = {}
         self._since = {"step": self.position.step, "samples": self.position.samples}
 
@@ -99,7 +103,7 @@ class RunHooks(Hooks):
             device, layout = self.machine.device, prepared.layout
             sharers, flops = layout.world_size // layout.data_ranks, prepared.subject.flops(section)
             self._meter = Meter(
-                prepared.steps, device, sharers, flops, peak_of(device), self.loader, self.position
+                prepared.steps, device, sharers, flops, peak_of(device), self.position
             )
             self._epoch = self._epoch_begun()
             self._garbage = stack.enter_context(Garbage())
@@ -181,7 +185,7 @@ class RunHooks(Hooks):
         if subject.check.goes_on:
             note = "note: the checkpoint waits until all prepared data has been compared"
             say(self.console, note)
-        place = self.loader.place(state.samples)
+        place = None if self._stream is None else self._stream.place(state.samples)
         position = replace(state, engine=self.engine.scalars())
         description = {
             **describe.run_description(prepared),
@@ -216,6 +220,7 @@ class RunHooks(Hooks):
         self.callbacks.call("on_save", state.step)
 
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
+        self._meter.note(batches)
         self._skipped.note(batches, metrics)
         if self._epoch is not None:
             self._epoch.note(metrics)
@@ -225,11 +230,14 @@ class RunHooks(Hooks):
         self.callbacks.call("on_step_end", batches.step + 1)
 
     def stop(self, step: int) -> Callable[[], bool]:
-        asked = self.loader.ask(self._stops, step + 1, self.machine.ranks)
-        return lambda: asked() or self.callbacks.ended
+        stops = self._vote.begin(step + 1)
+        return lambda: stops() or self.callbacks.ended
 
     def wait(self, step: int) -> bool:
-        return self.loader.wait(self._stops, step, self.machine.ranks)
+        before = self._vote.paused_seconds
+        stops = self._vote.wait(step)
+        self._meter.waited += self._vote.paused_seconds - before
+        return stops
 
     def _stops(self) -> bool:
         return self.signals.received or self.prepared.subject.check.failed

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from trainer.data.loader import BatchLoader, StepBatches
+from trainer.data.loader import StepBatches
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Metrics
 from trainer.errors import NumericsError, Problem
@@ -33,11 +33,17 @@ class Meter:
     flops_per_token: float | None
     """FLOPs per token; None if unknown."""
     peak_flops: float | None
-    loader: BatchLoader
     state: RunState
     started: float = field(default_factory=time.perf_counter)
     waited: float = 0.0
+    """Seconds of waiting for data since the last record."""
     positions: int = 0
+    """Tokens since the last record on this data rank, padding included."""
+
+    def note(self, batches: StepBatches) -> None:
+        """Note a step, without waiting for the device."""
+        self.waited += batches.waited_seconds
+        self.positions += batches.positions
 
     def record(self, state: RunState, metrics: Metrics, update: Update, skipped: int) -> Record:
         """Record the steps since the last call; `skipped` is the number so far that changed
@@ -53,12 +59,12 @@ class Meter:
         now = time.perf_counter()
         elapsed, steps = now - self.started, state.step - self.state.step
         rate = (state.tokens - self.state.tokens) / elapsed
-        waited, self.waited = self.loader.waited_seconds - self.waited, self.loader.waited_seconds
         # the device computes all positions, targets or not
-        computed, self.positions = self.loader.positions - self.positions, self.loader.positions
-        self.started, self.state = now, state
-        peak, flops = self.peak_flops, self.flops_per_token
-        return Record(
+        mfu = None
+        if self.peak_flops and self.flops_per_token:
+            flops = self.positions * self.flops_per_token
+            mfu = flops / elapsed / (self.peak_flops * self.sharers)
+        record = Record(
             step=state.step,
             total_steps=self.total_steps,
             samples=state.samples,
@@ -68,13 +74,18 @@ class Meter:
             gradient_norm=norm,
             tokens_per_second=rate,
             step_seconds=elapsed / steps,
-            mfu=computed / elapsed * flops / (peak * self.sharers) if peak and flops else None,
+            mfu=mfu,
             memory_gib=_peak_memory(self.device) / 2**30,
-            data_wait=min(1.0, waited / elapsed),
+            data_wait=min(1.0, self.waited / elapsed),
             eta_seconds=(self.total_steps - state.step) * elapsed / steps,
             skipped=skipped,
             loss_scale=state.engine.get("scaler.cur_scale"),
         )
+        self.started = now
+        self.state = state
+        self.waited = 0.0
+        self.positions = 0
+        return record
 
 
 class EpochLoss:

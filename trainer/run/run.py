@@ -248,7 +248,7 @@ def _train(
     parts = (prepared, machine, start, position, engine)
     with (
         _loader(prepared, machine, position) as loader,
-        RunHooks(*parts, loader, console, signals, trackers, request.callbacks) as hooks,
+        RunHooks(*parts, console, signals, trackers, request.callbacks) as hooks,
     ):
         hooks.wait(position.step)
         signals.saving()
