@@ -40,7 +40,7 @@ from trainer.supervise.watch import Watch
 
 BLOCK = WARM_UP = int(os.environ.get("ENDS_BLOCK", 200))
 """Steps: of a block, which takes longer than the second between two beats; and before the first."""
-NAMED = re.compile(r"rank \d+ on |preempted|stalled|ended the run at once")
+NAMED = re.compile(r"rank \d+ on |stopped by|stalled|ended the run at once")
 """Ours: what torchrun and deepspeed say of signals does not count."""
 TEMPORARY = ("a flipped bit", "a truncated file", "a lost file")
 """Kinds that show at the next start, not at the end of the run."""

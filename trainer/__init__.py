@@ -111,7 +111,7 @@ def train(options: TrainOptions) -> Result:
 
     With `"task": "image_classification"` in the config, samples are pairs (image, label), images of
     Pillow or tensors [channels, height, width]; leave out `loss`, and `model` and `data` where the
-    config names them. SIGTERM, SIGINT (a notebook's), SIGUSR1, SIGHUP save and raise `Preempted`.
+    config names them. SIGTERM, SIGINT (a notebook's), SIGUSR1, SIGHUP save and raise `Stopped`.
 
     Returns the losses and the run's folder, on every rank. Raises the errors of `trainer.errors`.
     """

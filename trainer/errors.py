@@ -19,7 +19,7 @@ FLAGS = {
     "--resume": "resume",
     "--fresh": "fresh=True",
     "--world-size": "processes",
-    "Run the same command again": "Make the same call again",
+    "Run the same command": "Make the same call",
 }
 """Command line flags and their Python equivalents, longer ones before those they begin with."""
 
@@ -41,17 +41,24 @@ def _steers(character: str) -> bool:
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong: its place, what was seen there, what is expected, how to mend it."""
+    """One thing that is wrong: its place, the actual value or event, and what to do about it.
+
+    A value has an expectation; an event, such as a lost connection, has none.
+    """
 
     place: str
-    seen: str
-    expected: str
-    mend: str = ""
+    actual: str
+    expected: str | None = None
+    hint: str = ""
 
     def __str__(self) -> str:
         place = self.place if len(self.place) <= 500 else f"{self.place[:500]}..."
-        line = f"{place}: {self.seen}; expected {self.expected}"
-        return printable(f"{line}. {self.mend}" if self.mend else line).replace("\n", "\\n")
+        line = f"{place}: {self.actual}"
+        if self.expected is not None:
+            line += f"; expected {self.expected}"
+        if self.hint:
+            line += f". {self.hint}"
+        return printable(line).replace("\n", "\\n")
 
 
 class MeshloomError(Exception):
@@ -73,8 +80,10 @@ class MeshloomError(Exception):
 
     def said_in_python(self) -> None:
         """Reword the problems, in place, for the Python API."""
-        texts = [map(in_python, vars(problem).values()) for problem in self.problems]
-        self.problems = tuple(Problem(*four) for four in texts)
+        self.problems = tuple(
+            Problem(*(text and in_python(text) for text in vars(problem).values()))
+            for problem in self.problems
+        )
         self.args = ("\n".join(map(str, self.problems)),)
 
     def render(self) -> str:
@@ -111,11 +120,29 @@ class DiskError(MeshloomError):
     kind = "disk error"
 
 
-class Preempted(MeshloomError):
-    """The run was asked to stop and saved; the same command with --resume auto resumes it."""
+class Stopped(MeshloomError):
+    """A signal ended the run; what it had to save is saved, and the same command resumes it."""
 
     exit_code = 75
-    kind = "preempted"
+    kind = "stopped"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__()
+        self.message = message
+        self.hint = hint
+        self._set_text()
+
+    def said_in_python(self) -> None:
+        self.message = in_python(self.message)
+        self.hint = in_python(self.hint)
+        self._set_text()
+
+    def render(self) -> str:
+        """Return the text for a terminal, a line."""
+        return str(self)
+
+    def _set_text(self) -> None:
+        self.args = (f"{self.message}. {self.hint}." if self.hint else self.message,)
 
 
 class HubError(MeshloomError):
@@ -163,12 +190,12 @@ def refused(
     *kinds: type[Exception],
     named: bool = False,
     start: str = "",
-    mend: str = "",
+    hint: str = "",
     raises: type[MeshloomError] = ConfigError,
 ) -> Iterator[None]:
     """Turn the errors inside, of these `kinds` or any but this project's own, into one it `raises`.
 
-    What was seen is `start` and the error's first line; `named`: after its class. A panic of a
+    The actual value is `start` and the error's first line; `named`: after its class. A panic of a
     library in Rust, which is no Exception, counts as any error does.
     """
     try:
@@ -178,8 +205,8 @@ def refused(
         known = isinstance(error, kinds or Exception) or (panic and not kinds)
         if isinstance(error, MeshloomError) or not known:
             raise
-        seen = start + (named_line(error) if named else first_line(error))
-        raise raises(Problem(place, seen, expected, mend)) from error
+        actual = start + (named_line(error) if named else first_line(error))
+        raise raises(Problem(place, actual, expected, hint)) from error
 
 
 def suggestion(word: str, known: Sequence[str], cutoff: float = 0.6) -> str:

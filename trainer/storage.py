@@ -36,7 +36,7 @@ def imported(module: str, place: str) -> Any:
     start = f"{package} is installed, but its import fails: "
     hint = f"Install one that fits your PyTorch, or uninstall it (pip uninstall {package})"
     # whatever a package built for another version raises
-    with refused(place, expected, named=True, start=start, mend=hint):
+    with refused(place, expected, named=True, start=start, hint=hint):
         return import_module(module)
 
 

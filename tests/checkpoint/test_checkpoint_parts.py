@@ -198,7 +198,7 @@ def test_a_flipped_byte_is_found_in_its_part(shared: Path) -> None:
         (shared / name).write_bytes(damaged)
         [problem] = verify(shared)
         assert problem.place == str(shared / name)
-        assert problem.seen.endswith(f" of bytes {place.start} to {place.end}")
+        assert problem.actual.endswith(f" of bytes {place.start} to {place.end}")
         assert problem.expected == f"SHA-256 {digest[:12]}..."
     (shared / name).write_bytes(content)
     back = live().blank()
@@ -271,7 +271,7 @@ def test_a_checkpoint_hashed_by_blake3(tmp_path: Path, monkeypatch: pytest.Monke
     content[-1] ^= 1
     (path / name).write_bytes(content)
     seen = verify(path)[0]
-    assert seen.seen.startswith("BLAKE3 ") and seen.expected.startswith("BLAKE3 ")
+    assert seen.actual.startswith("BLAKE3 ") and seen.expected.startswith("BLAKE3 ")
 
 
 def test_the_bytes_of_a_part() -> None:

@@ -179,7 +179,7 @@ def _verify(folder: Path) -> tuple[list[str], list[str]]:
     ranks, hashed = Ranks(torch.distributed.get_rank(), 2), set()
     real = manifest.hash_part
     with patch.object(manifest, "hash_part", lambda *part: hashed.add(part[0].name) or real(*part)):
-        problems = [problem.seen for problem in verify(folder / "step-000100", ranks)]
+        problems = [problem.actual for problem in verify(folder / "step-000100", ranks)]
     return sorted(hashed), problems
 
 

@@ -355,13 +355,13 @@ def test_a_manifest_that_names_what_is_never_opened_is_refused(
     listed = json.loads(manifest.read_text())
     listed["files"][name] = listed["files"].pop("trainer.json")
     manifest.write_bytes(to_json(listed))
-    assert [problem.seen for problem in verify(path)] == [seen]
+    assert [problem.actual for problem in verify(path)] == [seen]
 
 
 def test_weights_alone_need_no_optimizer_state(tmp_path: Path) -> None:
     state, path = live(), saved(tmp_path)
     shutil.rmtree(path / "optimizer")
-    assert [problem.mend for problem in verify(path)] == [
+    assert [problem.hint for problem in verify(path)] == [
         "Resume from an older checkpoint, or without the optimizer's state by --resume-weights-only"
     ]
     assert newest(tmp_path, below=WEIGHTS_ALONE) == (path, [])
@@ -470,8 +470,8 @@ def test_a_full_disk_while_saving(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         saved(tmp_path, 100)
     [problem] = caught.value.problems
     assert problem.place == str(tmp_path / "step-000100.partial")
-    assert problem.seen.startswith("No space left on device, ")
-    assert problem.seen.endswith(" free")
+    assert problem.actual.startswith("No space left on device, ")
+    assert problem.actual.endswith(" free")
     assert problem.expected == "a place that takes 1.2 KiB"
     assert newest(tmp_path) == (older, [])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
@@ -512,7 +512,7 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
         ensure_writable(tmp_path / "runs" / "mine", 1024)
     [problem] = caught.value.problems
     assert problem.place == f"{tmp_path}/runs/mine"
-    assert problem.seen.startswith("Not a directory, ")
+    assert problem.actual.startswith("Not a directory, ")
     assert problem.expected == "a place that takes 1.0 KiB"
 
 

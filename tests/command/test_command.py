@@ -578,12 +578,8 @@ def test_a_signal_saves_and_the_same_command_goes_on(tmp_path, number):
     process.send_signal(number)
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 75, output
-    assert (
-        "a signal asked the run to stop, and all is saved; expected to go on. Run the same "
-        "command "
-        "again"
-    ) in output
-    assert output.count("preempted") == 1, output
+    name = signal.Signals(number).name
+    assert len(re.findall(rf"stopped by {name} at step \d+; checkpoint saved", output)) == 1, output
     (saved,) = (folder / "checkpoints").glob("step-*")
     step = int(saved.name.removeprefix("step-"))
     assert 0 < step < 400
@@ -653,7 +649,7 @@ def test_what_changed_since_the_checkpoint_is_refused_with_the_difference(tmp_pa
     changed = train("--config", job)
     assert changed.code == 65, changed.output
     assert "data or tokenizer: " in changed.output and 'fingerprint "' in changed.output
-    assert "or go on in spite of it with --resume-anyway" in changed.output
+    assert "--resume-anyway" in changed.output
     assert train("--config", job, "--resume-anyway").code == 0
 
 

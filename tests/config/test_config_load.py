@@ -852,7 +852,7 @@ def test_one_wrong_letter_names_the_right_key(path: str, kind: int, at: int, let
     if wrong in EVERY_KEY or wrong.startswith(("_", f"{section}{dot}_")):
         return
     problem = unknown(wrong, 1, EVERY_KEY)
-    assert f'"{name}"' in problem.mend, problem
+    assert f'"{name}"' in problem.hint, problem
 
 
 def test_a_misspelt_key_fails_through_load(tmp_path: Path) -> None:
@@ -927,7 +927,7 @@ def test_no_type_at_all_is_not_like_any(tmp_path: Path) -> None:
 
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
     """The mend of a key below a section, and the paths that it leads to."""
-    mend = check({name: value}, KEYS, ("trainer", *FIELDS), place).problems[0].mend
+    mend = check({name: value}, KEYS, ("trainer", *FIELDS), place).problems[0].hint
     names = (
         re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean "))
         if mend.startswith("Did you mean")

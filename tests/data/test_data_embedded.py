@@ -63,7 +63,7 @@ def test_a_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
     (problem,) = caught.value.problems
     assert problem.place == str(tmp_path)
-    assert problem.seen.startswith("no tokenizer could be loaded: ")
+    assert problem.actual.startswith("no tokenizer could be loaded: ")
     assert len(str(caught.value).splitlines()) == 1
 
 

@@ -252,10 +252,10 @@ def test_a_planted_fault_is_named(monkeypatch, plant):
         problem
         for problem in problems
         if problem.place.startswith(f"rank {rank}, {phase}, {place}")
-        and seen in problem.seen
+        and seen in problem.actual
         and expected in problem.expected
     ], "\n".join(map(str, problems))
-    assert any("stands still" in problem.seen for problem in problems)
+    assert any("stands still" in problem.actual for problem in problems)
 
 
 # Programs that are made up
@@ -410,7 +410,7 @@ def test_an_order_across_groups_stands_still_where_events_wait_in_a_circle(layou
     said[rank][index : index + 2] = [two, one]
     problems = checked(layout, said)
     assert bool(problems) == _circular(said)
-    assert all("stands still" in problem.seen for problem in problems)
+    assert all("stands still" in problem.actual for problem in problems)
 
 
 def _circular(said: Program) -> bool:
@@ -445,7 +445,7 @@ def test_an_exchange_needs_a_batch():
     assert checked(two, program(7)) == []
     first, second = checked(two, program(None))
     assert first.place == "rank 0, step 1, code.py:0 receive"
-    assert first.seen == (
+    assert first.actual == (
         "stands still at receive from rank 1 of 4 bytes of float32 (code.py:0 receive) from "
         "rank 1 to rank 0"
     )
@@ -462,9 +462,11 @@ def test_the_odd_one_of_a_pair_is_told_by_other_pairs():
     events = [("collective", ["tensor"], 0, FAST, size) for size in (4, 8)]
     said = programs(four, events)
     said[0] = said[0][:1]
-    (problem,) = [problem for problem in checked(four, said) if "stands still" not in problem.seen]
+    (problem,) = [
+        problem for problem in checked(four, said) if "stands still" not in problem.actual
+    ]
     assert problem.place == "rank 0, step 2, code.py:1 event"
-    assert problem.seen == "leaves out all-reduce of 8 bytes of float32 (code.py:1 event)"
+    assert problem.actual == "leaves out all-reduce of 8 bytes of float32 (code.py:1 event)"
     assert problem.expected == "1 message among ranks 0, 1 in step 2, as rank 1 does, not 0"
 
 
@@ -498,7 +500,7 @@ def test_representatives_stand_for_a_thousand_ranks():
     ]
     problem = checked(large, said, chosen)[0]
     assert problem.place.startswith(f"rank {last}, step 2, code.py:7 event")
-    assert "among 16 ranks along shard, pipeline 3, tensor 1" in problem.seen
+    assert "among 16 ranks along shard, pipeline 3, tensor 1" in problem.actual
     said = programs(large, events, chosen)
     receiver = min(rank for rank in chosen if rank // 128 == 1)
     said[receiver] = said[receiver][1:]

@@ -73,9 +73,10 @@ def test_the_table_of_ends(tmp_path: Path, row: tuple[str, ...]) -> None:
     assert str(shown) in code.split("/"), output[-3000:]
     assert ("yes" if found else "no", damaged) == (saved, []), output[-3000:]
     if saved == "yes" and launcher == "meshloom":
-        assert output.splitlines()[-1].endswith(
-            "all is saved; expected to go on. Run the same command again"
-        ), output
+        last = output.splitlines()[-1]
+        asked_by = signal.Signals(number).name if number != signal.SIGKILL else "SIG"
+        assert last.startswith(f"stopped by {asked_by}"), output
+        assert "checkpoint saved" in last and last.endswith("to resume."), output
 
 
 @pytest.mark.more

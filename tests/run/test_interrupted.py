@@ -174,9 +174,9 @@ def test_a_signal_in_each_phase(
     assert not skipped
     if phase in ("imports", "data preparation", "building the model"):
         assert found is None
-        assert output.count("preempted") == 1, output
+        assert output.count("stopped by ") == 1, output
         return
-    assert output.count("and all is saved") == 1
+    assert output.count("checkpoint saved") == 1
     assert found and not (tmp_path / "runs" / "job" / "final").exists()
     if phase != "first step":
         goes_on(tmp_path, job, cache, whole, int(found.name[-6:]))
@@ -198,7 +198,7 @@ print("still there")
 ASK = """
 try:
     signal.raise_signal(signal.SIGTERM)
-except m.Preempted:
+except m.Stopped:
     time.sleep(5)
 """
 

@@ -270,7 +270,7 @@ def _start(folder: Path, job: Path, how: str) -> tuple[str, str | None] | str:
         ("gap", ("job-2", "step-000007")),
         ("two runs", "job on rank 2 is another run than on rank 0"),
         ("paths", "rank 2 has another checkpoint than rank 0; both are good"),
-        ("damaged", "a checkpoint that is good"),
+        ("damaged", "Repair one and give its path to --resume"),
     ],
 )
 def test_what_machines_have_decides_where_a_run_begins(

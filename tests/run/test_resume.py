@@ -170,9 +170,7 @@ def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
     monkeypatch.setattr(locks, "HELD_SECONDS", 0.1)
     first = begun(config, 10)
     assert choose(config, Request(), ALONE).folder == first
-    with pytest.raises(
-        ConfigError, match="held by another process; expected a run that nobody is at work on"
-    ):
+    with pytest.raises(ConfigError, match="held by another process"):
         choose(config, Request(), ALONE)
     status_files.write(first, {"host": socket.gethostname(), "process": os.getpid()})
     with pytest.raises(
@@ -241,7 +239,6 @@ def test_nothing_but_damage_is_an_error_until_a_person_decides(config, again):
         choose(config, Request(), ALONE)
     assert "step-000010.damaged" in str(caught.value)
     assert str(caught.value).endswith(
-        "expected a checkpoint that is good. "
         "Repair one and give its path to --resume, or start a run of its own with --fresh"
     )
     assert choose(config, Request(fresh=True), ALONE).folder == folder.with_name("job-2")

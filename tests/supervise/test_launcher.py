@@ -110,7 +110,12 @@ def test_the_cause_is_named_whatever_ends_first(
         (LOST, FULL, 74, "rank 1: the disk is full"),
         (ABORTED, KILLED, 128 + 9, RANK_1 + "was ended by SIGKILL"),
         ("time.sleep(600)", "os._exit(3)", 3, RANK_1 + "ended with exit code 3"),
-        ("os.kill(os.getppid(), 15); time.sleep(600)", "time.sleep(600)", 75, "preempted"),
+        (
+            "os.kill(os.getppid(), 15); time.sleep(600)",
+            "time.sleep(600)",
+            75,
+            "stopped by SIGTERM before the first step",
+        ),
     ],
     ids=["an error", "a kill", "a code", "a signal to the launcher"],
 )

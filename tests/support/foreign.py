@@ -189,7 +189,7 @@ def _reasons() -> Iterator[str]:
 def _why(found: Sequence[Result], key: str) -> str:
     """Return the reason that the first config with this key gets, without paths of this machine."""
     problems = (problem for one in found for problem in one.problems if problem.place == key)
-    reason = next(problems).seen.partition(" (")[2].removesuffix(")").partition(";")[0]
+    reason = next(problems).actual.partition(" (")[2].removesuffix(")").partition(";")[0]
     return re.sub(r"/\S*/(?=data/)", "", reason)
 
 

@@ -79,7 +79,7 @@ def leftovers(folder: Path) -> list[Path]:
 def _damage(path: Path, aside: Path, problems: list[Problem], found: Path | None) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     cost = step_of(path) - (step_of(found) if found else 0)
-    fault = f"{path.name} is damaged: {replace(problems[0], mend='')}{more}"
+    fault = f"{path.name} is damaged: {replace(problems[0], hint='')}{more}"
     return f"{fault}; it is now {aside.name}, and {cost} steps are lost"
 
 

@@ -206,7 +206,7 @@ def _check(path: Path, wrong: Wrong, ranks: Ranks, below: tuple[str, ...]) -> li
             elif name.endswith(".safetensors"):
                 read_header(path / name)
         except DiskError as error:
-            found += [replace(problem, mend=hint) for problem in error.problems]
+            found += [replace(problem, hint=hint) for problem in error.problems]
         except (OSError, ValueError) as error:
             actual = _reason(error)
             found.append(Problem(_shown(path / name), actual, "a file that can be read", hint))

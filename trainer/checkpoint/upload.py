@@ -377,7 +377,7 @@ def last_writer(mark: Mapping[str, Any]) -> str:
 
 def copying(address: str, hint: str) -> AbstractContextManager[None]:
     place, expected = f"{KEY}: {address}", "a copy that is complete"
-    return refused(place, expected, named=True, mend=hint, raises=DiskError)
+    return refused(place, expected, named=True, hint=hint, raises=DiskError)
 
 
 def _order(name: str) -> int:

@@ -34,7 +34,7 @@ without a checkout:
   deepspeed --no_local_rank --module trainer.command train --config zero2
   torchrun --nproc-per-node 8 -m trainer.command train --config zero2
 
-exit codes: 0 done, 64 config, 65 data, 69 hub, 70 internal, 74 disk, 75 preempted, 76 numerics,
+exit codes: 0 done, 64 config, 65 data, 69 hub, 70 internal, 74 disk, 75 stopped, 76 numerics,
   77 stalled
 """
 

@@ -184,7 +184,7 @@ def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
     expected = "what Dataset.save_to_disk writes"
     mend = "Save the data set again, or name its files in trainer.data.path"
     kinds = (OSError, ValueError, LookupError, TypeError)
-    with refused(str(path), expected, *kinds, named=True, mend=mend, raises=DataError):
+    with refused(str(path), expected, *kinds, named=True, hint=mend, raises=DataError):
         names = list(names_in(parse_json(read_file(path))))
         if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
             raise ValueError(f"{odd[0]!r} in place of a name in this folder")

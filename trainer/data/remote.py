@@ -165,4 +165,4 @@ def _local(path: str) -> str:
 
 
 def _reached(address: str) -> AbstractContextManager[None]:
-    return refused(address, EXPECTED, named=True, mend=HINT, raises=DataError)
+    return refused(address, EXPECTED, named=True, hint=HINT, raises=DataError)

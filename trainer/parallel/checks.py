@@ -63,7 +63,7 @@ def packing_refusal(
     try:
         checked(spec, task, layout, ranks, packed=True)
     except ConfigError as error:
-        return error.problems[0].seen
+        return error.problems[0].actual
     return ""
 
 

@@ -55,7 +55,7 @@ class Meter:
         if not math.isfinite(loss) and math.isfinite(norm) and not metrics.skipped:
             place, actual = f"step {state.step}", f"the loss is {loss}"
             hint = "Lower the learning rate, clip gradients, or look at the samples of this step"
-            raise NumericsError(Problem(place, actual, "a finite number", hint))
+            raise NumericsError(Problem(place, actual, hint=hint))
         now = time.perf_counter()
         elapsed, steps = now - self.started, state.step - self.state.step
         rate = (state.tokens - self.state.tokens) / elapsed
@@ -187,6 +187,6 @@ class Skipped:
                 actual = f"no finite gradient {IN_A_ROW} times in a row"
                 look = f"Lower the learning rate, or look at the last samples ({names})"
                 hint = f"{look}; the last checkpoint is good"
-                raise NumericsError(Problem(place, actual, "a finite gradient", hint)).share()
+                raise NumericsError(Problem(place, actual, hint=hint)).share()
         self._recent = []
         return found

@@ -42,7 +42,7 @@ from trainer.supervise.locks import release
 from trainer.supervise.notes import notes_of
 from trainer.supervise.output import Output, Signs
 from trainer.supervise.process import cache_folder, join, quiet_libraries
-from trainer.supervise.signals import Signals, StopSignals, preempted, stop_signals
+from trainer.supervise.signals import Signals, StopSignals, stop_signals, stopped_at
 from trainer.supervise.stall import Phase
 from trainer.supervise.world import World, leave_with_launcher, world_of
 from trainer.trackers import Epoch, Evaluation, Record, Tracker, say
@@ -266,8 +266,9 @@ def _train(
             _uploaded(prepared.config, start, machine, console)
         except DiskError as error:  # all is saved here, and the next start copies it
             say(console, f"note: {error}")
-        ranks.barrier()  # a launcher ends the others soon after the first has left
-        raise preempted(position.step)
+        # by all, since a launcher ends the others soon after the first has left
+        number = ranks.highest_soon(signals.number)()
+        raise stopped_at(position.step, number)
     export(prepared, engine, folder, ranks)
     for line in compared():
         say(console, line)

@@ -13,8 +13,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from typing import Any, TypeVar, cast
 
-from trainer.errors import ConfigError, MeshloomError, Preempted, Problem, Stalled
-from trainer.supervise.signals import StopSignals, borrowed, preempted
+from trainer.errors import ConfigError, MeshloomError, Problem, Stalled, Stopped
+from trainer.supervise.signals import StopSignals, borrowed, stopped_early
 from trainer.supervise.world import environment_of, leave_with_launcher, reserved_port, world_of
 
 T = TypeVar("T")
@@ -69,11 +69,14 @@ class _ScriptRank(ForkedRank):
 
     def _silent_end(self) -> Exception:
         self.join(END_SECONDS)
-        if -(self.exitcode or 0) in StopSignals.NUMBERS or self.exitcode == Preempted.exit_code:
-            return preempted(0)
+        number = -(self.exitcode or 0)
+        if number in StopSignals.NUMBERS:
+            return stopped_early(number)
+        if self.exitcode == Stopped.exit_code:
+            return stopped_early(0)
         if self.exitcode == Stalled.exit_code:
-            hint = "What they waited for stands above (trainer.patience: how long a run may)"
-            return Stalled(Problem("processes", "they hang", "ranks that go on", hint))
+            hint = "The lines above say what they waited for (trainer.patience: how long a run may)"
+            return Stalled(Problem("processes", "they hang", hint=hint))
         rank = self._environment["RANK"]
         return RuntimeError(f"rank {rank} ended without a report, with exit code {self.exitcode}")
 

@@ -21,11 +21,11 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from trainer.errors import MeshloomError, Preempted, Stalled
+from trainer.errors import MeshloomError, Stalled, Stopped
 from trainer.supervise import status_files
 from trainer.supervise.forked import ForkedRank
 from trainer.supervise.notes import FOLDER, LEAVE_SECONDS, Failure, Notes
-from trainer.supervise.signals import StopSignals
+from trainer.supervise.signals import StopSignals, stopped_early
 from trainer.supervise.world import environment_of, reserved_port
 
 GRACE_SECONDS = 2.0
@@ -181,13 +181,13 @@ class _Launcher:
         failed = cause(self._failures())
         code = 0 if failed is None else failed.code
         unready = len(self._ranks) < self._count or self._before_handlers(code)
-        if not unready and code != Preempted.exit_code:
+        if not unready and code != Stopped.exit_code:
             return failed
         self._send(signal.SIGTERM)  # one of them alone was asked to stop
         self._await_ends()
-        reports = [end for end in self._failures() if end.code == Preempted.exit_code and end.text]
-        text = f"{Preempted.kind}: a signal asked the run to stop while it started"
-        return cause(reports) or Failure(0, Preempted.exit_code, time.time(), text)
+        reports = [end for end in self._failures() if end.code == Stopped.exit_code and end.text]
+        text = stopped_early(self._received[0] if self._received else 0).render()
+        return cause(reports) or Failure(0, Stopped.exit_code, time.time(), text)
 
     def _failures(self) -> list[Failure]:
         """List the failures of ranks; if there are none, those that are overdue."""

@@ -81,6 +81,5 @@ def take_over(folder: Path) -> None:
                 "Wait for it, stop it, give this run another trainer.run.name, or start one "
                 "beside it with --fresh"
             )
-            expected = "a run that nobody is at work on"
-            raise ConfigError(Problem(f"trainer.run: {folder}", by, expected, hint))
+            raise ConfigError(Problem(f"trainer.run: {folder}", by, hint=hint))
         time.sleep(0.5)

@@ -41,7 +41,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
             if error.errno == errno.EADDRINUSE:
                 actual = f"another program listens on {host}:{port}"
                 hint = "Give the launcher another port (--master-port, MASTER_PORT)"
-                raise ConfigError(Problem("rendezvous", actual, "a free port", hint)) from error
+                raise ConfigError(Problem("rendezvous", actual, hint=hint)) from error
     actual = f"{host}:{port} can't be listened on"
     raise ConfigError(Problem("rendezvous", actual, "an address of this machine"))
 

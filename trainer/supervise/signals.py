@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from types import FrameType
 
-from trainer.errors import MeshloomError, Preempted, Problem
+from trainer.errors import MeshloomError, Stopped
 
 PATIENCE_SECONDS = 3.0
 """Seconds in which the main thread must notice a signal; not if it waits for another rank."""
@@ -24,12 +24,13 @@ class StopSignals:
     NUMBERS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
     def __init__(self) -> None:
-        self.received = False
-        self._unnoticed: Callable[[MeshloomError], object] = lambda error: None
-        self._saving = self._failed = False
+        self.number = 0
+        """The signal that asked this rank to stop; 0: none has."""
+        self._unnoticed: Callable[[MeshloomError], object] | None = None
+        self._saving = False
+        self._failed = False
         self._at = 0.0
-        self.error: MeshloomError = preempted(0)
-        """The error that a signal raises while nothing has to be saved."""
+        self._after_save: MeshloomError | None = None
         wakes, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._woken = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
@@ -45,6 +46,15 @@ class StopSignals:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, receive)
 
+    @property
+    def received(self) -> bool:
+        return self.number != 0
+
+    @property
+    def error(self) -> MeshloomError:
+        """The error that a signal raises while nothing has to be saved."""
+        return self._after_save or stopped_early(self.number)
+
     def when_unnoticed(self, report: Callable[[MeshloomError], object]) -> None:
         """Call `report` before the end of a process whose main thread waits for another rank."""
         self._unnoticed = report
@@ -54,14 +64,15 @@ class StopSignals:
         self._saving = True
 
     def saving(self) -> None:
-        """Let the run check `received` and save; before, a signal raises Preempted on its rank."""
+        """Let the run check `received` and save; before, a signal raises Stopped on its rank."""
         self._saving = True
         if self.received:  # a library swallowed the exception
-            raise preempted(0)
+            raise self.error
 
     def saved(self, error: MeshloomError) -> None:
         """Raise `error` at a signal from now on: all is saved, and the rest can be done later."""
-        self.error, self._saving = error, False
+        self._after_save = error
+        self._saving = False
         if self.received:  # while it was saved
             raise error
 
@@ -91,7 +102,8 @@ class StopSignals:
             os.kill(os.getpid(), number)
         if self.received:
             return
-        self.received, self._at = True, time.monotonic()
+        self.number = number
+        self._at = time.monotonic()
         if not self._saving and not self._failed:
             raise self.error
 
@@ -104,13 +116,17 @@ class StopSignals:
             return
         time.sleep(PATIENCE_SECONDS)
         if not self._saving:
-            self._unnoticed(self.error)
-            os._exit(self.error.exit_code)
+            # the main thread, which would note it, does not run
+            error = self._after_save or stopped_early(written[0])
+            if self._unnoticed is not None:
+                self._unnoticed(error)
+            os._exit(error.exit_code)
 
 
 class NoSignals:
     """A stand-in in threads other than the main one, which alone gets signals."""
 
+    number = 0
     received = False
 
     def saving(self) -> None: ...
@@ -151,8 +167,20 @@ def stop_signals() -> Iterator[Signals]:
                 raise signals.error from error
 
 
-def preempted(saved_step: int) -> Preempted:
-    """Build the error of a run that was asked to stop; step 0: before its first step."""
-    actual = "a signal asked the run to stop" + ", and all is saved" * bool(saved_step)
-    place = f"step {saved_step}" if saved_step else "before the first step"
-    return Preempted(Problem(place, actual, "to go on", "Run the same command again")).share()
+def stopped_early(number: int) -> Stopped:
+    """Build the error of a run that signal `number` ended before its first step.
+
+    Number 0 is an unknown signal.
+    """
+    message = f"stopped by {_name(number)} before the first step"
+    return Stopped(message, "Run the same command to start it again").share()
+
+
+def stopped_at(step: int, number: int) -> Stopped:
+    """Build the error of a run that signal `number` ended after a step, which is saved."""
+    message = f"stopped by {_name(number)} at step {step}; checkpoint saved"
+    return Stopped(message, "Run the same command to resume").share()
+
+
+def _name(number: int) -> str:
+    return signal.Signals(number).name if number else "a signal"

@@ -95,7 +95,7 @@ class Opened:
         make = NAMED["tracker"].get(name) or known
         hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
         # a bad key, or a server that does not answer
-        with refused(name, "a login that its server takes", mend=hint):
+        with refused(name, "a login that its server takes", hint=hint):
             self._tracker: Tracker = make(folder)
 
     def _call(self, method: str, *items: Logged) -> None:

@@ -35,7 +35,7 @@ def check_isolation(spec: ModelSpec, task: Any) -> None:
     start = "on a tiny copy of it: "
     untried = f"{start}packed documents can't be tried: "
     # whatever a model's own code raises about documents
-    tried = refused(place, expected, named=True, start=untried, mend=mend)
+    tried = refused(place, expected, named=True, start=untried, hint=mend)
     with setup.own_randomness(), tried:
         small, model = setup.tiny(spec)
         draws = observe_draws(copy.deepcopy(model), small)

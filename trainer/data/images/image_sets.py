@@ -101,7 +101,7 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
     there = f"Place them there (from {_sources(kind)})"
     mend, expected = f"{there}, or set trainer.images.root to where they are", _files(kind)
     # whatever a network, a server or a wrong file raises
-    with refused(place, expected, start=start, mend=mend, raises=DataError), _alone(root):
+    with refused(place, expected, start=start, hint=mend, raises=DataError), _alone(root):
         try:
             found = kind(root, train=train, download=False)
         except RuntimeError:  # not there yet
@@ -173,7 +173,7 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
     location = locate(path, data.format)
     start, mend = "can't be opened: ", "Mend path, name or split in trainer.data"
     # datasets, pyarrow and huggingface_hub raise a dozen kinds
-    with refused(str(location), KNOWN, start=start, mend=mend, raises=DataError):
+    with refused(str(location), KNOWN, start=start, hint=mend, raises=DataError):
         if location.hub:
             rows = load_dataset(location.hub, data.name, split=data.split)
         else:

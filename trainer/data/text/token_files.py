@@ -97,7 +97,7 @@ class Counts:
     def skip(self, error: DataError) -> None:
         problem = error.problems[0]
         self.corrupt += 1
-        self.first_corrupt = self.first_corrupt or f"{problem.place}: {problem.seen}"
+        self.first_corrupt = self.first_corrupt or f"{problem.place}: {problem.actual}"
 
     def add(self, other: Counts) -> None:
         self.documents += other.documents

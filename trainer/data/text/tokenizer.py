@@ -26,7 +26,7 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
     if offsets:
         options["return_offsets_mapping"] = True
     expected, mend = "a tokenizer that takes every text", "Set another trainer.data.tokenizer"
-    with refused(_name(tokenizer), expected, named=True, mend=mend, raises=DataError):
+    with refused(_name(tokenizer), expected, named=True, hint=mend, raises=DataError):
         return tokenizer(list(texts), **options)
 
 
@@ -41,7 +41,7 @@ def load_tokenizer(
     mend = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
     check_folder(Path(name_or_path))
     # a dozen libraries raise what they like
-    with refused(name_or_path, expected, start=start, mend=mend, raises=DataError):
+    with refused(name_or_path, expected, start=start, hint=mend, raises=DataError):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
     end_of_text(tokenizer)
     return tokenizer

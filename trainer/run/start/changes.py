@@ -38,7 +38,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     """
     saved = checkpoint.read_description(source)
     hint = (
-        "Undo the change, start a run of its own with --fresh, or go on in spite of it with "
+        "Undo the change, start a new run with --fresh, or resume in spite of it with "
         "--resume-anyway"
     )
     known, notes = _comparable(saved.get("data", description["data"]), description["data"])
@@ -55,7 +55,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
         expected = "the model of the checkpoint"
         raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
     if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
-        raise ConfigError(Problem(f"code: {source}", listed(code), "that of the checkpoint", hint))
+        raise ConfigError(Problem(f"code: {source}", listed(code), hint=hint))
     changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
     with_it = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
     versions = description.get("versions") or with_it

@@ -201,7 +201,7 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
         lines = [*lines, f"left over in {directory}: {', '.join(left)}"]
     if source is None and any(checkpoint.DAMAGED in name for name in left):
         hint = "Repair one and give its path to --resume, or start a run of its own with --fresh"
-        problem = Problem(str(directory), "; ".join(lines), "a checkpoint that is good", hint)
+        problem = Problem(str(directory), "; ".join(lines), hint=hint)
         ranks.on_first(lambda: _refuse([problem]))
     step = checkpoint.step_of(source) if source else 0
     logged = ranks.on_first(lambda: _last_logged(folder / "metrics.jsonl"))

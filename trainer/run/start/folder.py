@@ -75,7 +75,7 @@ def model_in(path: Path) -> Path:
         if not damage:
             return one / MODEL if (one / MODEL).is_dir() else one
     hint = f"meshloom checkpoint verify {one} names all that is damaged"
-    raise DiskError(replace(damage[0], mend=hint))
+    raise DiskError(replace(damage[0], hint=hint))
 
 
 def numbers(base: Path) -> list[int]:
@@ -88,7 +88,7 @@ def numbers(base: Path) -> list[int]:
 def not_pushed(folder: Path, reason: str) -> HubError:
     """Build the error of a push to the Hub that failed, with which nothing is lost."""
     hint = f"Nothing is lost: `meshloom push {folder}` pushes {folder / FINAL}"
-    return HubError(Problem("trainer.hub", reason, "a model that is on the Hub", hint))
+    return HubError(Problem("trainer.hub", reason, hint=hint))
 
 
 def is_pushed(folder: Path, section: HubSection) -> bool:
