@@ -269,7 +269,7 @@ def resident(key: str) -> int:
     return int(Path("/proc/self/status").read_text().split(f"{key}:")[1].split()[0]) * 1024
 
 
-def held(bench: Bench, stage: int) -> float:
+def state_of(bench: Bench, stage: int) -> float:
     """Bytes that a rank has to hold in float32: weights, gradients, two moments, and what is
     gathered.
 
@@ -300,7 +300,7 @@ def measure_memory(bench: Bench, kind: str) -> str:
     step = bench.ours("mesh", KINDS[kind])
     for _ in range(3):
         step()
-    found, counted = resident("VmHWM") - before, held(bench, KINDS[kind])
+    found, counted = resident("VmHWM") - before, state_of(bench, KINDS[kind])
     return f"| {kind} | {counted / 2**20:.0f} | {found / 2**20:.0f} | {found / counted:.2f} |"
 
 

@@ -4,7 +4,7 @@ the same ragged data.
     python benchmarks/packing.py [--rounds 3] [--steps 6] [--rows 8] [--sequence 512] [--median 90] [--sigma 0.9]
 
 One process, float32, the same Llama, documents, rows a step and AdamW. Lengths are log-normal, cut
-at the sequence length; the first token of a document is no target. Padded rows are as long as the
+at the sequence length; the first token of a document is no target. Sequences are padded to the
 longest of their step, by Trainer as by us. The three take turns, round by round, in a random order;
 the first two steps of each turn are not timed.
 """

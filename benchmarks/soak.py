@@ -6,14 +6,14 @@ to the same end?
 
 A tiny Llama is trained for STEPS steps in two or four processes, by three launchers in turn. A
 fault of a random kind strikes at a random moment; then the run has to end with a last line, leave
-no process, and go on, in the same layout or with another number of processes and another engine, to
+no process, and resume, in the same layout or with another number of processes and another engine, to
 the weights of an undisturbed run: bit by bit in the same layout, to 1e-5 of a weight's scale for
 each step in others. It has dropout, but where the number of data ranks changes, each of which draws
 its own. Nothing is done by hand. One line a fault, then a table by kind.
 
 Each fault is a line of results/soak.jsonl, and depends on its number and the seed alone: the same
-command goes on behind the last one, and the table is of all. What is struck starts as a user's run
-does; what goes on after it, where nothing strikes, in processes that have imported PyTorch already
+command continues after the last one, and the table is of all. What is struck starts as a user's run
+does; what resumes after it, where nothing strikes, in processes that have imported PyTorch already
 (tests/support/warm.py).
 """
 

@@ -1,4 +1,4 @@
-"""A bug that trains without a word, and what the certificate says of it.
+"""A bug that training does not notice, and what the certificate says about it.
 
     python examples/planted_bug.py
 

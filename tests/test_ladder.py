@@ -64,7 +64,7 @@ RUNGS: dict[str, tuple[str, ...]] = {
     "3-D": ("10_three_axes", "--steps", "1"),
     "recomputation": ("11_activation_checkpointing", "--blocks", "2"),
     "MLflow": ("12_mlflow", "--epochs", "2"),
-    "own module": ("13_own_module",),
+    "your own module": ("13_own_module",),
 }
 DOCUMENTED: dict[str, str] = {
     "01_one_device.py": "one device",
@@ -100,7 +100,7 @@ DOCUMENTED: dict[str, str] = {
     "11_activation_checkpointing.py": "recomputation",
     "12_mlflow.py --data DIR": "MLflow",
     "12_mlflow.py --data generated": "MLflow",
-    "13_own_module.py": "own module",
+    "13_own_module.py": "your own module",
 }
 """What follows `python examples/ladder/` in docs and docstrings -> the rung that is its smallest
 form."""

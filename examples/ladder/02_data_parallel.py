@@ -1,4 +1,4 @@
-"""Rung 2, nn.DataParallel: one process copies the model to every GPU anew in each step, and splits the batch.
+"""Rung 2, nn.DataParallel: one process copies the model to every GPU again in each step, and splits the batch.
 
     python examples/ladder/02_data_parallel.py [--devices 4]
 

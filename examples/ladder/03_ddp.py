@@ -7,7 +7,7 @@
 
 A rank is a process with a GPU of its own; by default there are as many as GPUs, or two on the CPU. What each does, from
 top to bottom of `work` and `train`: it meets the others (`init_process_group`), takes rank 0's weights (DDP's
-constructor), draws its own part of the data (`DistributedSampler`, which `set_epoch` tells to shuffle anew), averages
+constructor), draws its own part of the data (`DistributedSampler`, which `set_epoch` shuffles again), averages
 its gradients with the others' (within `backward`), and leaves (`destroy_process_group`, also after an error).
 
 Where the number of ranks does not divide the data set, `DistributedSampler` repeats samples (what that does to a mean:

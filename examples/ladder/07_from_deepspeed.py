@@ -8,7 +8,7 @@ import,
 
     meshloom checkpoint import FOLDER TARGET --model MODEL
 
-makes of them one folder of safetensors: its `model/` opens with `from_pretrained`, and any layout goes on from it, with
+makes of them one folder of safetensors: its `model/` opens with `from_pretrained`, and any layout resumes from it, with
 `--resume`. The next loss of each of the three is printed.
 """
 

@@ -6,7 +6,7 @@ As `08_tensor_parallel.py`, but between the pairs a rank has half of an image's 
 leaving it sums them and scatters the sum (arXiv 2205.05198). An all-gather and a reduce-scatter are the two halves of
 an all-reduce, so that as many bytes are sent, and no rank keeps all rows of what is between the pairs.
 
-Two things have to be minded. Parameters that see only a rank's rows (norms, biases after a sum) get only a part of
+Two things need care. Parameters that see only a rank's rows (norms, biases after a sum) get only a part of
 their gradient: it is summed over the ranks once a step. And the last layer needs all rows, so both ranks compute it,
 each of half the loss.
 """

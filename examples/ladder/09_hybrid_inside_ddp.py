@@ -5,9 +5,9 @@
 HYBRID_SHARD alone is the whole of HSDP: it shards within a node, and all-reduces the gradients of the shards between
 nodes. DDP around it is meant to do that second part, which is done already, and it breaks the first. DDP believes that
 all ranks have the same parameters. So its constructor sends rank 0's shard to the ranks that have another one, whose
-weights are lost, without a word. In `backward` its hooks, made for the shard, meet the gathered parameter: an error.
+weights are silently lost. In `backward` its hooks, made for the shard, meet the gathered parameter: an error.
 
-Right is HYBRID_SHARD without DDP, or `fully_shard` over a mesh of two axes (`09_fsdp_hsdp.py --mesh 2 2`), which is
+What works is HYBRID_SHARD without DDP, or `fully_shard` over a mesh of two axes (`09_fsdp_hsdp.py --mesh 2 2`), which is
 what PyTorch develops further. All three are tried here, on 2 nodes ("replicate") x 2 ranks ("shard").
 """
 

@@ -58,13 +58,13 @@ RUNGS = {
     "11 recompute selective": ["11_activation_checkpointing", "--mode", "selective", *NET],
     "11 recompute full": ["11_activation_checkpointing", "--mode", "full", *NET],
     "12 SeqNet, MLflow": ["12_mlflow", *EPOCHS],
-    "13 own module": ["13_own_module", *TINY],
+    "13 your own module": ["13_own_module", *TINY],
 }
 SWEEP = ["05_pipelined", "--size", "33", "--batch", "120", "--steps", "0", "--split", "60", "--splits", *SPLITS]
 STAGES = ["05_pipelined_by_stages", "--size", "33", "--batch", "120", "--steps", "3", "--split", "60"]
 STAGES += ["--splits", "10", "20", "40"]
 NOTES = """
-Memory and traffic in MiB, of the rank that takes most; gradients, optimizer state and parameters as they are held after
+Memory and traffic in MiB, of the rank that takes most; gradients, optimizer state and parameters as they are after
 a backward pass, activations as the peak of what a step allocates and frees again (rung 2 makes most of its own in
 threads, which the profiler does not see). Times are those of this run and this machine: "ms a step" by the clock, "CPU
 ms" what the busiest rank worked. DeepSpeed keeps float32 masters beside float32 weights, and counts them to its

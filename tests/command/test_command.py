@@ -340,7 +340,7 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
         64,
         (
             "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 gives wrong gradients "
-            "without a word"
+            "without an error"
         ),
     ),
     "micro-batches fewer than stages": (

@@ -544,7 +544,7 @@ def test_what_changes_the_training_and_is_not_carried_over_is_refused(
 def test_of_two_keys_that_say_one_thing_otherwise_the_second_is_lost(
     tmp_path: Path, system: str, first: dict, second: dict, lost: str | None
 ):
-    """The last one won without a word."""
+    """The last one silently won."""
     if lost and decides(lost):
         with pytest.raises(ConfigError, match=f"{next(iter(first))} says"):
             written(tmp_path, system, {**ENOUGH[system], **first, **second}, partial=True)

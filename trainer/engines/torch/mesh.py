@@ -55,7 +55,7 @@ def refusal(layout: Layout) -> str | None:
         return f"{halves}; PyTorch keeps selective's products for one. Use full, or 1F1B."
     if splits_backward and layout.zero_stage == 3:
         frees = "FSDP2 frees parameters between the two halves of the backward pass"
-        wrong = f"{schedule} with ZeRO-3 gives wrong gradients without a word"
+        wrong = f"{schedule} with ZeRO-3 silently gives wrong gradients"
         return f"{wrong}: {frees}. Use ZeRO-2, or the schedule 1F1B."
     if layout.updated != "float32" and layout.float8 != "none":
         return "float8 products are proven beside float32 weights; set bf16_optimizer_states false."

@@ -16,7 +16,7 @@ from trainer.tools.report.run_record import Row, RunRecord
 from trainer.tools.report.style import Chapter
 
 FINISHED, RUNNING, STOPPED = "finished", "at work", "stopped, all saved"
-KILLED = "ended without a word"
+KILLED = "ended without an error"
 ENDS = {STOPPED: ("s", style.SKY), FINISHED: ("D", style.TEAL), RUNNING: (">", style.BLUE)}
 """The marks of ends and their colours; any other end has a red cross."""
 UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "seconds"))

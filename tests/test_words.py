@@ -1,0 +1,125 @@
+"""The field's terms in the docs, in texts that users see, in docstrings and in names.
+
+`TERMS` and `NAMES` are the stop list: words of our own, and what to write instead. The docs are free
+of them; what is left in code is counted by `NOT_YET`, which may only fall:
+
+    python -m tests.test_words        # prints what is left
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.support.commands import ROOT
+
+TERMS = {
+    r"(stands?|stood|standing) still": "hangs, makes no progress",
+    r"(go|goes|went|gone|going) on(?! (top|only|both|a|the|its|disk|each|every)\b)": "resumes, continues",
+    r"without a word": "silently",
+    r"(?<!-)\ban own\b|(?<!your )(?<!its )\bown modules?": "your own module",
+    r"\bheld\b(?![- ]out)(?!/)": "frozen, local, locked, kept",
+    r"\bkeepers?\b": "the node's first rank",
+    r"\bborders\b": "cu_seqlens",
+    r"\b(long|longer|short|shorter|packed|padded|ragged|full) rows\b|\brows? of tokens\b": "sequences",
+    r"\btokens of a row\b|\brows over \d": "tokens of a sequence, context parallel n",
+    r"\b(input|fewer) words\b": "vocabulary shard",
+    r"\bmend(s|ed|ing)?\b": "repair, fix",
+    r"\banew\b": "again, from the beginning",
+    r"\bfor ever\b": "forever",
+    r"\bin spite of\b": "anyway",
+    r"\bmake[s]? (it|them) up\b|\bmade up\b": "completes, repeats",
+    r"\bdearest\b": "most expensive",
+    r"\ba share of\b": "a fraction of",
+}
+"""A pattern that texts do not have, and what to write in its place."""
+NAMES = {
+    "told": "progress, message",
+    "said": "message",
+    "asked": "requested",
+    "seen": "actual",
+    "found": "result, or what it is",
+    "held": "frozen, local, locked, heldout",
+    "keeper": "first_of_node",
+    "keepers": "first_of_node",
+    "borders": "cu_seqlens",
+    "mend": "hint",
+}
+"""A word that no part of a name is, and what to name the thing."""
+GENERATED = {"reference.md", "importing.md", "families.md"}
+"""Pages whose texts come from code, and are counted there."""
+NOT_YET = 876
+"""The most hits in code."""
+
+
+def pages() -> list[Path]:
+    globs = ("*.md", "docs/*.md", "examples/**/*.md", "benchmarks/results/*.md", "mkdocs.yml")
+    scripts = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    paths = [*scripts, *(path for glob in globs for path in ROOT.glob(glob))]
+    return sorted(path for path in paths if path.name not in GENERATED)
+
+
+def hits(text: str) -> list[str]:
+    """Return each part of a text that the stop list has, with what to write instead."""
+    flat = " ".join(text.split())
+    return [
+        f'"{match.group(0)}" in "...{flat[max(0, match.start() - 30) : match.end() + 20]}...": {term}'
+        for pattern, term in TERMS.items()
+        for match in re.finditer(pattern, flat, re.IGNORECASE)
+    ]
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_a_page_has_the_terms_of_the_field(page: Path) -> None:
+    """Of a script the docstring, which says how to run it."""
+    text = page.read_text()
+    assert hits((ast.get_docstring(ast.parse(text)) or "") if page.suffix == ".py" else text) == []
+
+
+def names_of(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a node introduces: of functions, classes, parameters and variables."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        yield node.name
+    elif isinstance(node, ast.arg):
+        yield node.arg
+    elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+        yield node.id
+
+
+def hits_of_code(path: Path) -> list[str]:
+    """Return the hits in a module's strings, docstrings included, and in the names it introduces."""
+    result = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
+            result += [f"line {node.lineno}: {hit}" for hit in hits(node.value)]
+        for name in names_of(node):
+            result += [
+                f"line {getattr(node, 'lineno', 0)}: the name {name}: {NAMES[part]}"
+                for part in re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+                if part in NAMES
+            ]
+    return result
+
+
+def modules() -> list[Path]:
+    return sorted([*(ROOT / "trainer").rglob("*.py"), *(ROOT / "launch").rglob("*.py")])
+
+
+def test_code_has_the_terms_of_the_field() -> None:
+    every = [f"{path.relative_to(ROOT)}: {hit}" for path in modules() for hit in hits_of_code(path)]
+    assert len(every) <= NOT_YET, "\n".join(every)
+
+
+def test_the_stop_list_finds_what_it_is_for() -> None:
+    assert hits("The run goes on, without a word, with long\nrows.")
+    assert not hits("It resumes; a held-out sample goes on top; rows of a matrix.")
+
+
+if __name__ == "__main__":
+    for module in modules():
+        for one in hits_of_code(module):
+            print(f"{module.relative_to(ROOT)}: {one}")
