@@ -491,6 +491,7 @@ NOT_HERE: dict[str, str] = {
     "pytest --whole tests/parallel/test_experts.py": "it is a test itself",
     "python -m pytest -s tests/budgets/test_starts.py": "it is a test itself",
     "python -m pytest": "it is what runs this",
+    "python -m pytest --record-durations": "it runs every test, and writes how long each takes",
     "python -m pytest -m gpu": "it needs GPUs; without, all of it is skipped",
     "python SCRIPT": "it stands for any script",
     "torchrun --max-restarts 1": "part of a sentence on a test, tests/supervise/test_launchers.py",

@@ -19,7 +19,7 @@ from tests.support.commands import ROOT
 
 TERMS = {
     r"(stands?|stood|standing) still": "hangs, makes no progress",
-    r"(go|goes|went|gone|going) on(?! (top|only|both|a|the|its|disk|each|every)\b)": "resumes, continues",
+    r"(go|goes|went|gone|going) on\b(?! (top|both|a|the|its|disk|each|every)\b)": "resumes, continues",
     r"without a word": "silently",
     r"(?<!-)\ban own\b|(?<!your )(?<!its )\bown modules?": "your own module",
     r"\bheld\b(?![- ]out)(?!/)": "frozen, local, locked, kept",

@@ -7,7 +7,7 @@ nodes. DDP around it is meant to do that second part, which is done already, and
 all ranks have the same parameters. So its constructor sends rank 0's shard to the ranks that have another one, whose
 weights are silently lost. In `backward` its hooks, made for the shard, meet the gathered parameter: an error.
 
-What works is HYBRID_SHARD without DDP, or `fully_shard` over a mesh of two axes (`09_fsdp_hsdp.py --mesh 2 2`), which is
+Use HYBRID_SHARD without DDP, or `fully_shard` over a mesh of two axes (`09_fsdp_hsdp.py --mesh 2 2`), which is
 what PyTorch develops further. All three are tried here, on 2 nodes ("replicate") x 2 ranks ("shard").
 """
 

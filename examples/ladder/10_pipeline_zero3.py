@@ -3,8 +3,8 @@
     python examples/ladder/10_pipeline_zero3.py
 
 Each stage shards its blocks over its own ranks, and computes them again in the backward pass instead of keeping what
-they made. DeepSpeed does not support ZeRO-2 and 3 under a pipeline; the `mesh` engine, which `trainer.train` takes here by
-itself, runs the product. The JSON has each of the three under its own key, as if it were alone.
+they made. DeepSpeed does not support ZeRO-2 and 3 under a pipeline; the `mesh` engine, which `trainer.train` takes here
+by itself, runs the product. The JSON has each of the three under its own key, as if it were alone.
 """
 
 import argparse

@@ -3,7 +3,7 @@
     python examples/ladder/10_three_axes.py
 
 The config is `ds_configs/megatron_3d.json`, whose data axis is ZeRO-2. Tensor parallel has to know which matrices to
-cut by columns and which by rows; Meshloom knows that of transformers' families, and not of your own module, which is why
+cut by columns and which by rows; Meshloom knows that of transformers' families, and not of your own module. So
 this is a Llama. The same JSON with each axis set to 1, in one process, is the loss to have.
 """
 

@@ -339,8 +339,8 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
         ],
         64,
         (
-            "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 gives wrong gradients "
-            "without an error"
+            "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 silently gives wrong "
+            "gradients"
         ),
     ),
     "micro-batches fewer than stages": (
