@@ -103,10 +103,10 @@ def test_llms_txt_is_that_of_the_pages():
 
 
 def test_each_key_of_the_trainer_section_is_in_the_reference():
-    from trainer.config.rules import FIELDS
+    from trainer.config.own_keys import OWN_KEYS
 
     text = reference.REFERENCE.read_text()
-    for path in FIELDS:
+    for path in OWN_KEYS:
         section, _, name = path.rpartition(".")
         rows = text.split(f"\n### `{section}`\n")[1].split("\n### ")[0]
         assert f"| `{name}` |" in rows, path

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import unicodedata
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Self
+from typing import Any, Self
 
 MOST_SHOWN = 20
 """The most problems that an error spells out; it counts the others."""
@@ -219,3 +220,15 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     """Join the first of some names or lines, and say how many more there are."""
     more = f"; and {len(names) - most} more" if len(names) > most else ""
     return "; ".join(names[:most]) + more
+
+
+def show(value: Any, most: int = 60) -> str:
+    """Show a value as JSON, cut to `most` characters; as cheap for one of 100 MB."""
+    if isinstance(value, str):
+        value = value[: most + 1]
+    text = ""
+    for part in json.JSONEncoder(default=str).iterencode(value):
+        text += part[: most + 1]
+        if len(text) > most:
+            return text[: most - 3] + "..."
+    return text

@@ -24,8 +24,9 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from trainer.config import Config, RuntimeFacts, load, mesh_sizes, origin_table, resolve, support
-from trainer.config.grammar import coerce, useless
 from trainer.config.keys import DIFFERS, KEYS, LOW_PRECISION, RENAMED, SCHEDULERS
+from trainer.config.keys.hints import useless
+from trainer.config.keys.key import coerce
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
 from trainer.layout import layout_of

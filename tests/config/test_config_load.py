@@ -18,11 +18,11 @@ from hypothesis import strategies as st
 
 from trainer.config import Config, RuntimeFacts, load, resolve, shipped, support
 from trainer.config.check import check
-from trainer.config.grammar import unknown, useless
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
+from trainer.config.keys.hints import unknown, useless
+from trainer.config.own_keys import OWN_KEYS
 from trainer.config.read import leaves, override, read
-from trainer.config.rules import FIELDS, marked, unmet
-from trainer.config.sections.section import Excludes, Needs
+from trainer.config.rules import unmet
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
@@ -713,12 +713,12 @@ def test_bad_overrides(tmp_path: Path) -> None:
 def test_thousands_of_mistakes_are_twenty_lines_and_a_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.config import grammar
+    from trainer.config.keys import hints
 
     compared: list[str] = []
-    alike = grammar.get_close_matches
+    alike = hints.get_close_matches
     monkeypatch.setattr(
-        grammar,
+        hints,
         "get_close_matches",
         lambda name, *a, **k: compared.append(name) or alike(name, *a, **k),
     )
@@ -839,7 +839,7 @@ def one_edit(name: str, kind: int, at: int, letter: str) -> str:
     ][kind]
 
 
-EVERY_KEY = [*KEYS, *FIELDS]
+EVERY_KEY = [*KEYS, *OWN_KEYS]
 
 
 @settings(max_examples=400, deadline=None)
@@ -927,7 +927,7 @@ def test_no_type_at_all_is_not_like_any(tmp_path: Path) -> None:
 
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
     """The mend of a key below a section, and the paths that it leads to."""
-    mend = check({name: value}, KEYS, ("trainer", *FIELDS), place).problems[0].hint
+    mend = check({name: value}, KEYS, ("trainer", *OWN_KEYS), place).problems[0].hint
     names = (
         re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean "))
         if mend.startswith("Did you mean")
@@ -1601,18 +1601,15 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
-    from trainer.config.rules import FIELDS, marked
-    from trainer.config.sections.section import IMAGES, Only
+    from trainer.config.sections.section import IMAGES
 
-    keys = {key.removeprefix("trainer.") for key in FIELDS}
+    keys = {key.removeprefix("trainer.") for key in OWN_KEYS}
     ends = {
         key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED
     }
     inner = ("adapter.", "hub.", "profile.", "parameter_groups.", "data.sources.", "images.")
     ends -= {
-        path.removeprefix("trainer.")
-        for path, only in marked(Only).items()
-        if only.tasks == IMAGES.tasks
+        path.removeprefix("trainer.") for path, key in OWN_KEYS.items() if key.recipes == IMAGES
     }
     left = (
         {key for key in ends if not key.startswith(inner)}
@@ -1633,14 +1630,14 @@ def test_every_condition_that_a_key_needs_is_known() -> None:
         }
     )
     needed = {key.needs for key in KEYS.values() if key.needs}
-    needed |= {mark.condition for mark in marked(Needs).values()}
+    needed |= {key.needs for key in OWN_KEYS.values() if key.needs}
     unheld = TrainerSection.model_validate({"data": {"evaluation_fraction": 0}})
     assert needed == {**unmet({}, nothing), **unmet({}, unheld)}.keys()
 
 
 def test_every_key_that_another_excludes_or_is_now_is_known() -> None:
-    named = {mark.other for mark in marked(Excludes).values()}
-    for key in KEYS.values():
-        named |= {*filter(None, (key.excludes, key.now))}
+    every = [*OWN_KEYS.values(), *KEYS.values()]
+    named = {key.excludes.other for key in every if key.excludes}
+    named |= {key.now for key in every if key.now}
     named.discard("scheduler.params.warmup_num_steps")
     assert named <= set(EVERY_KEY)

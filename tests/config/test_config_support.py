@@ -15,8 +15,8 @@ import pytest
 
 from tests.support.pool import Pools
 from trainer.config import Config, RuntimeFacts, load, resolve, support
-from trainer.config.grammar import Key
 from trainer.config.keys import KEYS, RENAMED
+from trainer.config.keys.key import Key
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
 

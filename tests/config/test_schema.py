@@ -14,8 +14,8 @@ from jsonschema import Draft202012Validator
 
 from trainer.command import schema as command
 from trainer.config import load
-from trainer.config.grammar import DTYPES, FLAGS, Key
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
+from trainer.config.keys.key import DTYPES, FLAGS, Key
 from trainer.config.read import read
 from trainer.errors import ConfigError
 

@@ -6,135 +6,51 @@ python -m tests.support.reference        # writes docs/reference.md and llms.txt
 from __future__ import annotations
 
 import re
-import types
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Iterator, Mapping
 
-from annotated_types import Ge, Gt, Le, Lt
 from pydantic import BaseModel
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from tests.support.commands import ROOT
 from trainer.config import keys
-from trainer.config.grammar import Key, parse
-from trainer.config.sections.section import Excludes, Needs, Only
+from trainer.config.keys.grammar import parse
+from trainer.config.keys.key import Key
+from trainer.config.own_keys import OWN_KEYS, sections_of
 from trainer.config.sections.trainer import TrainerSection
 
 REFERENCE, LLMS = ROOT / "docs" / "reference.md", ROOT / "llms.txt"
-HEAD = "| key | type | default | meaning |\n| --- | --- | --- | --- |"
+HEAD = "| key | type | unit | default | meaning |\n| --- | --- | --- | --- | --- |"
 
 
 def one_line(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|").replace("None:", "null:")
 
 
-def type_of(annotation: Any) -> str:
-    """Return a type in words."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        return type_of(arguments[0])
-    if origin in (Union, types.UnionType):
-        kinds = [type_of(one) for one in arguments if one is not type(None)]
-        return " or ".join(dict.fromkeys(kinds))
-    if origin is Literal:
-        return ", ".join(f'`"{one}"`' for one in arguments)
-    if origin is list:
-        return f"list of {type_of(arguments[0])}"
-    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
-        return "section"
-    names = {int: "whole number", float: "number", str: "text", bool: "true, false", Any: "number"}
-    return names[annotation]
+def default_of(key: Key) -> str:
+    if key.default is None:
+        return "required" if key.needed else ""
+    if isinstance(key.default, bool):
+        return str(key.default).lower()
+    return f"`{key.default!r}`".replace("'", '"')
 
 
-def bounds(metadata: list[Any]) -> str:
-    """Return the limits of a number in words."""
-    signs = {Ge: "≥", Gt: ">", Le: "≤", Lt: "<"}
-    limits = [
-        f"{sign} {getattr(mark, kind.__name__.lower()):,g}"
-        for mark in metadata
-        for kind, sign in signs.items()
-        if isinstance(mark, kind)
-    ]
-    return f" {', '.join(limits)}" if limits else ""
-
-
-def default_of(field: FieldInfo) -> str:
-    value = field.default
-    if value is PydanticUndefined:
-        return "required"
-    if isinstance(value, BaseModel):
-        return ""
-    plain = {None: "", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return plain[value]
-    return f"`{value!r}`".replace("'", '"')
-
-
-def marks_of(field: FieldInfo) -> Iterator[str]:
-    for mark in field.metadata:
-        if isinstance(mark, Only):
-            yield f"For {', '.join(f'`{task}`' for task in mark.tasks)}."
-        elif isinstance(mark, Needs):
-            yield f"Needs {mark.condition}."
-        elif isinstance(mark, Excludes):
-            yield f"Not with `{mark.other}`."
-
-
-def own_sections() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the sections of `trainer`, and those in them, by their dotted path."""
-    found: list[tuple[str, type[BaseModel]]] = [("trainer", TrainerSection)]
-    for path, model in found:
-        yield path, model
-        for name, field in model.model_fields.items():
-            for kind in (field.annotation, *get_args(field.annotation)):
-                for one in (kind, *get_args(kind)):
-                    section = (f"{path}.{name}", one)
-                    if (
-                        isinstance(one, type)
-                        and issubclass(one, BaseModel)
-                        and section not in found
-                    ):
-                        found.append(section)
-
-
-def own_rows(model: type[BaseModel]) -> Iterator[str]:
-    for name, field in model.model_fields.items():
-        words = one_line(" ".join([field.description or "", *marks_of(field)]))
-        kind = type_of(field.annotation) + bounds(field.metadata)
-        yield f"| `{name}` | {kind} | {default_of(field)} | {words} |"
-
-
-def facts(key: Key) -> Iterator[str]:
-    """Yield what a row of a key table says of a key."""
-    if key.now:
-        yield f"Old name of `{key.now}`."
-    if key.refused:
-        yield f"Refused: {key.refused}."
-    if key.idle:
-        yield f"No effect: {key.idle}."
-    if key.instead:
-        effect = "refused" if key.changes_numbers else "no effect"
-        yield f"Only `deepspeed`; {effect} elsewhere: {key.instead}."
-    if key.needs:
-        yield f"Needs {key.needs}."
-    if key.excludes:
-        yield f"Not with `{key.excludes}`."
-    if key.differs:
-        yield f"Default differs from DeepSpeed's: {key.differs}."
-
-
-def table(found: dict[str, Key], below: str) -> Iterator[str]:
-    """Yield the table of the keys of one section."""
+def table(found: Mapping[str, Key], below: str, sections: bool = False) -> Iterator[str]:
+    """Yield the table of the keys of one section, with the sections in it if asked for."""
     yield from ("", HEAD)
     for path, key in found.items():
         section, _, name = path.rpartition(".")
-        if section == below and key.kind != "section":
+        if section == below and (sections or key.kind != "section"):
             kind = key.expected.replace("|", "\\|")
-            default = "" if key.default is None else f"`{key.default}`"
-            if key.default is None and key.needed:
-                default = "required"
-            yield f"| `{name}` | {kind} | {default} | {one_line(' '.join(facts(key)))} |"
+            unit = "" if key.unit == "number" else key.unit
+            words = one_line(" ".join([key.about, *key.facts()]))
+            yield f"| `{name}` | {kind} | {unit} | {default_of(key)} | {words} |"
+
+
+def own_sections() -> Iterator[tuple[str, str]]:
+    """Yield (path, docstring) of `trainer` and of each section in it, outer ones first."""
+    models = {"trainer": TrainerSection, **dict(sections_of(TrainerSection, "trainer"))}
+    for path in sorted(models, key=lambda path: path.count(".")):
+        doc = models[path].__doc__
+        yield path, one_line(doc) if doc and doc != BaseModel.__doc__ else ""
 
 
 def reference() -> str:
@@ -147,17 +63,17 @@ def reference() -> str:
         "",
         "## The section `trainer`",
     ]
-    for path, model in own_sections():
-        doc = one_line(model.__doc__ or "") if model.__doc__ != BaseModel.__doc__ else ""
-        lines += ["", f"### `{path}`", "", *([doc, ""] if doc else []), HEAD, *own_rows(model)]
+    for path, doc in own_sections():
+        rows = table(OWN_KEYS, path, sections=True)
+        lines += ["", f"### `{path}`", *(["", doc] if doc else []), *rows]
     lines += ["", "## DeepSpeed's keys", "", "### Top level", *table(keys.KEYS, "")]
     for path, key in keys.KEYS.items():
         if key.kind == "section":
             body = list(table(keys.KEYS, path))
-            lines += ["", f"### `{path}`", "", one_line(" ".join(facts(key)))]
+            lines += ["", f"### `{path}`", "", one_line(" ".join(key.facts()))]
             lines += body if len(body) > 2 else []
     for title, name in (("Optimizers", "optimizers"), ("Schedulers", "schedulers")):
-        text = (ROOT / f"trainer/config/{name}.txt").read_text(encoding="utf-8")
+        text = (ROOT / f"trainer/config/keys/{name}.txt").read_text(encoding="utf-8")
         found = parse(text)
         lines += [
             "",
@@ -168,7 +84,7 @@ def reference() -> str:
         for kind, key in found.items():
             if key.kind == "section":
                 body = list(table(found, kind))
-                lines += ["", f"### {kind}", "", one_line(" ".join(facts(key)))]
+                lines += ["", f"### {kind}", "", one_line(" ".join(key.facts()))]
                 lines += body if len(body) > 2 else []
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).replace("..", ".") + "\n"
 

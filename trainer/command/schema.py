@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.command import parser_of, reporting
-from trainer.config.grammar import DTYPES, FLAGS, Key, Table
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
+from trainer.config.keys.key import DTYPES, FLAGS, Key, Table
 from trainer.config.sections.trainer import TrainerSection
 
 EPILOG = """
@@ -84,16 +84,7 @@ def _properties(table: Table, section: str = "") -> Schema:
 
 def _property(table: Table, path: str) -> Schema:
     key = table[path]
-    facts = {
-        "Not taken here: ": key.refused,
-        "Has no effect here: ": key.idle,
-        "An old name of ": key.now,
-        "Engines other than DeepSpeed's: ": key.instead,
-        "Needs ": key.needs,
-        "Not together with ": key.excludes,
-    }
-    said = [key.expected, *(start + fact for start, fact in facts.items() if fact)]
-    about: Schema = {"description": ". ".join(said)}
+    about: Schema = {"description": " ".join([f"{key.expected}.", *key.sentences()])}
     if key.refused or key.idle or key.now:
         about["deprecated"] = True
     if key.default is not None:

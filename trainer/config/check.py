@@ -7,10 +7,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer.config.grammar import Key, Table, coerce, is_off, misfit, show, unknown, useless
 from trainer.config.keys import RECOMPUTES
+from trainer.config.keys.hints import misfit, unknown, useless
+from trainer.config.keys.key import Key, Table, coerce, is_off
 from trainer.config.read import Json
-from trainer.errors import MOST_SHOWN, Problem
+from trainer.errors import MOST_SHOWN, Problem, show
 
 COMMENTS = ("_", "//")
 UNSAID = 'it has no "{}", and is off'

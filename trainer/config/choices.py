@@ -9,11 +9,12 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer.config.check import check
-from trainer.config.grammar import AUTO, LONGEST_NAME, Table, show
 from trainer.config.keys import NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
+from trainer.config.keys.hints import LONGEST_NAME
+from trainer.config.keys.key import AUTO, Table
 from trainer.config.read import Json
 from trainer.config.rules import EVERYWHERE
-from trainer.errors import Problem
+from trainer.errors import Problem, show
 from trainer.plugins import NAMED
 
 DEFAULT_OPTIMIZER: Json = {

@@ -8,8 +8,8 @@ from typing import Any
 
 from trainer.config.check import Checked
 from trainer.config.choices import DEFAULT_OPTIMIZER, Chosen, choose_optimizer, choose_scheduler
-from trainer.config.grammar import AUTO
 from trainer.config.keys import DIFFERS, KEYS, RECOMPUTES, RENAMED
+from trainer.config.keys.key import AUTO
 from trainer.config.read import Json
 from trainer.config.rules import unswitched
 from trainer.config.sections.trainer import TrainerSection

@@ -13,10 +13,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from trainer.config.grammar import show
 from trainer.config.syntax.json_text import DuplicateKey, parse_json, without_comments
 from trainer.config.syntax.yaml_text import DIGITS, SHOWN, parse_yaml
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, show
 from trainer.storage import read_file
 
 Json = dict[str, Any]

@@ -9,11 +9,11 @@ from typing import Any, Literal
 
 from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
-from trainer.config.grammar import AUTO, show
 from trainer.config.keys import DIFFERS, LOW_PRECISION
+from trainer.config.keys.key import AUTO
 from trainer.config.read import Json, at, leaves
 from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, show
 
 MICRO_BATCH = 8
 """Hugging Face's `per_device_train_batch_size`, for batch sizes that are "auto"."""

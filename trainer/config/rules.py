@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar, get_args
-
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from typing import Any
 
 from trainer.config.check import UNSAID
-from trainer.config.grammar import AUTO, show
 from trainer.config.keys import KEYS, PARAMETERS
+from trainer.config.keys.key import AUTO
+from trainer.config.own_keys import OWN_KEYS
 from trainer.config.read import Json, at
-from trainer.config.sections.section import Excludes, Needs, Only, Section
 from trainer.config.sections.trainer import TrainerSection
-from trainer.errors import Problem
+from trainer.errors import Problem, show
 
 SAME = {
     "fp32": ("fp32", "float32", "float"),
@@ -30,42 +27,24 @@ BATCH, MICRO, ACCUMULATION = (
 WARMUP = "scheduler.params.warmup_num_steps"
 
 
-def _fields(model: type[BaseModel], prefix: str) -> Iterator[tuple[str, FieldInfo]]:
-    for name, field in model.model_fields.items():
-        path = f"{prefix}.{name}"
-        yield path, field
-        for kind in (field.annotation, *get_args(field.annotation)):
-            if isinstance(kind, type) and issubclass(kind, Section):
-                yield from _fields(kind, path)
-
-
-FIELDS = dict(_fields(TrainerSection, "trainer"))
-"""Every key of the section and of those in it, by its dotted path."""
-EVERYWHERE = ("trainer", *FIELDS, *KEYS, *PARAMETERS)
+EVERYWHERE = ("trainer", *OWN_KEYS, *KEYS, *PARAMETERS)
 """All keys, by their dotted paths: where a key that is unknown in its section may belong."""
-Mark = TypeVar("Mark", Only, Needs, Excludes)
 
 
-def marked(kind: type[Mark]) -> dict[str, Mark]:
-    """Return the keys with a mark of a kind, by their dotted path."""
-    marks = [(path, mark) for path, field in FIELDS.items() for mark in field.metadata]
-    return {path: mark for path, mark in marks if isinstance(mark, kind)}
-
-
-def exclusive(task: str) -> dict[tuple[str, str], str]:
-    """Return the pairs of keys that can't both be given for a task, each with a hint."""
-    pairs = {
-        (path, mark.other): mark.hint
-        for path, mark in marked(Excludes).items()
-        if task not in mark.but_for
-    }
-    keys = [(path, key.excludes or key.now) for path, key in KEYS.items()]
-    return pairs | {(path, other): "" for path, other in keys if other}
+def exclusive(recipe: str) -> dict[tuple[str, str], str]:
+    """Return the pairs of keys that can't both be given for a recipe, each with a hint."""
+    pairs = {}
+    for path, key in (OWN_KEYS | KEYS).items():
+        if key.now:
+            pairs[path, key.now] = ""
+        elif key.excludes and recipe not in key.excludes.but_for:
+            pairs[path, key.excludes.other] = key.excludes.hint
+    return pairs
 
 
 def _is_given(path: str, value: Any) -> bool:
     if value == AUTO:
-        return path in FIELDS  # of ours, it is a name or a path
+        return path in OWN_KEYS  # of ours, it is a name or a path
     return value not in (None, []) and value is not False
 
 
@@ -158,8 +137,7 @@ def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
 def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
     """Return notes on valid keys that have no effect given the others."""
     tree = settings | {"trainer": trainer.model_dump(exclude_defaults=True)}
-    needs = {path: key.needs for path, key in KEYS.items() if key.needs}
-    needs |= {path: mark.condition for path, mark in marked(Needs).items()}
+    needs = {path: key.needs for path, key in (KEYS | OWN_KEYS).items() if key.needs}
     given, notes = [path for path in needs if _has_value(at(tree, path))], []
     for condition, reason in unmet(settings, trainer).items():
         if paths := [path for path in given if needs[path] == condition]:

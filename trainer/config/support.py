@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from trainer.config.compiled import FILE, OVERRIDE, Config
-from trainer.config.grammar import Key, show
 from trainer.config.keys import KEYS
+from trainer.config.keys.key import Key
 from trainer.config.read import Json, at, leaves
 from trainer.config.rules import SAME
+from trainer.errors import show
 
 OTHERS = ("accelerate", "mesh")
 """The engines that do not honour DeepSpeed's own keys."""

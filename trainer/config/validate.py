@@ -8,13 +8,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config.grammar import show, unknown, useless
 from trainer.config.keys import KEYS, PARAMETERS
-from trainer.config.rules import FIELDS, marked
+from trainer.config.keys.hints import unknown, useless
+from trainer.config.own_keys import OWN_KEYS, unhonoured
 from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
-from trainer.config.sections.section import Only, Section
 from trainer.config.sections.trainer import TrainerSection
-from trainer.errors import MOST_SHOWN, Problem
+from trainer.errors import MOST_SHOWN, Problem, show
 
 
 def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
@@ -27,7 +26,7 @@ def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]
     except ValidationError as error:
         return TrainerSection(), _problems(error)
     problems = [
-        *_of_other_tasks(section),
+        *unhonoured(section, section.task),
         *_of_images(section.images),
         *_of_data(section.data),
         *_of_mixture(section.data),
@@ -36,27 +35,6 @@ def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]
         *_of_intervals(section),
     ]
     return section, problems
-
-
-def _of_other_tasks(section: TrainerSection) -> Iterator[Problem]:
-    """Yield the problems of keys that belong to another task."""
-    default = TrainerSection()
-    for path, only in marked(Only).items():
-        value = _value(section, path)
-        if section.task in only.tasks or value == _value(default, path) or only.accepts(value):
-            continue
-        seen = "saw keys" if isinstance(value, Section) else f"saw {show(value)}"
-        other = f'the task "{only.tasks[0]}"; this one is "{section.task}"'
-        mend = "Set trainer.task." if isinstance(value, Section) else ""
-        yield Problem(path, seen, only.accepted or other, mend)
-
-
-def _value(section: Section, path: str) -> Any:
-    """Return the value at a key's path; None below what is no section."""
-    value: Any = section
-    for name in path.split(".")[1:]:
-        value = getattr(value, name, None)
-    return value
 
 
 def _of_images(images: ImagesSection) -> Iterator[Problem]:
@@ -171,13 +149,17 @@ def _problems(error: ValidationError) -> list[Problem]:
         place = "trainer"
         for name in item["loc"]:
             inside = re.sub(r"\[\d+\]", "", f"{place}.{name}")
-            if item["type"] != "extra_forbidden" and isinstance(name, str) and inside not in FIELDS:
+            if (
+                item["type"] != "extra_forbidden"
+                and isinstance(name, str)
+                and inside not in OWN_KEYS
+            ):
                 break  # the rest names the branch of a union
             place += f"[{name}]" if isinstance(name, int) else f".{name}"
         if item["type"] == "extra_forbidden":
             section = place.rpartition(".")[0]
             plain = re.sub(r"\[\d+\]", "", section)
-            near = [*(name.replace(plain, section, 1) for name in FIELDS), *KEYS, *PARAMETERS]
+            near = [*(name.replace(plain, section, 1) for name in OWN_KEYS), *KEYS, *PARAMETERS]
             near = near if len(strange) < MOST_SHOWN else []
             strange.append(unknown(place, item["input"], near, useless(KEYS)))
         else:

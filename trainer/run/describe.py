@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import origin_table
-from trainer.config.grammar import show
 from trainer.data.order import sample_ids
 from trainer.engines import ENGINES, Machine
+from trainer.errors import show
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import MadeWeights, NoWeights
 from trainer.run.prepare import Prepared

@@ -7,16 +7,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
+from trainer.config.keys.key import Excludes, Key, Recipes
 from trainer.config.sections.section import (
     IMAGES,
     ROWS,
     TEXT,
     Count,
-    Excludes,
     FileName,
-    Needs,
     Number,
-    Only,
     Section,
     Share,
     Whole,
@@ -57,34 +55,40 @@ class ModelSection(Section):
 
     name_or_path: Annotated[
         str | None,
-        Excludes(
-            "trainer.model.config",
-            "name_or_path loads weights, config starts from scratch.",
-            but_for=IMAGES.tasks,
+        Key(
+            excludes=Excludes(
+                "trainer.model.config",
+                "name_or_path loads weights, config starts from scratch.",
+                but_for=IMAGES.names,
+            )
         ),
     ] = None
     """The folder or hub id of a model, whose weights training starts from."""
     config: Annotated[
         dict[str, Any] | str | None,
-        Only(
-            TEXT.tasks,
-            lambda config: not isinstance(config, str),
-            "a section {...} of keyword arguments of the model",
+        Key(
+            recipes=Recipes(
+                TEXT.names,
+                lambda config: not isinstance(config, str),
+                "a section {...} of keyword arguments of the model",
+            )
         ),
     ] = None
     """A transformers config, or the path of its JSON: train from scratch.
 
     For images: keyword arguments of the callable that builds the model.
     """
-    blocks: Annotated[str | None, IMAGES] = None
+    blocks: Annotated[str | None, Key(recipes=IMAGES)] = None
     """The pattern of an own classifier's modules that run once each, in order: "layers.*"."""
-    weights: Annotated[str | None, IMAGES] = None
+    weights: Annotated[str | None, Key(recipes=IMAGES)] = None
     """The pretrained weights of a torchvision model: "DEFAULT", or a name: "IMAGENET1K_V2"."""
-    revision: Annotated[str | None, TEXT, Needs("a model's name")] = None
+    revision: Annotated[str | None, Key(needs="a model's name", recipes=TEXT)] = None
     """The branch, tag or commit of a model on the hub."""
-    trust_remote_code: Annotated[bool, TEXT] = False
+    trust_remote_code: Annotated[bool, Key(recipes=TEXT)] = False
     """True to run the code that a model brings along."""
-    attention: Annotated[Literal["sdpa", "eager", "flash_attention_2"] | None, TEXT] = None
+    attention: Annotated[
+        Literal["sdpa", "eager", "flash_attention_2"] | None, Key(recipes=TEXT)
+    ] = None
     """The implementation of attention; None: transformers' choice."""
 
 
@@ -92,31 +96,35 @@ class Rows(Section):
     """The place of rows, and the columns that are read."""
 
     path: Annotated[
-        Paths | None, Excludes("trainer.data.sources", "Each of the sources has its own path.")
+        Paths | None,
+        Key(excludes=Excludes("trainer.data.sources", "Each of the sources has its own path.")),
     ] = None
     """Files, globs, folders (also at addresses: "s3://bucket/*.jsonl"), or a hub id."""
     format: Annotated[
         SourceName,
-        ROWS,
-        Only(
-            TEXT.tasks,
-            lambda form: form in ("auto", "parquet", "hub"),
-            '"auto", "parquet" or "hub" of images',
+        Key(
+            needs=ROWS,
+            recipes=Recipes(
+                TEXT.names,
+                lambda form: form in ("auto", "parquet", "hub"),
+                '"auto", "parquet" or "hub" of images',
+            ),
         ),
     ] = "auto"
-    split: Annotated[str, ROWS] = "train"
-    name: Annotated[str | None, ROWS] = None
+    split: Annotated[str, Key(needs=ROWS)] = "train"
+    name: Annotated[str | None, Key(needs=ROWS)] = None
     """The subset of a hub data set."""
     records: Annotated[
-        Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"], ROWS, TEXT
+        Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"],
+        Key(needs=ROWS, recipes=TEXT),
     ] = "auto"
     """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt."""
-    text_column: Annotated[str, ROWS, TEXT] = "text"
-    prompt_column: Annotated[str | None, TEXT] = None
-    completion_column: Annotated[str | None, TEXT] = None
-    chat_column: Annotated[str, ROWS, TEXT] = "messages"
+    text_column: Annotated[str, Key(needs=ROWS, recipes=TEXT)] = "text"
+    prompt_column: Annotated[str | None, Key(recipes=TEXT)] = None
+    completion_column: Annotated[str | None, Key(recipes=TEXT)] = None
+    chat_column: Annotated[str, Key(needs=ROWS, recipes=TEXT)] = "messages"
     """The column of chats; also "conversations", if it is left at the default."""
-    max_rows: Annotated[Count | None, ROWS] = None
+    max_rows: Annotated[Count | None, Key(unit="records", needs=ROWS)] = None
     """The number of rows to read, from the first; None: all."""
 
 
@@ -127,59 +135,78 @@ class SourceSection(Rows):
     """Files, globs, folders (also at addresses: "s3://bucket/*.jsonl"), or a hub id."""
     label: FileName | None = None
     """Its name in the log; None: its path."""
-    weight: Annotated[Number, Field(gt=0, le=1e9)] | None = None
+    weight: Annotated[Annotated[Number, Field(gt=0, le=1e9)] | None, Key(unit="factor")] = None
     """Its share of the samples, relative to the other sources' weights."""
-    epochs: Annotated[Number, Field(gt=0, le=1e4)] | None = None
+    epochs: Annotated[Annotated[Number, Field(gt=0, le=1e4)] | None, Key(unit="epochs")] = None
 
 
-class DataSection(Rows):
-    """The text data. With no path and no sources: the embedded corpus.
+class _Samples(Rows):
+    """How samples are made of the data."""
 
-    For images: digits, mnist, fashion_mnist, cifar10 or cifar100; a folder with a folder for each
-    class; parquet files or a hub id with an image column.
-    """
-
-    sources: Annotated[list[SourceSection], Field(max_length=1000), TEXT] = []
+    sources: Annotated[list[SourceSection], Field(max_length=1000), Key(recipes=TEXT)] = []
     """Several sources, mixed; in place of `path`."""
-    chat_template: Annotated[str | None, ROWS, TEXT] = None
+    chat_template: Annotated[str | None, Key(needs=ROWS, recipes=TEXT)] = None
     """A file with a Jinja template, or the name of a shipped one; None: the tokenizer's own, or a
     plain one."""
-    loss_on: Annotated[Literal["assistant", "last_assistant", "all"], ROWS, TEXT] = "assistant"
+    loss_on: Annotated[
+        Literal["assistant", "last_assistant", "all"], Key(needs=ROWS, recipes=TEXT)
+    ] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
-    too_long: Annotated[Literal["truncate", "drop", "error"], TEXT] = "truncate"
+    too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=TEXT)] = "truncate"
     """The handling of padded or packed documents of more than `sequence_length` tokens."""
-    corrupt: Annotated[Literal["error", "skip"], ROWS, TEXT] = "error"
+    corrupt: Annotated[Literal["error", "skip"], Key(needs=ROWS, recipes=TEXT)] = "error"
     """The handling of rows that are not JSON, lack a column, or hold neither text nor a chat.
 
     Skipped ones are counted.
     """
-    stream: Annotated[bool, ROWS, TEXT] = False
+    stream: Annotated[bool, Key(needs=ROWS, recipes=TEXT)] = False
     """True to prepare each file of `path` when its samples are needed, and to remove it after."""
-    sequence_length: Annotated[Whole, Field(ge=2, le=2**24), TEXT] = 512
+    sequence_length: Annotated[Whole, Field(ge=2, le=2**24), Key(unit="tokens", recipes=TEXT)] = 512
     """Tokens per sample."""
     documents: Annotated[
         Literal["concatenate", "pad", "pack"] | None,
-        Only(TEXT.tasks, lambda documents: documents == "concatenate", "none: images have no text"),
+        Key(
+            recipes=Recipes(
+                TEXT.names,
+                lambda documents: documents == "concatenate",
+                "none: images have no text",
+            )
+        ),
     ] = None
     """Samples are cut from one stream; one document each; or several isolated whole documents.
 
     None: chats are packed, or padded if the model does not keep packed ones apart; others are
     concatenated.
     """
-    isolate: Annotated[bool, TEXT, Needs("concatenated documents")] = False
+    isolate: Annotated[bool, Key(needs="concatenated documents", recipes=TEXT)] = False
     """True if concatenated documents do not see one another, as padded and packed ones never do."""
+
+
+class DataSection(_Samples):
+    """The text data. With no path and no sources: the embedded corpus.
+
+    For images: digits, mnist, fashion_mnist, cifar10 or cifar100; a folder with a folder for each
+    class; parquet files or a hub id with an image column.
+    """
+
     evaluation_path: Annotated[
         Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None,
-        Only(TEXT.tasks, lambda paths: not isinstance(paths, dict), "one path of images"),
+        Key(
+            recipes=Recipes(
+                TEXT.names, lambda paths: not isinstance(paths, dict), "one path of images"
+            )
+        ),
     ] = None
     """Data for evaluation; several sets by name: {"code": "code.jsonl", "chat": "chat.jsonl"}."""
     evaluation_fraction: Annotated[
-        Number, Field(ge=0, le=0.5), Needs("training data to hold out from")
+        Number, Field(ge=0, le=0.5), Key(unit="share", needs="training data to hold out from")
     ] = 0.01
     """The share of the training documents held out if there is no `evaluation_path`."""
-    tokenizer: Annotated[str | None, TEXT] = None
+    tokenizer: Annotated[str | None, Key(recipes=TEXT)] = None
     """The folder or hub id of a tokenizer; None: the model's own, or the embedded one."""
-    workers: Annotated[Annotated[Whole, Field(ge=1, le=1024)] | None, TEXT] = None
+    workers: Annotated[
+        Annotated[Whole, Field(ge=1, le=1024)] | None, Key(unit="processes", recipes=TEXT)
+    ] = None
     """Processes that prepare the data, on one rank; None: one a core, or one for little data."""
 
     @property
@@ -196,20 +223,22 @@ class DataSection(Rows):
 class AugmentSection(Section):
     """The augmentation of training images in this order, new in each epoch; by default none."""
 
-    crop_padding: Annotated[Whole, Field(ge=0, le=4096)] = 0
+    crop_padding: Annotated[Whole, Field(ge=0, le=4096), Key(unit="pixels")] = 0
     """Pixels of black border, from which a part of the image's own size is cut out at random."""
-    crop_scale: Annotated[list[Number], AfterValidator(_range)] | None = None
+    crop_scale: Annotated[
+        Annotated[list[Number], AfterValidator(_range)] | None, Key(unit="share")
+    ] = None
     """The smallest and largest share of the image's area that is cut out and scaled to `size`:
     [0.08, 1]."""
-    flip: Share = 0.0
+    flip: Annotated[Share, Key(unit="share")] = 0.0
     """The probability of exchanging left and right."""
-    rotate: Annotated[Number, Field(ge=0, le=180)] = 0.0
+    rotate: Annotated[Number, Field(ge=0, le=180), Key(unit="degrees")] = 0.0
     """The largest rotation in degrees, to either side."""
     trivial: bool = False
     """One random operation of a random strength (TrivialAugment, arXiv 2103.10158)."""
-    colour: Share = 0.0
+    colour: Annotated[Share, Key(unit="factor")] = 0.0
     """The largest relative change of brightness, contrast and saturation."""
-    erase: Share = 0.0
+    erase: Annotated[Share, Key(unit="share")] = 0.0
     """The probability of blanking a random rectangle."""
 
 
@@ -220,19 +249,21 @@ class ImagesSection(Section):
     """The folder of torchvision's data sets and their downloads; None: in the cache folder."""
     image_column: str = "image"
     label_column: str = "label"
-    classes: Count | None = None
+    classes: Annotated[Count | None, Key(unit="classes")] = None
     """The number of classes, if the data does not give it, or a plan can't read the images."""
-    size: Annotated[list[Count], AfterValidator(_pair)] | Count | None = None
+    size: Annotated[
+        Annotated[list[Count], AfterValidator(_pair)] | Count | None, Key(unit="pixels")
+    ] = None
     """The images' size for the model, a number or [height, width]; None: as they are, all alike."""
     mode: Literal["auto", "RGB", "L"] = "auto"
     """Colour or grey; auto: as the images are."""
-    normalize: Annotated[Literal["data", "imagenet", "none"], Needs("no mean and std")] = "data"
+    normalize: Annotated[Literal["data", "imagenet", "none"], Key(needs="no mean and std")] = "data"
     """The source of the mean and deviation of each channel: the training images, or ImageNet."""
-    mean: list[Number] | None = None
+    mean: Annotated[list[Number] | None, Key(unit="share")] = None
     """The mean of each channel, of values from 0 to 1; with `std`, in place of `normalize`."""
-    std: list[Annotated[Number, Field(gt=0)]] | None = None
+    std: Annotated[list[Annotated[Number, Field(gt=0)]] | None, Key(unit="share")] = None
     augment: AugmentSection = AugmentSection()
-    workers: Annotated[Whole, Field(ge=0, le=1024)] | None = None
+    workers: Annotated[Annotated[Whole, Field(ge=0, le=1024)] | None, Key(unit="processes")] = None
     """Processes of a rank that load images; 0: a thread; None: by the cores, on a GPU up to 8."""
     corrupt: Literal["error", "skip"] = "error"
     """The handling of an image that can't be read; a skipped one counts for nothing."""
@@ -244,11 +275,11 @@ class AdapterSection(Section):
     type: Literal["lora"] = "lora"
     path: str | None = None
     """The folder of an adapter to start from: it decides the keys here except dropout and merge."""
-    r: Annotated[Whole, Field(ge=1, le=65_536)] = 8
+    r: Annotated[Whole, Field(ge=1, le=65_536), Key(unit="dimensions")] = 8
     """The rank of the adapter."""
-    alpha: Annotated[Number, Field(gt=0)] = 8.0
+    alpha: Annotated[Number, Field(gt=0), Key(unit="factor")] = 8.0
     """The numerator of the adapter's scale, alpha / r, or with `rslora` alpha / sqrt(r)."""
-    dropout: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    dropout: Annotated[Number, Field(ge=0, lt=1), Key(unit="share")] = 0.0
     targets: (
         Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
         | Annotated[list[str], Field(min_length=1, max_length=10_000)]
@@ -268,9 +299,11 @@ class ParameterGroup(Section):
 
     names: str | Annotated[list[str], Field(min_length=1, max_length=10_000)]
     """Patterns of their names, * for any letters: "model.embed_tokens.*"."""
-    lr_multiplier: Annotated[Number, Field(gt=0, le=1e6)] = 1.0
+    lr_multiplier: Annotated[Number, Field(gt=0, le=1e6), Key(unit="factor")] = 1.0
     """The factor of the optimizer's or scheduler's learning rate at each step."""
-    weight_decay: Annotated[Number, Field(ge=0, le=1e6)] | None = None
+    weight_decay: Annotated[Annotated[Number, Field(ge=0, le=1e6)] | None, Key(unit="factor")] = (
+        None
+    )
     """The weight decay; None: as without a group."""
 
     @property

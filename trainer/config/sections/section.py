@@ -1,43 +1,18 @@
-"""The types and marks of keys in the `trainer` section."""
+"""The types of keys in the `trainer` section; what these do not say of a key, its mark says."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic.fields import FieldInfo
 
+from trainer.config.keys.key import Key, Recipes
 
-@dataclass(frozen=True)
-class Only:
-    """Marks a key as one of some tasks; the others refuse it."""
-
-    tasks: tuple[str, ...]
-    accepts: Callable[[Any], bool] = lambda value: False
-    """Returns True for a value that every task takes."""
-    accepted: str = ""
-    """Those values, in words."""
-
-
-@dataclass(frozen=True)
-class Needs:
-    """Marks a key that has no effect without a condition, which `rules.unmet` names."""
-
-    condition: str
-
-
-@dataclass(frozen=True)
-class Excludes:
-    """Marks a key that can't be given together with another, but for some tasks."""
-
-    other: str
-    hint: str = ""
-    but_for: tuple[str, ...] = ()
-
-
-TEXT, IMAGES = Only(("causal_lm",)), Only(("image_classification",))
-ROWS, HELD_OUT = Needs("rows"), Needs("data to evaluate on")
+TEXT = Recipes(("causal_lm",))
+IMAGES = Recipes(("image_classification",))
+ROWS = "rows"
+HELD_OUT = "data to evaluate on"
 
 
 def _no_flag(value: Any) -> Any:
@@ -59,6 +34,19 @@ Share = Annotated[Number, Field(ge=0, le=1)]
 FileName = Annotated[str, AfterValidator(_file_name)]
 
 
+def mark_of(field: FieldInfo) -> Key:
+    """Return what a field's mark says of its key, without what its type says."""
+    return next((mark for mark in field.metadata if isinstance(mark, Key)), Key())
+
+
+def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+    """Say in a section's JSON Schema what the marks of its keys say."""
+    for name, field in model.model_fields.items():
+        texts = [field.description or "", *mark_of(field).sentences()]
+        if any(texts):
+            schema["properties"][name]["description"] = " ".join(filter(None, texts))
+
+
 class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
@@ -66,4 +54,5 @@ class Section(BaseModel):
         protected_namespaces=(),
         allow_inf_nan=False,
         use_attribute_docstrings=True,
+        json_schema_extra=_describe,
     )

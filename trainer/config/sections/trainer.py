@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, WithJsonSchema
 
+from trainer.config.keys.key import Excludes, Key
 from trainer.config.sections.model_and_data import (
     AdapterSection,
     DataSection,
@@ -19,9 +20,7 @@ from trainer.config.sections.section import (
     IMAGES,
     TEXT,
     Count,
-    Excludes,
     FileName,
-    Needs,
     Number,
     Section,
     Whole,
@@ -69,10 +68,10 @@ class RunSection(Section):
 
 
 class CheckpointSection(Section):
-    every: Every | None = None
+    every: Annotated[Every | None, Key(unit="steps")] = None
     """Steps between checkpoints, or the share of all steps; None: only at the end."""
-    keep_last: Count = 2
-    keep_best: Annotated[bool, HELD_OUT] = False
+    keep_last: Annotated[Count, Key(unit="checkpoints")] = 2
+    keep_best: Annotated[bool, Key(needs=HELD_OUT)] = False
     """True to keep the checkpoint with the lowest held-out loss, too."""
     asynchronous: bool = False
     """True to write in the background, from a copy of the state in the hosts' memory."""
@@ -85,18 +84,18 @@ class CheckpointSection(Section):
 
 
 class EvaluationSection(Section):
-    every: Annotated[Every | None, HELD_OUT] = None
+    every: Annotated[Every | None, Key(unit="steps", needs=HELD_OUT)] = None
     """Steps between evaluations, or the share of all steps; None: only at the end."""
-    samples: Annotated[Count, HELD_OUT] = 64
+    samples: Annotated[Count, Key(unit="samples", needs=HELD_OUT)] = 64
     """The number of samples of each source."""
-    patience: Annotated[Count | None, HELD_OUT] = None
+    patience: Annotated[Count | None, Key(unit="evaluations", needs=HELD_OUT)] = None
     """Evaluations in a row without a lower loss after which a run ends; None: it does not."""
-    tasks: Annotated[list[str], TEXT, HELD_OUT, Field(max_length=100)] = []
+    tasks: Annotated[list[str], Key(needs=HELD_OUT, recipes=TEXT), Field(max_length=100)] = []
     """Tasks of lm-eval, or their YAML files, on whose first `samples` questions it is scored."""
 
 
 class LogSection(Section):
-    every: Count = 10
+    every: Annotated[Count, Key(unit="steps")] = 10
     """Steps between log lines."""
     trackers: Annotated[list[TrackerName], Field(max_length=10)] = []
     """Trackers beside the terminal and `metrics.jsonl`."""
@@ -109,18 +108,18 @@ class LogSection(Section):
 class ProfileSection(Section):
     """The steps that PyTorch's profiler records on the first rank, into the run's folder."""
 
-    start: Count = 5
+    start: Annotated[Count, Key(unit="steps")] = 5
     """The first step, from 1; the first few are slower than the others."""
-    steps: Annotated[Whole, Field(ge=1, le=100)] = 3
+    steps: Annotated[Whole, Field(ge=1, le=100), Key(unit="steps")] = 3
 
 
 class GenerateSection(Section):
-    prompt: Annotated[str | None, TEXT] = None
+    prompt: Annotated[str | None, Key(recipes=TEXT)] = None
     """The beginning of the sample at the end; None: no sample.
 
     "auto": the beginning of a document, or a chat up to the first answer.
     """
-    tokens: Annotated[Count, Needs("a prompt")] = 48
+    tokens: Annotated[Count, Key(unit="tokens", needs="a prompt")] = 48
 
 
 class HubSection(Section):
@@ -139,8 +138,8 @@ class HubSection(Section):
 class MeshSection(Section):
     """Sizes of the data-parallel axes; -1: the rest; None: by the ZeRO stage; "node": a node's."""
 
-    replicate: Axis | None = None
-    shard: Axis | Literal["node"] | None = None
+    replicate: Annotated[Axis | None, Key(unit="ranks")] = None
+    shard: Annotated[Axis | Literal["node"] | None, Key(unit="ranks")] = None
 
 
 class _Subject(Section):
@@ -151,8 +150,8 @@ class _Subject(Section):
     task: TaskName = "causal_lm"
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
-    images: Annotated[ImagesSection, IMAGES] = ImagesSection()
-    adapter: Annotated[AdapterSection | None, TEXT] = None
+    images: Annotated[ImagesSection, Key(recipes=IMAGES)] = ImagesSection()
+    adapter: Annotated[AdapterSection | None, Key(recipes=TEXT)] = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []
     """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""
 
@@ -160,27 +159,30 @@ class _Subject(Section):
 class _Training(Section):
     """Keys of the steps, and of the numbers that they compute."""
 
-    steps: Annotated[Count | None, Excludes("trainer.epochs")] = None
+    steps: Annotated[Count | None, Key(unit="steps", excludes=Excludes("trainer.epochs"))] = None
     """The number of optimizer updates."""
-    epochs: Annotated[Number, Field(gt=0, le=1e6)] | None = None
+    epochs: Annotated[Annotated[Number, Field(gt=0, le=1e6)] | None, Key(unit="epochs")] = None
     """The number of passes over the data; with neither steps nor epochs: one."""
     warmup_ratio: Annotated[
         Annotated[Number, Field(ge=0, lt=1)] | None,
-        Excludes("scheduler.params.warmup_num_steps", 'Set that key to "auto".'),
+        Key(
+            unit="share",
+            excludes=Excludes("scheduler.params.warmup_num_steps", 'Set that key to "auto".'),
+        ),
     ] = None
     """The share of all steps for `scheduler.params.warmup_num_steps` "auto"; None: no warm-up."""
     parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
     """The parameter groups; the first that matches a parameter counts."""
-    seed: Annotated[Whole, Field(ge=0, lt=2**63)] = 0
+    seed: Annotated[Whole, Field(ge=0, lt=2**63), Key(unit="number")] = 0
     """The seed of the order of the data, of dropout and of initial values."""
-    label_smoothing: Annotated[Number, Field(ge=0, lt=1)] = 0.0
+    label_smoothing: Annotated[Number, Field(ge=0, lt=1), Key(unit="share")] = 0.0
     """The share of each target that is spread evenly over all classes or tokens, in training."""
-    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6)] = 0.0
+    neftune_alpha: Annotated[Number, Field(ge=0, le=1e6), Key(unit="factor")] = 0.0
     """The alpha of noise on input embeddings, in training.
 
     The noise is at most alpha / sqrt(tokens x width) (arXiv 2310.05914).
     """
-    router_bias_update_rate: Annotated[Number, Field(ge=0, le=1)] = 0.0
+    router_bias_update_rate: Annotated[Number, Field(ge=0, le=1), Key(unit="number")] = 0.0
     """How far a step moves the bias by which a router chooses an expert, as 0.001; 0: not at all.
 
     Up if fewer tokens than the mean chose the expert, down if more (arXiv 2412.19437).
@@ -188,7 +190,7 @@ class _Training(Section):
     sync_batch_norm: bool = False
     """True to normalise by the statistics of all data ranks' micro-batches together."""
     weight_decay_excludes: Annotated[
-        Literal["norms_and_biases", "nothing"], Needs("weight decay")
+        Literal["norms_and_biases", "nothing"], Key(needs="weight decay")
     ] = "norms_and_biases"
     """The parameters without weight decay; by default as in Hugging Face's Trainer."""
 
@@ -211,7 +213,7 @@ class _Execution(Section):
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
     """The engine; "auto": the first that runs the layout."""
     mesh: MeshSection = MeshSection()
-    pipeline_schedule: Annotated[PipelineSchedule, Needs("a pipeline")] = "1F1B"
+    pipeline_schedule: Annotated[PipelineSchedule, Key(needs="a pipeline")] = "1F1B"
     """The order in which pipeline stages run their micro-batches, by PyTorch's names."""
     activation_checkpointing: Annotated[str, AfterValidator(_recompute)] = "none"
     """Blocks recomputed in the backward pass: "none", "full" or "every:N".
@@ -219,7 +221,7 @@ class _Execution(Section):
     "selective" keeps matrix products and attention, "selective:2" half of the products;
     "offload" is "full" with the inputs of blocks on the host.
     """
-    tiled_mlp: Count | None = None
+    tiled_mlp: Annotated[Count | None, Key(unit="tokens")] = None
     """The most tokens of a row that a block's MLP computes at a time, and again in the backward
     pass; None: all, once. For long rows.
     """
@@ -235,7 +237,9 @@ class _Execution(Section):
 
     On GPUs; on a CPU if the key is given.
     """
-    patience: Annotated[Number, Field(gt=0, le=86_400)] | None = None
+    patience: Annotated[Annotated[Number, Field(gt=0, le=86_400)] | None, Key(unit="seconds")] = (
+        None
+    )
     """Seconds without progress that end a run; None: ten median steps, at least two minutes."""
 
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import jiter
 
-from trainer.config.grammar import show
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, show
 
 _COMMENT = re.compile(
     r'(?P<text>"(?:\\.|[^"\\])*(?:"|\\?\Z))|//[^\n]*|#[^\n]*|/\*.*?(?P<closed>\*/|\Z)', re.DOTALL

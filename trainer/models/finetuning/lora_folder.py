@@ -9,10 +9,9 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from trainer.config.grammar import show
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
-from trainer.errors import ConfigError, Problem, listed, refused
+from trainer.errors import ConfigError, Problem, listed, refused, show
 from trainer.models.door import check_folder
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import parse_json, read_file

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.config.grammar import show
-from trainer.errors import ConfigError, Problem, listed, suggestion
+from trainer.errors import ConfigError, Problem, listed, show, suggestion
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 

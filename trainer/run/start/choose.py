@@ -217,7 +217,7 @@ def as_begun(config: Config, start: Start) -> Config:
     So a run that began while chats were concatenated by default goes on so.
     """
     data, source = config.trainer.data, start.source
-    if source is None or data.documents is not None or config.trainer.task not in TEXT.tasks:
+    if source is None or data.documents is not None or config.trainer.task not in TEXT.names:
         return config
     saved = start.ranks.on_keepers(lambda: checkpoint.read_description(source).get("config") or {})
     documents = at(saved, "trainer.data.documents")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.config.grammar import show
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, show
 from trainer.tools.importers.draft import Draft, Roles, names
 from trainer.tools.importers.tables import read_table
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer.config.grammar import AUTO, show
+from trainer.config.keys.key import AUTO
 from trainer.config.read import Json, at
+from trainer.errors import show
 
 OTHERWISE = "is trained otherwise here"
 

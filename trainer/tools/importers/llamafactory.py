@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer.config.grammar import show
 from trainer.config.read import Json, read
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, show
 from trainer.tools.importers import arguments, shared_keys
 from trainer.tools.importers.chat_formats import put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number

@@ -7,9 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.grammar import show
 from trainer.config.read import Json, nodes, parse, unfit
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, show
 
 _ARGUMENT = re.compile(r"--[A-Za-z_]")
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]")

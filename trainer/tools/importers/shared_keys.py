@@ -8,11 +8,11 @@ from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
-from trainer.config.grammar import AUTO, show
 from trainer.config.keys import OPTIMIZERS
+from trainer.config.keys.key import AUTO
 from trainer.config.read import Json, at, read
 from trainer.config.validate import evaluated_at
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import ConfigError, Problem, refused, show
 from trainer.tools.importers.adapters import adapter
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside, checked

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from trainer.config.grammar import AUTO, show
+from trainer.config.keys.key import AUTO
 from trainer.config.read import Json
-from trainer.errors import ConfigError, Problem, listed, suggestion
+from trainer.errors import ConfigError, Problem, listed, show, suggestion
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, is_set, number
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.config.grammar import Key, parse, useless
+from trainer.config.keys.grammar import parse
+from trainer.config.keys.hints import useless
+from trainer.config.keys.key import Key
 
 
 def _table(name: str) -> dict[str, Key]:

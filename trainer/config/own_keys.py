@@ -1,0 +1,128 @@
+"""The keys of the `trainer` section as rows: a field's mark, type, default and docstring."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from trainer.config.keys.key import Key
+from trainer.config.sections.section import Section, mark_of
+from trainer.config.sections.trainer import TrainerSection
+from trainer.errors import Problem, show
+
+_NAMES = {int: "whole number", float: "number", str: "text", bool: "true, false", Any: "number"}
+_KINDS = {int: "int", float: "float", Any: "float", bool: "bool", str: "str"}
+
+
+def _sections(field: FieldInfo) -> list[type[Section]]:
+    """List the sections that a key holds: one, or one for each source or group in a list."""
+    kinds = (field.annotation, *get_args(field.annotation))
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
+
+
+def sections_of(model: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
+    """Yield (path, section) of the sections in one, each before those in it."""
+    for name, field in model.model_fields.items():
+        for section in _sections(field):
+            yield f"{path}.{name}", section
+            yield from sections_of(section, f"{path}.{name}")
+
+
+def _keys(model: type[Section], path: str) -> Iterator[tuple[str, Key]]:
+    for name, field in model.model_fields.items():
+        yield f"{path}.{name}", _key(field)
+        for section in _sections(field):
+            yield from _keys(section, f"{path}.{name}")
+
+
+def _key(field: FieldInfo) -> Key:
+    default = None if field.is_required() or isinstance(field.default, Section) else field.default
+    return replace(
+        mark_of(field),
+        kind="section" if _sections(field) else _kind(field.annotation),
+        words=_words(field.annotation) + _bounds(field.metadata),
+        null=type(None) in get_args(field.annotation),
+        needed=field.is_required(),
+        default=default,
+        about=field.description or "",
+    )
+
+
+def _leaves(annotation: Any) -> Iterator[Any]:
+    """Yield the types that a type is made of, without the values of literals."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        yield from _leaves(parts[0])
+    elif origin is dict:
+        yield dict
+    elif origin is Literal or not parts:
+        yield str if origin is Literal else annotation
+    else:
+        for part in parts:
+            yield from _leaves(part)
+
+
+def _kind(annotation: Any) -> str:
+    """Return the kind of the key's numbers, or else of its first type."""
+    kinds = [_KINDS.get(leaf, "section") for leaf in _leaves(annotation) if leaf is not type(None)]
+    return next((kind for kind in kinds if kind in ("int", "float")), kinds[0])
+
+
+def _words(annotation: Any) -> str:
+    """Return a type in words."""
+    origin, parts = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _words(parts[0])
+    if origin in (Union, types.UnionType):
+        kinds = [_words(part) for part in parts if part is not type(None)]
+        return " or ".join(dict.fromkeys(kinds))
+    if origin is Literal:
+        return ", ".join(f'`"{part}"`' for part in parts)
+    if origin is list:
+        return f"list of {_words(parts[0])}"
+    return _NAMES.get(annotation, "section")
+
+
+def _bounds(metadata: list[Any]) -> str:
+    """Return the limits of a number in words."""
+    signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+    limits = [
+        f"{sign} {getattr(mark, name):,g}"
+        for mark in metadata
+        for name, sign in signs.items()
+        if hasattr(mark, name)
+    ]
+    return f" {', '.join(limits)}" if limits else ""
+
+
+OWN_KEYS: dict[str, Key] = dict(_keys(TrainerSection, "trainer"))
+"""Each key of the section and of those in it, by its dotted path."""
+
+
+def unhonoured(section: TrainerSection, recipe: str) -> Iterator[Problem]:
+    """Yield the problems of keys that are set, and that `recipe` does not honour."""
+    default = TrainerSection()
+    for path, key in OWN_KEYS.items():
+        if key.recipes is None or recipe in key.recipes.names:
+            continue
+        value = _value(section, path)
+        if value == _value(default, path) or key.recipes.accepts(value):
+            continue
+        other = f'the task "{key.recipes.names[0]}"; this one is "{recipe}"'
+        if isinstance(value, Section):
+            expected = key.recipes.accepted or other
+            yield Problem(path, "saw keys", expected, "Set trainer.task.")
+        else:
+            yield Problem(path, f"saw {show(value)}", key.recipes.accepted or other)
+
+
+def _value(section: Section, path: str) -> Any:
+    """Return the value at a key's path; None below what is no section."""
+    value: Any = section
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    return value
