@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads share f
 import pytest
 from hypothesis import settings
 
+from tests.support import messages
 from tests.support.pool import Pools
 from tests.support.selection import (
     LEAST,
@@ -41,6 +42,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--record-durations",
         action="store_true",
         help="write the seconds of the tests that run to tests/durations.json",
+    )
+    parser.addoption(
+        "--rewrite-messages",
+        action="store_true",
+        help="write the texts that the tests of this run record to tests/messages.txt",
     )
     parser.addoption(
         "--part",
@@ -113,21 +119,42 @@ def skip_without_gpu(items: list[pytest.Item]) -> None:
                     )
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """Compare the texts that a test has recorded, or hand them to the process that writes them."""
+    messages.RECORDED.clear()
+    yield
+    recorded = list(messages.RECORDED)
+    if item.config.getoption("--rewrite-messages"):
+        item.user_properties.append(("messages", recorded))
+    else:
+        messages.compare(item.nodeid, recorded)
+
+
 DURATIONS: dict[str, float] = {}
 """Seconds by node id, of the tests that have run in this process or its workers."""
+MESSAGES: dict[str, list[str]] = {}
+"""The texts that the tests that have passed have recorded, by node id."""
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    """Add up the seconds of a test's setup and call."""
+    """Add up the seconds of a test's setup and call, and keep the texts that it has recorded."""
+    if report.when == "call" and report.passed:
+        MESSAGES.update(
+            (report.nodeid, value) for name, value in report.user_properties if name == "messages"
+        )
     if report.when != "teardown":
         seconds = DURATIONS.get(report.nodeid, 0.0)
         DURATIONS[report.nodeid] = seconds + report.duration
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    worker = hasattr(session.config, "workerinput")
-    if session.config.getoption("--record-durations") and not worker:
+    if hasattr(session.config, "workerinput"):
+        return
+    if session.config.getoption("--record-durations"):
         record(DURATIONS)
+    if session.config.getoption("--rewrite-messages"):
+        messages.rewrite(MESSAGES)
 
 
 @pytest.fixture(scope="session")

@@ -505,7 +505,8 @@ CHEAP = ("meshloom import", "meshloom status --help", "meshloom plan --help")
 def test_every_command_is_run_or_says_why_not():
     known = SMALL.keys() | SAME.keys() | ELSEWHERE.keys() | NOT_HERE.keys()
     missing = {command: places for command, places in documented().items() if command not in known}
-    assert missing == {}, "tests/test_documented_commands.py has to say how each is run"
+    # tests/test_documented_commands.py has to say how each is run
+    assert missing == {}
 
 
 def test_the_tables_have_no_command_that_nobody_documents():
@@ -529,8 +530,9 @@ def test_every_line_of_a_shell_is_a_command_that_is_known():
         for path in documents()
         if path.suffix == ".md"
     }
-    assert not any(found.values()), f"{found}: COMMAND has to have these programs"
-    assert unknown_commands("```sh\nls -l\n```\n\n    $ cat a\n    b\n") == ["cat a", "ls -l"]
+    assert not any(found.values()), f"{found}: COMMAND needs them"
+    page = "```sh\nls -l\n```\n\n    $ cat a\n    b\n"
+    assert unknown_commands(page) == ["cat a", "ls -l"]
 
 
 def test_the_errors_of_a_bad_config_are_those_of_the_page(tmp_path: Path):
@@ -659,7 +661,8 @@ def test_it_runs(request: pytest.FixtureRequest, places: dict[str, str], tmp_pat
     )
     assert words[0] in SCRIPTS or words[0] in first
     assert result.code == 0, result.output[-4000:]
-    assert state_of_results() == before, "a smallest form writes nothing into the tree"
+    # a smallest form writes nothing into the tree
+    assert state_of_results() == before
 
 
 def state_of_results() -> dict[str, float]:

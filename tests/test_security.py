@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.messages import raises, shows
 from tests.support.training import LLAMA
 from trainer.checkpoint import save
 from trainer.checkpoint.safetensors_stream import read_header
@@ -87,9 +88,7 @@ def test_a_kernel_that_a_models_config_names_is_not_fetched(
     if saved:
         (tmp_path / "config.json").write_text(json.dumps(LLAMA | {key: name}))
     given = options(path=tmp_path) if saved else options(LLAMA | {key: name})
-    with pytest.raises(
-        ConfigError, match="whose code would be fetched and run; expected none, or one of eager, "
-    ):
+    with raises(ConfigError, "fetched and run"):
         read_config(given)
 
 
@@ -152,7 +151,7 @@ def test_tensors_that_overlap_are_damage(tmp_path, offsets, good):
             name: end - start for name, (start, end) in offsets.items()
         }
         return
-    with pytest.raises(ValueError, match="no whole file of tensors"):
+    with raises(ValueError, "no whole file"):
         read_header(path)
 
 
@@ -183,7 +182,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_error(tmp_path, monkeypatch
     monkeypatch.setitem(command.COMMANDS, name, pruned)
     code, output = ask(name, tmp_path)
     assert code == 0, output
-    assert output.startswith("step-000010  removed meanwhile\nstep-000020  ")
+    shows(output, "step-000010", "removed meanwhile", "step-000020")
     (tmp_path / "step-000020" / "manifest.json").unlink()
     (tmp_path / "step-000020" / "manifest.json").write_text("{}")
     assert ask(name, tmp_path)[0] == 74
@@ -201,7 +200,7 @@ def test_weights_in_a_hostile_pickle_are_refused_in_our_words(tmp_path):
     import torch
 
     torch.save({"a": Runs(tmp_path / "ran")}, tmp_path / "pytorch_model.bin")
-    with pytest.raises(ConfigError, match="a pickle that does more than hold tensors") as caught:
+    with raises(ConfigError, "pickle that does") as caught:
         stored_tensors(tmp_path, None).names()
     assert "weights_only" not in str(caught.value) and not (tmp_path / "ran").exists()
 

@@ -328,11 +328,12 @@ def test_every_config_that_ships_is_in_the_docs():
         assert f"`{path.stem}`" in text_of("docs/configs.md"), path
 
 
+DATED = re.compile(r"(Committed in|Measured at) `[0-9a-f]{7}` \(\d{4}-\d\d-\d\d\)")
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "benchmarks/results").glob("*.md")), ids=lambda path: path.stem
 )
 def test_each_table_of_figures_names_commit_and_date(path):
     for table in re.findall(r"(?:^\|.*\n)+\n*(.*)", path.read_text(), re.MULTILINE):
-        assert re.match(r"(Committed in|Measured at) `[0-9a-f]{7}` \(\d{4}-\d\d-\d\d\)", table), (
-            table
-        )
+        assert DATED.match(table), table

@@ -142,7 +142,7 @@ def test_on_two_ranks(tmp_path: Path, pools: Pools, broken_rank: int | None) -> 
     )
     assert right and also
     assert one == other
-    assert ("No space left on device" in one) == (broken_rank is not None)
+    assert ("No space left" in one) == (broken_rank is not None)
     assert mine > 0 and others > 0
     assert mine + others == sum(tensor.nbytes for tensor in live().tensors.values())
     assert (tmp_path / "step-000010").exists() == (broken_rank is None)

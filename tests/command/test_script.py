@@ -22,6 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import trainer
 from tests.support.commands import ROOT
+from tests.support.messages import raises, shows
 from trainer.errors import FLAGS, ConfigError, Problem, in_python
 from trainer.run.start.request import Request
 
@@ -87,10 +88,8 @@ def test_a_signal_to_a_script_or_a_notebook_saves_and_is_raised(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
     assert found.returncode == 0, found.stdout + found.stderr
-    assert re.search(
-        rf"STOPPED stopped by {name} at step \d+; checkpoint saved\. Make the same call .* 75\n",
-        found.stdout,
-    )
+    shows(found.stdout, f"STOPPED stopped by {name}", "checkpoint saved", "same call")
+    assert re.search(r"STOPPED .* 75\n", found.stdout)
     assert "RESTORED True" in found.stdout
     assert re.search(r"FINISHED \d+ True", found.stdout)
 
@@ -178,7 +177,7 @@ def test_a_run_goes_on_or_begins_anew_as_it_is_asked(
         resume_weights_only=True,
     )
     assert other.folder.name == "own-3"
-    with pytest.raises(ConfigError, match=r"^resume: /nowhere: no such folder"):
+    with raises(ConfigError, "resume: /nowhere", "folder"):
         trainer.train(config(tmp_path), **OWN, resume="/nowhere")
 
 
@@ -293,7 +292,7 @@ def test_no_error_of_python_advises_a_flag() -> None:
     assert arguments <= parameters.keys() and Request(script=True).script
     error = ConfigError(Problem("--resume: x", "saw", "one", "start one with --fresh"))
     error.said_in_python()
-    assert str(error) == "resume: x: saw; expected one. start one with fresh=True"
+    shows(error, "resume", "fresh=True")
 
 
 @pytest.mark.more
@@ -304,7 +303,7 @@ def test_forks_that_cannot_use_the_gpus_of_this_machine_say_so(
     monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     own = {key: value for key, value in OWN.items() if key != "quiet"}
-    with pytest.raises(ConfigError, match="no CUDA before the call"):
+    with raises(ConfigError, "CUDA", "call"):
         call(config(tmp_path, device="auto"), **own)
 
 

@@ -136,7 +136,8 @@ def test_the_text_is_that_of_one_process_with_the_weights(pools, tmp_path, capsy
         code = use.main([str(path), "--prompt", PROMPT, *GREEDY], "meshloom generate")
         shown = capsys.readouterr()
         assert (code, shown.out.strip()) == (0, greedy(model, PROMPT)), shown.err
-    assert len({*shown.out.split()}) > 3, "a text that depends on all weights"
+    # a text that depends on all weights
+    assert len({*shown.out.split()}) > 3
 
 
 def test_of_an_unfinished_run_it_is_the_newest_checkpoint_that_is_whole(tmp_path):
@@ -272,7 +273,8 @@ def test_ctrl_c_ends_the_answer_and_the_end_of_the_input_the_chat(folder, tmp_pa
             process.stdin.flush()
             assert process.stdout.read(1).strip(), "the answer begins"
             process.send_signal(signal.SIGINT)
-            assert len(process.stdout.readline()) > 1, "it ends in a line"
+            # it ends in a line
+            assert len(process.stdout.readline()) > 1
         process.stdin.close()
         assert process.wait(60) == 0
 

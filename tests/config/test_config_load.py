@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.messages import raises, shows, shows_each
 from trainer.config import Config, RuntimeFacts, load, resolve, shipped, support
 from trainer.config.check import check
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS, UNBUILT
@@ -107,38 +108,27 @@ def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None
         "steps_per_print": "often",
     }
     known = "expected a known key of the top level. Did you mean"
-    assert errors(tmp_path, content) == [
-        f'zero_optimisation: saw {{"stage": 3}}; {known} "zero_optimization"?',
+    shows_each(
+        errors(tmp_path, content),
+        ("zero_optimisation", '{"stage": 3}', f'{known} "zero_optimization"?'),
         f'gradient_clip: saw 1; {known} "gradient_clipping"?',
         f'optimzer: saw {{}}; {known} "optimizer"?',
-        f'offload_param: saw {{"device": "cpu"}}; {known} zero_optimization.offload_param?',
-        'gradient_clipping: saw -1; expected a number of at least 0 or "auto"',
-        'zero_optimization.stage: saw "auto"; expected a whole number from 0 to 3',
+        ("offload_param", '{"device": "cpu"}', f"{known} zero_optimization.offload_param?"),
+        ("gradient_clipping", "-1", "least 0 or"),
+        ("zero_optimization.stage", 'saw "auto"', "whole number", "0 to 3"),
+        ("zero_optimization.reduce_bucket_size: saw 1.5", "least 1 or"),
+        ("zero_optimization.offload_optimizer.device", 'saw "gpu"', '"cpu" or "nvme"'),
         (
-            "zero_optimization.reduce_bucket_size: saw 1.5; expected a whole number of at least 1 "
-            "or "
-            '"auto"'
+            "activation_checkpointing.partitioned_activations",
+            "known key",
+            '"activation_checkpointing"',
+            '"partition_activations"?',
         ),
-        (
-            'zero_optimization.offload_optimizer.device: saw "gpu"; expected "none" or "cpu" or '
-            '"nvme" '
-            'or "auto"'
-        ),
-        "activation_checkpointing.partitioned_activations: saw true; expected a known key of the "
-        "section "
-        '"activation_checkpointing". Did you mean "partition_activations"?',
-        'steps_per_print: saw "often"; expected a whole number of at least 0 or "auto" or null',
-        (
-            'optimizer.params.lrr: saw 1; expected a known key of the section "optimizer.params". '
-            "Did "
-            'you mean "lr"?'
-        ),
-        "optimizer.params.betas: saw [0.9]; expected two numbers from 0 to below 1",
-        (
-            "optimizer.params.max_grad_norm: saw 1; expected no clipping here. Use the top-level "
-            '"gradient_clipping".'
-        ),
-    ]
+        ("steps_per_print", 'saw "often"', "0 or", "null"),
+        ("optimizer.params.lrr: saw 1", '"optimizer.params"', '"lr"?'),
+        ("optimizer.params.betas", "[0.9]", "two numbers", "0 to below 1"),
+        ("optimizer.params.max_grad_norm: saw 1", 'top-level "gradient_clipping"'),
+    )
 
 
 ZERO1, ZERO3 = {"stage": 1}, {"stage": 3}
@@ -601,7 +591,7 @@ def test_any_line_end_ends_a_comment(tmp_path: Path) -> None:
         )
         assert read(tmp_path / "c.json") == {"seed": 1, "train_batch_size": 8}
     (tmp_path / "c.json").write_bytes(b'\xef\xbb\xbf{"a":"\xff"}')
-    with pytest.raises(ConfigError, match="byte 9 is not UTF-8"):
+    with raises(ConfigError, "byte 9 is", "UTF-8"):
         read(tmp_path / "c.json")
 
 
@@ -645,19 +635,19 @@ def test_bad_files(tmp_path: Path) -> None:
             load(tmp_path / name)
         said[name] = str(caught.value).replace(str(tmp_path), "F")
     there = f"In F: zero2.json. Shipped: {', '.join(path.stem for path in SHIPPED)}"
-    assert said.pop("32").startswith('F/32:1:1: expected value at "\\u0000')
-    assert said == {
-        "zero9.json": "F/zero9.json: no such file; expected a DeepSpeed JSON config. " + there,
-        ".": "F: no regular file; expected a DeepSpeed JSON config",
-        "zero2.json": "F/zero2.json: byte 1 is not UTF-8; expected a UTF-8 text file",
-        "link": "F/link: a link to gone, which is not there; expected a DeepSpeed JSON config. "
-        + there,
-        "pipe": "F/pipe: no regular file; expected a DeepSpeed JSON config",
-        "large": "F/large: more than 1.0 MiB; expected a DeepSpeed JSON config",
-        "16": "F/16: byte 0 is not UTF-8; expected a UTF-8 text file",
-        "zip": 'F/zip:1:1: expected value at "\\u0000\\u0001\\u0002\\u0003"; expected JSON',
-        "/dev/zero": "/dev/zero: no regular file; expected a DeepSpeed JSON config",
-    }
+    shows_each(
+        said.values(),
+        ("F/zero9.json: no such file", there),
+        "F: no regular file",
+        ("F/zero2.json: byte 1", "not UTF-8"),
+        ("F/link: a link to gone", there),
+        "F/pipe: no regular file",
+        ("F/large", "1.0 MiB"),
+        ("F/16: byte 0", "not UTF-8"),
+        ("F/32:1:1", "\\u0000"),
+        ("F/zip:1:1", "\\u0000\\u0001\\u0002\\u0003", "expected JSON"),
+        "/dev/zero: no regular file",
+    )
 
 
 def test_a_config_that_is_shipped_is_found_by_its_name(
@@ -674,9 +664,7 @@ def test_a_config_that_is_shipped_is_found_by_its_name(
     assert (
         load("zero2.json").settings["zero_optimization"]["stage"] == 1
     )  # a file of one's own comes first
-    with pytest.raises(
-        ConfigError, match="zero9: no such file; .* In .: zero2.json. Shipped: ddp, experts, fsdp, "
-    ):
+    with raises(ConfigError, "zero9", "such file", "zero2.json", "Shipped"):
         load("zero9")
 
 
@@ -698,16 +686,12 @@ def test_overrides_are_json_or_text_and_make_sections(tmp_path: Path) -> None:
 
 
 def test_bad_overrides(tmp_path: Path) -> None:
-    assert errors(
-        tmp_path, {"train_batch_size": 8}, "nonsense", "train_batch_size.x=1", ".a=1"
-    ) == [
-        "nonsense: saw an override without a key path; expected key.path=value",
-        (
-            'train_batch_size.x=1: "train_batch_size" is 8; expected a section {...}. Set that key '
-            "itself instead."
-        ),
-        ".a=1: saw an override without a key path; expected key.path=value",
-    ]
+    shows_each(
+        errors(tmp_path, {"train_batch_size": 8}, "nonsense", "train_batch_size.x=1", ".a=1"),
+        ("nonsense", "without a key path", "key.path=value"),
+        ('train_batch_size.x=1: "train_batch_size" is 8', "itself instead"),
+        (".a=1", "without a key path", "key.path=value"),
+    )
 
 
 def test_thousands_of_mistakes_are_twenty_lines_and_a_count(
@@ -733,11 +717,8 @@ def test_thousands_of_mistakes_are_twenty_lines_and_a_count(
         with pytest.raises(ConfigError) as caught:
             compile_(tmp_path, content)
         lines = caught.value.render().splitlines()
-        assert (len(lines), lines[0], lines[-1]) == (
-            22,
-            "config error (10000 problems):",
-            "  and 9,980 more",
-        )
+        assert len(lines) == 22
+        assert "(10000 problems)" in lines[0] and "9,980 more" in lines[-1]
         assert len(compared) <= 40
     with pytest.raises(ConfigError) as caught:
         compile_(
@@ -748,16 +729,17 @@ def test_thousands_of_mistakes_are_twenty_lines_and_a_count(
 
 def test_overrides_are_bounded_and_checked_as_the_file_is(tmp_path: Path) -> None:
     deep = ".".join("a" * 500)
-    assert errors(
-        tmp_path, {}, 'fp16={"enabled": true, "enabled": false}', "zero_optimization=" + "[" * 200
-    ) == [
-        (
-            'fp16={"enabled": true, "enabled": false}: saw the key "enabled" twice in one section; '
-            "expected once"
+    shows_each(
+        errors(
+            tmp_path,
+            {},
+            'fp16={"enabled": true, "enabled": false}',
+            "zero_optimization=" + "[" * 200,
         ),
-        f'zero_optimization: saw "{"[" * 56}...; expected a section {{...}}',
-    ]
-    assert "override without a key path" in errors(tmp_path, {}, f"{deep}=1")[0]
+        ('fp16={"enabled"', '"enabled" twice'),
+        ("zero_optimization", f"{'[' * 56}...", "section {...}"),
+    )
+    shows(errors(tmp_path, {}, f"{deep}=1")[0], "without a key path")
     assert (
         "nested more than 40"
         in errors(tmp_path, {}, "trainer.model.config=" + '{"a":' * 50 + "1" + "}" * 50)[0]
@@ -952,14 +934,8 @@ def leads_astray(path: str, at: int, kind: int) -> bool:
 def test_no_hint_leads_to_a_key_without_effect_or_to_a_removed_one() -> None:
     places = [(path, at) for path in KEYS for at in range(len(path.rpartition(".")[2]))]
     assert not [case for case in places[::23] if leads_astray(*case, kind=len(case[0]) % 4)]
-    assert hinted("", "elastcity")[0] == (
-        'Remove it: "elasticity", which is like it, does nothing here (Elastic training was '
-        "removed from DeepSpeed. "
-        "Set the batch sizes themselves)."
-    )
-    assert hinted("", "stpes_per_print")[0].startswith(
-        'Remove it: "steps_per_print", which is like it, does nothing'
-    )
+    shows(hinted("", "elastcity")[0], "Remove it", '"elasticity"', "batch sizes")
+    shows(hinted("", "stpes_per_print")[0], "Remove it", '"steps_per_print"', "nothing")
     assert hinted("", "gradient_cliping")[1] == {"gradient_clipping"}
     assert hinted("activation_checkpointing.", "profil")[1] == {"activation_checkpointing.profile"}
 
@@ -1155,9 +1131,10 @@ def test_nothing_gives_way_to_what_asks_for_nothing_or_stands_in_the_same_place(
             True,
             (),
         )
-    assert errors(tmp_path, {}, "trainer.steps=3", "trainer.epochs=1") == [
-        "trainer.steps: saw 3, and trainer.epochs 1.0; expected at most one of the two"
-    ]
+    shows_each(
+        errors(tmp_path, {}, "trainer.steps=3", "trainer.epochs=1"),
+        ("trainer.steps: saw 3", "trainer.epochs 1.0", "most"),
+    )
     section = {
         "task": "image_classification",
         "model": {"name_or_path": "resnet18", "config": {"a": 1}},
@@ -1180,9 +1157,7 @@ def test_keys_and_texts_of_half_a_megabyte_cost_no_memory_or_time_each(tmp_path:
 def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None:
     config = load(path, ["trainer.epochs=1"])
     assert (config.trainer.steps, config.trainer.epochs) == (None, 1)
-    assert config.notes == (
-        "trainer.steps 1650 in the file gives way to trainer.epochs on the command line",
-    )
+    shows_each(config.notes, ("trainer.steps 1650 in", "gives way", "trainer.epochs"))
 
 
 @pytest.mark.parametrize(
@@ -1217,7 +1192,7 @@ def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None
 )
 def test_what_has_no_effect_is_noted(tmp_path: Path, content: dict[str, Any], noted: str) -> None:
     (note,) = compile_(tmp_path, content).notes
-    assert note.startswith(f"{noted} has no effect here: "), note
+    shows(note, f"{noted}", "effect")
 
 
 def test_values_are_coerced_as_deepspeed_does(tmp_path: Path) -> None:
@@ -1244,7 +1219,7 @@ def test_what_is_no_number(tmp_path: Path, value: Any) -> None:
         tmp_path, json.dumps({"gradient_predivide_factor": value}).replace("Infinity", "1e999")
     )
     expected = "a finite number" if value == 1e999 else "a number above 0"
-    assert "gradient_predivide_factor: saw " in text and text.endswith(expected)
+    shows(text, "gradient_predivide_factor: saw ", expected)
 
 
 def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
@@ -1276,10 +1251,7 @@ def test_older_keys_become_the_present_ones(tmp_path: Path) -> None:
         "gradient_clipping": 1.0,
     }
     assert (config.trainer.mesh.shard, config.trainer.activation_checkpointing) == (2, "full")
-    assert (
-        config.origins["trainer.activation_checkpointing"]
-        == "auto: from the activation_checkpointing section"
-    )
+    shows(config.origins["trainer.activation_checkpointing"], "activation_checkpointing section")
     assert config.origins["optimizer.type"] == config.origins["optimizer.params.lr"] == OWN
     assert config.origins["trainer.mesh.shard"] == "auto: from zero_optimization.mics_shard_size"
 
@@ -1305,9 +1277,7 @@ def test_a_checkpointing_section_that_is_all_off_recomputes_nothing(
 def test_parameters_are_offloaded_under_zero_3_alone(tmp_path: Path) -> None:
     zero = {"stage": 2, "offload_param": {"device": "cpu", "pin_memory": True}}
     config = compile_(tmp_path, {"zero_optimization": zero})
-    assert config.notes == (
-        "zero_optimization.offload_param has no effect here: the ZeRO stage is 2",
-    )
+    shows_each(config.notes, ("zero_optimization.offload_param", "effect", "ZeRO", "is 2"))
     assert config.settings["zero_optimization"] == {"stage": 2}
 
 
@@ -1355,9 +1325,7 @@ def test_the_users_own_recompute_wins(tmp_path: Path) -> None:
     config = compile_(tmp_path, content)
     assert config.trainer.activation_checkpointing == "every:2"
     (note,) = config.notes
-    assert note == (
-        "activation_checkpointing.profile has no effect here: only deepspeed.checkpointing reads it"
-    )
+    shows(note, "activation_checkpointing.profile", "effect", "deepspeed.checkpointing")
 
 
 def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: Path) -> None:
@@ -1376,18 +1344,15 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
         "_comment": "mine",
     }
     config = compile_(tmp_path, content)
-    assert config.notes == (
-        "zero_optimization.round_robin_gradients has no effect here: "
-        "with it DeepSpeed takes one parameter's state for another's, also in checkpoints",
-        (
-            "zero_optimization.compute_grad_norm has no effect here: the norm is always taken, and "
-            "logged"
-        ),
-        "tensor_parallel.preset_model has no effect here: the model's own plan says what is split",
-        "steps_per_print has no effect here: trainer.log.every says how often a line is printed",
-        "wandb has no effect here: use trainer.log.trackers",
-        "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes",
-        "zero_optimization.stage3_max_live_parameters has no effect here: the ZeRO stage is 2",
+    shows_each(
+        config.notes,
+        ("zero_optimization.round_robin_gradients", "DeepSpeed", "parameter's state"),
+        ("zero_optimization.compute_grad_norm", "always taken"),
+        ("tensor_parallel.preset_model", "model's own"),
+        ("steps_per_print", "trainer.log.every", "printed"),
+        ("wandb", "trainer.log.trackers"),
+        ("scheduler.params.warmup_num_steps: 0 is", "as 1", "least", "DeepSpeed"),
+        ("zero_optimization.stage3_max_live_parameters", "effect", "ZeRO", "is 2"),
     )
     assert set(config.deepspeed) == {
         "zero_optimization",
@@ -1455,13 +1420,11 @@ def test_what_is_no_number_in_a_dictionary_is_named_by_its_key(value: Any, path:
         load(config)
     at = "[1]" if isinstance(value, list) else ""
     shown = "-Infinity" if value == float("-inf") else "NaN"
-    assert [str(one) for one in caught.value.problems] == [
-        f"the config: {path}{at}: saw {shown}; expected a finite number"
-    ]
+    shows_each(caught.value.problems, (f"{path}{at}", f"{shown}", "finite number"))
 
 
 def test_a_key_of_a_dictionary_that_is_no_text_is_named() -> None:
-    with pytest.raises(ConfigError, match="the config: optimizer: saw 1; expected text"):
+    with raises(ConfigError, "the config: optimizer", "saw 1", "text"):
         load({"optimizer": {1: 2}})
 
 

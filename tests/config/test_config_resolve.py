@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.messages import raises, shows_each
 from trainer.config import Config, RuntimeFacts, load, mesh_sizes, origin_table, resolve
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
@@ -116,18 +117,28 @@ def test_the_origin_table() -> None:
         {"bf16": {"enabled": "auto"}, "train_batch_size": 8, "fp16": {"loss_scale": "auto"}}
     )
     facts = replace(FACTS, device="cpu")
-    assert origin_table(resolve(config, facts)) == [
-        ("bf16.enabled", "false", "auto: from the device cpu: float32"),
-        ("fp16.loss_scale", "-", "auto: DeepSpeed's default"),
-        ("gradient_accumulation_steps", "1", "auto: 1, as no other batch size is given"),
-        ("gradient_clipping", "1.0", "default"),
-        ("optimizer.params.betas", "[0.9, 0.999]", OWN),
-        ("optimizer.params.eps", "1e-08", OWN),
-        ("optimizer.params.lr", "5e-05", OWN),
-        ("optimizer.params.weight_decay", "0.0", OWN),
-        ("optimizer.type", '"AdamW"', OWN),
-        ("train_micro_batch_size_per_gpu", "4", "auto: from train_batch_size, 2 data ranks"),
+    table = origin_table(resolve(config, facts))
+    assert [row[:2] for row in table] == [
+        ("bf16.enabled", "false"),
+        ("fp16.loss_scale", "-"),
+        ("gradient_accumulation_steps", "1"),
+        ("gradient_clipping", "1.0"),
+        ("optimizer.params.betas", "[0.9, 0.999]"),
+        ("optimizer.params.eps", "1e-08"),
+        ("optimizer.params.lr", "5e-05"),
+        ("optimizer.params.weight_decay", "0.0"),
+        ("optimizer.type", '"AdamW"'),
+        ("train_micro_batch_size_per_gpu", "4"),
     ]
+    shows_each(
+        [row[2] for row in table],
+        ("auto", "device cpu", "float32"),
+        ("auto", "DeepSpeed's default"),
+        ("auto: 1", "no other batch size"),
+        "default",
+        *[OWN] * 5,
+        ("auto", "train_batch_size", "2 data ranks"),
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,11 +202,9 @@ def test_three_batch_sizes_that_do_not_fit_are_an_error(
         return
     content = dict(zip(BATCH, (train, micro, accumulation), strict=True))
     text = failure(content, replace(FACTS, world_size=ranks))
-    assert text.startswith(
-        f"train_batch_size: saw {train}, but {micro} (micro-batch) x {accumulation} (accumulation) "
-        f"x {ranks} "
-        f"(data ranks) = {product}; expected the two to be equal. Set train_batch_size"
-    )
+    assert text.startswith(f"train_batch_size: saw {train}")
+    assert f"{micro} (micro-batch)" in text and f"{accumulation} (accumulation)" in text
+    assert f"{ranks} (data ranks) = {product}" in text
     # what is said to mend it does
     named = text.partition(" Set ")[2].partition(" to ")[0].split(" or ")
     for name in named:
@@ -342,7 +351,7 @@ def test_intervals_may_be_shares_of_the_steps():
     assert resolve(config, replace(FACTS, total_steps=None)).trainer.checkpoint.every == 0.5
     found = resolve(config, replace(FACTS, total_steps=101)).trainer
     assert (found.checkpoint.every, found.evaluation.every) == (51, 51)
-    with pytest.raises(ConfigError, match="an evaluation at each checkpoint"):
+    with raises(ConfigError, "evaluation at each"):
         config_of({"trainer": {**every, "evaluation": {"every": 0.25}}})
     with pytest.raises(ConfigError, match="trainer.checkpoint.every"):
         config_of({"trainer": {"checkpoint": {"every": 1.5}}})

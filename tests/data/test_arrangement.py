@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import Result, train, write_job
+from tests.support.messages import shows
 from trainer import checkpoint
 from trainer.config import DataSection, load
 from trainer.data.text.arrangement import arranged, holds_chats
@@ -104,12 +105,13 @@ def resolved(result: Result) -> str:
 def test_a_dry_run_says_what_was_decided_and_why(tmp_path: Path) -> None:
     path = chats_job(tmp_path)
     result = train("--config", path, "--dry-run")
-    assert '"pack"  <- auto: the data are chats' in resolved(result)
+    shows(resolved(result), '"pack"  <- auto', "chats")
     assert "of documents kept apart" in result.output
     mamba = {"model_type": "mamba", "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}
     result = train("--config", chats_job(tmp_path, model={"config": mamba}), "--dry-run")
-    assert '"pad"  <- auto: ' in resolved(result) and "other logits than alone" in result.output
-    assert any(line.startswith("note    trainer.data.documents is pad") for line in result.lines)
+    shows(resolved(result), '"pad"  <- auto')
+    assert "other logits than alone" in result.output
+    shows(result.output, "note", "trainer.data.documents is pad")
 
 
 @pytest.mark.more

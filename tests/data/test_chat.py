@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tests.support.messages import raises, shows
 from trainer.config import DataSection
 from trainer.data.formats import locate
 from trainer.data.text.chat import PLAIN, Template
@@ -205,15 +206,13 @@ def test_a_mark_that_leaves_the_end_of_the_turn_out_gets_it(tokenizer: Any) -> N
 
 
 def test_a_template_that_rewrites_its_past_is_refused_with_the_turn(tokenizer: Any) -> None:
-    with pytest.raises(
-        DataError, match=r"rows:7: the template rewrites turn 1 once more turns follow: '<think>"
-    ):
+    with raises(DataError, "rows:7", "template rewrites", "1 once"):
         learned(tokenizer, REASONING, Chat(messages(), place="rows:7"))
     assert learned(tokenizer, REASONING, Chat(messages()), loss_on="last_assistant") == [
         "<think>\n\n</think>\n\nYes: ünd so.<|im_end|>"
     ]
     thinks = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
-    with pytest.raises(DataError, match="rewrites turn 1 once it is answered"):
+    with raises(DataError, "1 once", "answered"):
         learned(tokenizer, thinks, Chat(messages()))
 
 
@@ -222,14 +221,9 @@ def test_a_turn_that_the_template_leaves_out_is_an_error(tokenizer: Any) -> None
         [*messages(TURNS[:1]), {"role": "tool", "content": "four"}, *messages(TURNS[1:2])],
         place="a:1",
     )
-    with pytest.raises(
-        DataError, match='a:1: turn 1 of the role "tool" is not in what the chat template renders'
-    ):
+    with raises(DataError, "a:1", "1 of", "template renders"):
         learned(tokenizer, MISTRAL, tool)
-    with pytest.raises(
-        DataError,
-        match=r"refuses it: Conversation roles must alternate.* \(roles: user, tool, assis",
-    ):
+    with raises(DataError, "Conversation roles", "assis"):
         learned(tokenizer, GEMMA, tool)
 
 
@@ -291,7 +285,7 @@ def test_each_format_is_found_from_its_rows(tmp_path: Path, name: str) -> None:
     found = Found()
     (chat,) = read(tmp_path, ROWS[name], found=found)
     assert chat.messages == OPEN
-    assert found.describe().endswith("3 roles (system, user, assistant), 3 turns at most")
+    shows(found.describe(), "3 roles", "3 turns", "most")
 
 
 def test_chats_in_parquet_and_in_what_datasets_saved(tmp_path: Path) -> None:
@@ -306,9 +300,7 @@ def test_chats_in_parquet_and_in_what_datasets_saved(tmp_path: Path) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(
         tmp_path / "both"
     )
-    with pytest.raises(
-        DataError, match="a folder of the parts train; expected one part. Name one of them, such as"
-    ):
+    with raises(DataError, "parts train"):
         locate(str(tmp_path / "both"))
 
 
@@ -407,7 +399,7 @@ def test_half_of_a_surrogate_pair_is_named_wherever_it_is(
     text = tools + "{% for m in messages %}{{ m.content }}<|endoftext|>{% endfor %}"
     template = Template(tokenizer, text, "a template")
     [chat] = read(tmp_path, HALVES[name])
-    with pytest.raises(DataError, match=r"rows.jsonl:1: .*half of a surrogate pair"):
+    with raises(DataError, "rows.jsonl:1", "surrogate pair"):
         list(template.encode([chat]))
 
 
@@ -438,15 +430,13 @@ def test_chats_become_samples(tmp_path: Path, tokenizer: Any) -> None:
     assert (
         tokenizer.decode(sample["targets"][sample["targets"] != IGNORED].tolist()) == "4<|im_end|>"
     )
-    assert data.describe().startswith(
-        "chats, 3 roles (system, user, assistant), 3 turns at most, by the template of"
-    )
+    shows(data.describe(), "chats, 3 roles", "3 turns")
     assert data.summary.origin.chats
     options = options.model_copy(update={"chat_template": str(tmp_path / "none.jinja")})
     with pytest.raises(ConfigError, match="No such file"):
         open_data(options, tokenizer, tmp_path / "cache", Ranks())
     (tmp_path / "none.jinja").write_text("{% for %}")
-    with pytest.raises(ConfigError, match="none.jinja:1: .*; expected a Jinja template"):
+    with raises(ConfigError, "none.jinja:1", "Jinja template"):
         open_data(options, tokenizer, tmp_path / "cache", Ranks())
 
 
@@ -472,9 +462,10 @@ def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> Non
         source = open_data(options, tokenizer, tmp_path / "cache", Ranks()).train
         found[name] = tokenizer.decode(beginning(source, 100))
         assert len(beginning(source, 5)) == 5
+    function = "def f(x): return x + 1"
     assert found == {
         "chats": "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
-        "texts": "def f(x): return x + 1"[:FEW],
+        "texts": function[:FEW],
     }
 
 

@@ -22,6 +22,7 @@ from rich.console import Console
 
 from tests.data.test_cache import contents
 from tests.data.test_data_samples import options, tokenizer, write_rows
+from tests.support.messages import raises, shows
 from tests.support.pool import Pools
 from trainer.data import digest, workers
 from trainer.data.cache import cached_folder
@@ -86,12 +87,12 @@ def test_the_first_bad_row_is_named_whoever_finds_it(tmp_path: Path, count: int)
         chat(("user", "stop"), ("assistant", "a"))
     )  # of the same chunk as the line that is no JSON
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"data.jsonl:43: the chat template refuses it"):
+    with raises(DataError, "data.jsonl:43", "template refuses"):
         prepared(path, tmp_path / "cache", workers=count, chat_template=str(template))
     limits = {"sequence_length": 12, "documents": "pad", "too_long": "error"}
     lines[41] = json.dumps(chat(("user", "a b c d e f g h a b c d"), ("assistant", "a")))
     path.write_text("\n".join(lines))
-    with pytest.raises(DataError, match=r"data.jsonl:42: \d+ tokens; expected at most 12"):
+    with raises(DataError, "data.jsonl:42", "tokens", "most 12"):
         prepared(path, tmp_path / "cache", workers=count, chat_template=str(template), **limits)
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -110,7 +111,7 @@ def _die(number: int) -> int:
 
 
 def test_a_worker_that_is_killed_is_an_error_and_no_hang() -> None:
-    with pytest.raises(RuntimeError, match="a process that prepares data was killed"):
+    with raises(RuntimeError, "prepares data", "killed"):
         list(workers.in_order(_die, range(9), 2))
 
 
@@ -288,7 +289,7 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 
     with (
         patch.object(preparation, "_write", write),
-        pytest.raises(DataError, match="changed while it was read"),
+        raises(DataError, "changed while"),
     ):
         prepared(path, tmp_path / "cache")
 
@@ -317,11 +318,12 @@ def test_progress_is_shown_when_it_takes_longer_than_a_moment(
         assert f"prepare {path} " in told.getvalue() and told.getvalue().endswith("\x1b[1A\x1b[2K")
         return
     lines = told.getvalue().splitlines()
-    assert lines[0] == f"prepare {path}: looked up 1 of 1 files in the cache"
+    shows(lines[0], f"{path}: looked up 1", "of 1 files")
     assert "4 documents, " in lines[1]
-    assert any(line.startswith(f"prepare {path}: 100%, 60 documents, ") for line in lines)
+    done = f"prepare {path}: 100%, 60 documents, "
+    assert any(line.startswith(done) for line in lines)
     assert f"prepare {path}: arranging samples" in lines
-    assert lines[-1] == f"prepare {path}: 100%, checking what is prepared, 0.0 of 0.0 GB"
+    shows(lines[-1], f"{path}: 100%, checking", "0.0 of 0.0 GB")
 
 
 # Ranks that wait

@@ -28,6 +28,7 @@ import trainer
 from tests.data.test_data_samples import options, tokenizer
 from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support.commands import run, start, write_job
+from tests.support.messages import raises, shows, shows_each
 from tests.support.s3 import served
 from trainer.checkpoint import newest
 from trainer.data.loader import Batching, BatchLoader
@@ -229,10 +230,11 @@ def test_files_without_a_sample_are_left_out_where_bad_rows_are(tmp_path: Path) 
     found = [text for step in steps for text in step]
     assert sorted(found[:28]) == sorted(found[28:]) == sorted(sum(texts, []))
     notes = shown.getvalue().splitlines()
-    assert sorted(line for line in notes if "waits" not in line and "still" not in line) == [
-        f"note: {tmp_path / 'all' / name} has no samples and is left out"
-        for name in ("bad.jsonl", "blank.jsonl")
-    ]
+    shows_each(
+        sorted(line for line in notes if "waits" not in line and "still" not in line),
+        ("note", str(tmp_path / "all" / "bad.jsonl"), "no samples"),
+        ("note", str(tmp_path / "all" / "blank.jsonl"), "no samples"),
+    )
     *rest, _ = read(opened(tmp_path, path, corrupt="skip"), range(14, 16), place=place)
     *whole, _ = read(opened(tmp_path, path, corrupt="skip"), range(16))
     assert whole[:14] == steps and whole[14:] == rest
@@ -243,7 +245,7 @@ def test_files_without_a_sample_are_left_out_where_bad_rows_are(tmp_path: Path) 
 def test_a_killed_preparation_is_told(tmp_path: Path, texts: list[list[str]]) -> None:
     data = opened(tmp_path)
     data.train._prepare = lambda file: os._exit(1)
-    with pytest.raises(RuntimeError, match="was killed; the machine may be out of memory"):
+    with raises(RuntimeError, "killed", "memory"):
         read(data, range(1))
 
 
@@ -277,7 +279,7 @@ def test_a_preparation_that_is_killed_between_two_files_is_told() -> None:
         assert beside.result() == 1
         processes_of(beside)[0].kill()
         time.sleep(0.5)
-        with pytest.raises(RuntimeError, match="was killed; the machine may be out of memory"):
+        with raises(RuntimeError, "killed", "memory"):
             beside.begin(-2)
             beside.result()
 
@@ -372,7 +374,8 @@ def test_a_run_that_waits_for_a_file_can_be_stopped(tmp_path: Path, call: int, e
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == (77 if ends == "patience" else 75), output
-    assert "note: the next samples are of" in output and nothing_left(tmp_path)
+    shows(output, "next samples")
+    assert nothing_left(tmp_path)
     found, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
     assert bool(found) is (call > 1 and "signal" in ends), output
     if found:
@@ -448,7 +451,7 @@ def test_the_preparation_begins_before_the_model_is_in_memory_and_ends_with_the_
     monkeypatch.setattr("trainer.run.run._built", built)
     path = str(tmp_path / "*.jsonl")
     config = write_job(tmp_path, engine="mesh", data={"path": path, "stream": True})
-    with pytest.raises(RuntimeError, match="stop here, after 1 process"):
+    with raises(RuntimeError, "stop", "1 process"):
         trainer.train(config, quiet=True)
     assert not psutil.pid_exists(int((tmp_path / "process").read_text()))
 
@@ -481,12 +484,12 @@ def test_training_on_a_stream_of_a_bucket_goes_on_bit_for_bit(tmp_path: Path) ->
         whole, parts = job("whole"), job("parts")
         trained(whole, "1", *two)
         output = trained(parts, "1", *two)
-        assert "6 files, each prepared when it is needed" in output, output
+        shows(output, "6 files", "needed")
         folder = tmp_path / "parts/runs/job"
         shutil.rmtree(folder / "final")
         for step in (9, 12):
             shutil.rmtree(folder / f"checkpoints/step-{step:06}")
         again = trained(parts, "2", *two)
-        assert "step 6, 48 samples seen" in again, again
+        shows(again, "step 6, 48 samples", "seen")
         for path in (tmp_path / "whole/runs/job/final").iterdir():
             assert (folder / "final" / path.name).read_bytes() == path.read_bytes(), path.name

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.commands import write_job
+from tests.support.messages import raises, shows
 from tests.support.together import together
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.distributed.ranks import Ranks
@@ -56,7 +57,7 @@ def test_a_second_partition_is_refused_before_deepspeed_fails(tmp_path: Path) ->
         write_job(tmp_path, engine="deepspeed"), [f"zero_optimization={json.dumps(zero)}"]
     )
     composed = compose(config, RuntimeFacts(4, None, None, False, "cpu", 4))
-    with pytest.raises(ConfigError, match="zero_hpz_partition_size: 2; expected 0 or 1"):
+    with raises(ConfigError, "zero_hpz_partition_size: 2", "0 or 1"):
         ENGINES["deepspeed"].ready(composed.layout, torch.device("cpu"), composed.config.settings)
 
 
@@ -76,11 +77,9 @@ def test_a_process_that_sees_one_gpu_takes_it(joined):
 
 
 def test_more_processes_than_gpus(joined):
-    with pytest.raises(ConfigError, match="8 for 4 GPUs; expected at most one process per GPU"):
+    with raises(ConfigError, "8 for 4 GPUs", "most"):
         joined(EIGHT, gpus=4)
-    with pytest.raises(
-        ConfigError, match="several processes on one GPU; expected at most one process per GPU"
-    ):
+    with raises(ConfigError, "several processes", "GPU"):
         joined(
             EIGHT,
             gpus=1,
@@ -152,9 +151,8 @@ def test_tensor_groups_larger_than_a_machine(tmp_path):
     layout = layout_of(config, 16)
     assert (layout.replicate, layout.shard, layout.tensor) == (1, 2, 8)
     notes = [note for note in config.notes if "cross machines" in note]
-    assert (
-        len(notes) == 1 and "tensor parallel groups of 8 cross machines of 4 processes" in notes[0]
-    )
+    assert len(notes) == 1
+    shows(notes[0], "tensor parallel", "8 cross machines", "4 processes")
 
 
 @pytest.mark.parametrize(
@@ -205,8 +203,5 @@ def test_mfu_counts_all_positions_on_the_devices_that_share_them():
 
 def test_a_rank_without_an_address_is_named(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(
-        ConfigError,
-        match="RANK=11 with MASTER_ADDR=None and MASTER_PORT=.*expected a host and a port",
-    ):
+    with raises(ConfigError, "RANK=11", "MASTER_ADDR=None", "MASTER_PORT=", "port"):
         process._store(EIGHT, print)

@@ -15,6 +15,7 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.messages import shows
 from trainer.command.import_config import main
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
@@ -283,7 +284,7 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
     )
     assert "says gradient_accumulation_steps 2" in words(draft.lost, "gradient_accumulation_steps")
     assert "of its own" in words(draft.carried, "lr_scheduler_type")
-    assert words(draft.carried, "adam_beta2") == "the DeepSpeed file says optimizer"
+    shows(words(draft.carried, "adam_beta2"), "DeepSpeed file says")
     assert "gradient_clipping" not in draft.made  # DeepSpeed's own default, not the Trainer's
 
 
@@ -589,10 +590,8 @@ def test_lora_flags_of_scripts_are_carried_over_where_all_is_said():
         "targets": ["q_proj"],
         "bias": "none",
     }
-    assert (
-        "adapter"
-        not in from_flags("--use_lora false --lora_r 8 --model_name_or_path m").made["trainer"]
-    )
+    without = from_flags("--use_lora false --lora_r 8 --model_name_or_path m")
+    assert "adapter" not in without.made["trainer"]
 
 
 def test_axolotls_batch_size_is_that_of_one_process(tmp_path: Path):
@@ -768,9 +767,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     )
     assert main([*ours, "--partial"], "meshloom import") == 0
     report = capsys.readouterr().out
-    assert "lost, though it changes what is trained (2)" in report
-    assert "  load_in_4bit true: has no counterpart here\n" in report
-    assert "carried over (" in report and "change nothing of what is trained" in report
+    shows(report, "lost", "(2)")
+    shows(report, "load_in_4bit", "counterpart")
+    assert "carried over (" in report
+    shows(report, "change nothing")
     assert load(target).trainer.adapter is not None
     assert main(["--from", "axolotl", "--partial", str(source)], "meshloom import") == 0
     printed = capsys.readouterr()
@@ -784,10 +784,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["--output", str(target), "--", *flags], "meshloom import") == 0
     assert load(target).trainer.model.name_or_path == "gpt2"
     assert main(["--", *flags, "--use_lora", "True"], "meshloom import") == 64
-    assert (
-        "use_lora: saw true (nothing says LoRA's r, alpha, dropout, targets)"
-        in capsys.readouterr().err
-    )
+    shows(capsys.readouterr().err, "use_lora", "LoRA's", "alpha")
     with pytest.raises(SystemExit):
         main([str(source), "--", *flags], "meshloom import")
 

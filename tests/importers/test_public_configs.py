@@ -231,7 +231,8 @@ def test_a_template_of_a_name_here_renders_the_turns_of_theirs(theirs: str):
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text() == page(), "python -m tests.support.foreign writes it anew"
+    # python -m tests.support.foreign writes it anew
+    assert PAGE.read_text() == page()
 
 
 def test_the_table_holds_no_path_of_a_machine():

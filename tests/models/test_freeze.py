@@ -22,6 +22,7 @@ from tests.support.layouts import (
     TIED,
     by_engine,
 )
+from tests.support.messages import raises
 from tests.support.pool import machine_here
 from tests.support.training import (
     GPT2,
@@ -251,7 +252,7 @@ def test_what_fits_no_model_is_an_error(patterns, message):
 @pytest.mark.more
 def test_deepspeed_says_that_a_stage_has_nothing_to_learn(pools):
     case = by_engine({"x": LAYOUTS["pipeline, a frozen stage"]})["deepspeed-x"]
-    with pytest.raises(AssertionError, match="pipeline stage 0 is frozen as a whole"):
+    with raises(AssertionError, "0 is frozen"):
         pools[2].run(train_by_engine, case=case)
 
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig
 
 from tests.data.test_templates import tokenizer_of
 from tests.support.commands import train, write_job
+from tests.support.messages import raises
 from trainer.errors import ConfigError
 from trainer.models.own_vocabulary import align
 
@@ -49,7 +50,7 @@ def test_what_is_stated_stays_and_is_told_where_it_differs() -> None:
     [note] = notes
     assert "eos_token_id is 7" in note and str(tokenizer.eos_token_id) in note
     assert not aligned(tokenizer, eos_token_id=tokenizer.eos_token_id)[1]
-    with pytest.raises(ConfigError, match="vocab_size: 100; expected at least"):
+    with raises(ConfigError, "vocab_size: 100", "least"):
         aligned(tokenizer, vocab_size=100)
 
 

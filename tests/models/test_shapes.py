@@ -56,9 +56,7 @@ def test_it_runs_at_any_number_of_processes(path: Path, device: str) -> None:
             if world > LARGEST:
                 continue
             if world % cut:
-                with pytest.raises(
-                    ConfigError, match=f"multiple of {cut} processes, such as .* or "
-                ):
+                with pytest.raises(ConfigError, match=f"multiple of {cut} processes"):
                     laid_out(path, nodes, local)
                 continue
             config, layout = laid_out(path, nodes, local, device)
@@ -93,9 +91,7 @@ def test_nodes_are_sharded_within_and_replicated_across(
     config, layout = laid_out(next(path for path in SHIPPED if path.stem == name), nodes, local)
     assert (layout.replicate, layout.shard) == sizes
     lone = name == "hsdp" and local == 1 and nodes > 1
-    assert (
-        f"a node has no two ranks to shard over: shards over all {nodes}" in config.notes
-    ) is lone
+    assert any("no two ranks" in note and str(nodes) in note for note in config.notes) is lone
     again = resolve(config, RuntimeFacts(nodes * local, 64, 500, False, "cpu", local))
     assert (layout_of(again, nodes * local), again.notes) == (layout, config.notes)
 

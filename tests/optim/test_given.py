@@ -12,6 +12,7 @@ import torch
 import trainer
 from tests.command.test_script import OWN, config
 from tests.support.commands import write_job
+from tests.support.messages import raises
 from trainer.errors import ConfigError, MeshloomError
 
 MOMENTUM: Any = partial(torch.optim.SGD, momentum=0.9)
@@ -81,9 +82,7 @@ def test_what_is_no_optimizer_of_the_parameters_is_one_sentence(tmp_path: Path) 
     for seen, optimizer in wrong.items():
         with pytest.raises(ConfigError, match=f"^optimizer script:optimizer: {seen}.*; expected a"):
             trainer.train(flat, **OWN, optimizer=optimizer)
-    with pytest.raises(
-        ConfigError, match="^engine deepspeed: the optimizer script:optimizer, .* its own, and not"
-    ):
+    with raises(ConfigError, "engine deepspeed", "script:optimizer"):
         trainer.train(config(tmp_path, engine="deepspeed"), **OWN, optimizer=MOMENTUM)
 
 

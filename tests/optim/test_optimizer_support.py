@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.messages import raises, shows
 from tests.support.training import (
     GPT2,
     LLAMA,
@@ -318,10 +319,7 @@ def test_auto_takes_an_engine_that_runs_the_layout_and_the_optimizer(
     config = compiled(tmp_path, name, params, **more)
     assert select("auto", layout_of(case), config, device)[0] == chosen
     if chosen != "deepspeed":
-        with pytest.raises(
-            ConfigError,
-            match=f"(?s)engine deepspeed: the optimizer {config.optimizer.type}.*(mesh|torch_adam)",
-        ):
+        with raises(ConfigError, "engine deepspeed", f"optimizer {config.optimizer.type}"):
             select("deepspeed", layout_of(case), config, device)
 
 
@@ -366,11 +364,9 @@ def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
     job = write_job(tmp_path)
     result = train("--config", job, "optimizer.type=lion")
     assert result.code == 64, result.output
-    assert "engine mesh: the optimizer Lion, ZeRO-2, on cpu; expected" in result.output
+    shows(result.output, "engine mesh", "Lion", "ZeRO-2", "cpu")
     assert not (tmp_path / "runs").exists() or not list((tmp_path / "runs").glob("*/checkpoints/*"))
-    with pytest.raises(
-        ConfigError, match="optimizer: Lion; expected one with a reference in PyTorch"
-    ):
+    with raises(ConfigError, "reference", "PyTorch"):
         tiny_run(str(job), ["optimizer.type=lion"], 1)
     small = tiny_run(str(job), ["optimizer.type=sgd", "trainer.engine=deepspeed"], 1)
     with pytest.raises(ConfigError, match="zero_allow_untested_optimizer"):

@@ -12,6 +12,7 @@ from torch import nn
 
 from tests.support.commands import run, write_job
 from tests.support.layouts import LAYOUTS, by_engine
+from tests.support.messages import raises, shows
 from tests.support.training import (
     LLAMA,
     Case,
@@ -118,7 +119,8 @@ def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_li
     layout = replace(layout_of(Case(world_size=1)), compile="blocks")
     found, [note] = compilation.decided(layout, own(Sleeps), machine_of(Watched()))
     assert found.compile == "none"
-    assert "run uncompiled: on a tiny copy" in note and "test_compilation.py:" in note
+    shows(note, "run uncompiled")
+    assert "test_compilation.py:" in note
     found, [note] = compilation.decided(layout, own(Linear), machine_of(Watched()))
     assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
 
@@ -201,7 +203,7 @@ def test_a_compiler_that_is_missing_is_a_sentence(monkeypatch):
 
     monkeypatch.setattr(compilation, "BACKEND", no_compiler)
     layout = layout_of(Case(compile="blocks"))
-    with pytest.raises(ConfigError, match=r"No working C\+\+ compiler found"):
+    with raises(ConfigError, "working C++"):
         compilation.check_compiler(layout, CPU)
     compilation.check_compiler(replace(layout, compile="auto"), CPU)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.support.commands import run, write_job
+from tests.support.messages import raises
 from tests.support.training import (
     LLAMA,
     Case,
@@ -96,7 +97,7 @@ def test_weights_that_ranks_share_unevenly_are_refused_where_they_are_gathered_i
     """gloo ended the process, and NCCL would gather too much or too little."""
     spec, three = spec_of(LLAMA), replace(layout_of(CASE), shard=3)
     with patch.object(float8, "LEAST", 16):
-        with pytest.raises(ConfigError, match=r"32 rows of .* on 3 ranks.*rowwise"):
+        with raises(ConfigError, "32 rows", "3 ranks", "rowwise"):
             float8.check(spec, three)
         float8.check(spec, replace(three, float8="rowwise"))
         float8.check(spec, layout_of(CASE))
@@ -115,7 +116,7 @@ def test_it_is_certified(tmp_path: Path, kind: str) -> None:
 
 def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:
     spec = spec_of({**LLAMA, "num_hidden_layers": 1})
-    with pytest.raises(ConfigError, match="which has none; expected trained linear layers"):
+    with raises(ConfigError, "trained linear"):
         float8.check(spec, layout_of(CASE))
     lora = replace(CASE, adapter={"r": 4})
     with patch.object(float8, "LEAST", 16), pytest.raises(ConfigError, match="expected trained"):

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.models.test_models import family
 from tests.run.test_layout import layout
 from tests.support.layouts import family as sized
+from tests.support.messages import raises, shows
 from tests.support.training import LLAMA, spec_of
 from trainer.engines.owners import owners
 from trainer.errors import ConfigError
@@ -175,10 +176,7 @@ def test_every_family_computes_the_same_logits_in_stages(name, tied):
 
 
 def test_too_few_blocks():
-    with pytest.raises(
-        ConfigError,
-        match="pipeline.stages: llama: 3 blocks for 4 pipeline stages; expected at least",
-    ):
+    with raises(ConfigError, "pipeline.stages", "3 blocks", "4 pipeline", "least"):
         check_cut(spec_of(LLAMA), 4)
 
 
@@ -196,11 +194,7 @@ def test_a_model_that_computes_beside_its_blocks_is_refused(monkeypatch):
     monkeypatch.setattr(LlamaModel, "forward", scaled)
     with pytest.raises(ConfigError) as caught:
         check_cut(spec_of(LLAMA), 2)
-    assert str(caught.value) == (
-        "pipeline.stages: llama: cut into stages: other logits than the whole model: a block reads "
-        "more than the block "
-        "before it gives; expected the same logits and gradients. Set pipeline.stages to 1."
-    )
+    shows(caught.value, "cut", "pipeline.stages to 1")
 
 
 def test_a_shared_module_is_refused(monkeypatch):
@@ -221,9 +215,7 @@ def test_a_shared_module_is_refused(monkeypatch):
             self, self.shared(hidden), *args, **kwargs
         ),
     )
-    with pytest.raises(
-        ConfigError, match="cut into stages: model.norm runs after and before and between"
-    ):
+    with raises(ConfigError, "cut", "model.norm"):
         check_cut(spec_of(LLAMA), 2)
 
 

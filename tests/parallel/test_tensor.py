@@ -18,6 +18,7 @@ from tests.support.layouts import (
     by_engine,
     family,
 )
+from tests.support.messages import raises, shows
 from tests.support.training import Case, assert_same, spec_of, train_by_engine, train_plainly
 from trainer.config import load
 from trainer.engines import ENGINES, select
@@ -46,7 +47,7 @@ def test_an_engine_that_comes_after_has_groups_of_its_own(pools):
 @pytest.mark.parametrize("name", WITHOUT_WORDS)
 def test_a_plan_that_it_has_no_words_for_is_refused(name):
     model = {key: value for key, value in FAMILIES[name].items() if "pdrop" not in key}
-    with pytest.raises(ConfigError, match=r'split as .*Set trainer.engine to "mesh"'):
+    with raises(ConfigError, "split as", "trainer.engine"):
         ENGINES["deepspeed"].check(spec_of(model), TWO_RANKS)
 
 
@@ -135,7 +136,7 @@ def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, text)
     with pytest.raises(ConfigError) as caught:
         check(spec_of(model), layout(1, 1, 1, size, 1, 1))
     assert text in str(caught.value)
-    assert str(caught.value).endswith("Change tensor_parallel.autotp_size; 1 trains every model.")
+    shows(caught.value, "Change tensor_parallel.autotp_size", "1 trains")
 
 
 @pytest.mark.more
@@ -143,5 +144,6 @@ def test_what_deepspeed_adds_up_in_place_may_be_recomputed():
     """Without copies of it, gradients of Qwen3's blocks were wrong. Equality: the layouts'."""
     selective = replace(TWO_RANKS, recompute=Recompute("selective"))
     assert ENGINES["deepspeed"].refusal(selective) is None
-    assert "deepspeed-tensor x ddp, qwen3, selective" in by_engine(LAYOUTS)
+    name = "deepspeed-tensor x ddp, qwen3, selective"
+    assert name in by_engine(LAYOUTS)
     assert ENGINES["mesh"].refusal(selective) is None

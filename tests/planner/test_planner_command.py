@@ -15,6 +15,7 @@ import pytest
 from torch import nn
 
 from tests.support.commands import run, write_job
+from tests.support.messages import shows
 
 TINY = {
     "model_type": "llama",
@@ -126,9 +127,7 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
     assert result.code == 1
     assert "DOES NOT FIT" in result.output
     assert "too much" in result.output
-    assert (
-        result.lines[-1] == "propose --propose tries other layouts, for about 20 seconds"
-    )  # each is a plan of its own
+    shows(result.lines[-1], "propose --propose", "20 seconds")  # each is a plan of its own
 
 
 @pytest.mark.more

@@ -16,6 +16,7 @@ import pytest
 
 from tests.support.commands import ROOT, TRAIN, start, write_job
 from tests.support.marked import MARK, ended, processes, ranks, sweep
+from tests.support.messages import shows
 from trainer.checkpoint import newest
 from trainer.supervise.notes import Notes
 from trainer.supervise.world import free_port, is_launcher
@@ -75,8 +76,7 @@ def test_the_table_of_ends(tmp_path: Path, row: tuple[str, ...]) -> None:
     if saved == "yes" and launcher == "meshloom":
         last = output.splitlines()[-1]
         asked_by = signal.Signals(number).name if number != signal.SIGKILL else "SIG"
-        assert last.startswith(f"stopped by {asked_by}"), output
-        assert "checkpoint saved" in last and last.endswith("to resume."), output
+        shows(last, f"stopped by {asked_by}", "checkpoint saved", "resume")
 
 
 @pytest.mark.more

@@ -9,6 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from tests.support.messages import shows
 from trainer.engines.engine import Metrics
 from trainer.engines.owners import least_loaded
 from trainer.optim.lr_schedules import Update
@@ -80,10 +81,7 @@ def test_an_evaluation_may_end_it():
     patience = Patience(2)
     ends = [patience.ends(step, loss) for step, loss in enumerate([3.0, 2.0, 2.5, 1.9, 1.9])]
     assert ends == [False] * 5 and patience.ends(5, float("nan"))
-    assert patience.line == (
-        "stopped: the held-out loss has not fallen in 2 evaluations; the lowest was 1.9, after "
-        "step 3"
-    )
+    shows(patience.line, "held-out", "fallen", "2 evaluations", "was 1.9", "step 3")
     assert not any(Patience(None).ends(step, 1.0) for step in range(9))
 
 

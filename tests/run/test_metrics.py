@@ -11,6 +11,7 @@ from torch import nn
 
 import trainer
 from tests.command.test_script import OWN, build, config, loss
+from tests.support.messages import raises
 from trainer.errors import ConfigError
 from trainer.tasks.image_classification import ImageClassification
 from trainer.tasks.supervised import Supervised
@@ -84,7 +85,7 @@ def test_an_unfit_metric_is_one_sentence() -> None:
             return build()
 
     task: Any = Supervised(loss, on_meta)
-    with pytest.raises(ConfigError, match="^metrics: saw list; expected a dictionary"):
+    with raises(ConfigError, "metrics: saw list", "dictionary"):
         task.measuring([margin], HELD_OUT[:2])
     for name, (metric, sentence) in cases.items():
         with pytest.raises(ConfigError, match=f"^{sentence}"):

