@@ -151,7 +151,7 @@ def test_tensors_that_overlap_are_damage(tmp_path, offsets, good):
             name: end - start for name, (start, end) in offsets.items()
         }
         return
-    with raises(ValueError, "no whole file"):
+    with pytest.raises(ValueError, match="no whole file"):
         read_header(path)
 
 

@@ -115,8 +115,9 @@ def test_code_has_the_terms_of_the_field() -> None:
 
 
 def test_the_stop_list_finds_what_it_is_for() -> None:
-    assert hits("The run goes on, without a word, with long\nrows.")
-    assert not hits("It resumes; a held-out sample goes on top; rows of a matrix.")
+    ours = "The run goes on, without a word, with long\nrows."
+    fields = "It resumes; a held-out sample goes on top; rows of a matrix."
+    assert hits(ours) and not hits(fields)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,8 @@ VARIES = [
     (r"\b\w{3} \w{3} [ \d]\d \d\d:\d\d:\d\d \d{4}\b", "DATE"),
     (r"(No space left on device, )[\d.]+ \w+", r"\1N GiB"),
     (r"\b\d{3,} bytes", "N bytes"),
-    (r"\b[0-9a-f]{32,}\b", "HASH"),
+    (r"\b([0-9a-f]{32,}\b|[0-9a-f]{12}\.\.\.)", "HASH"),
+    (r"\[\d{3,}\]", "[N]"),
     (r"\bmeshloom-\d+\b", "meshloom-USER"),
     (r"\b(process|pid) \d+", r"\1 N"),
     (r"(127\.0\.0\.1|localhost):\d+", r"\1:PORT"),
@@ -50,15 +51,19 @@ def shows(text: object, *keys: str) -> str:
     Returns that part: the first line that has all of them. If no line has all, it is the lines
     that have any. Raises AssertionError if a key word is missing from the text.
     """
-    whole = str(text)
-    missing = [key for key in keys if key not in whole]
-    assert not missing, f"{missing} are missing from:\n{whole}"
-    lines = whole.splitlines()
-    with_all = [line for line in lines if all(key in line for key in keys)]
-    with_any = [line for line in lines if any(key in line for key in keys)]
-    part = with_all[0] if with_all else "\n".join(with_any) or whole
+    part = part_with(str(text), keys)
     keep(part)
     return part
+
+
+def part_with(text: str, keys: tuple[str, ...]) -> str:
+    """The first line with all key words, or else the lines with any. See `shows`."""
+    missing = [key for key in keys if key not in text]
+    assert not missing, f"{missing} are missing from:\n{text}"
+    lines = text.splitlines()
+    with_all = [line for line in lines if all(key in line for key in keys)]
+    with_any = [line for line in lines if any(key in line for key in keys)]
+    return with_all[0] if with_all else "\n".join(with_any) or text
 
 
 def shows_each(texts: Iterable[object], *keys: str | tuple[str, ...]) -> None:
@@ -71,13 +76,15 @@ def shows_each(texts: Iterable[object], *keys: str | tuple[str, ...]) -> None:
 
 @contextmanager
 def raises(kind: type[BaseException], *keys: str) -> Iterator[pytest.ExceptionInfo[BaseException]]:
-    """Check that the block raises this class with these key words, and record the whole text."""
+    """Check that the block raises this class with these key words, and record the text.
+
+    Of a text that holds a traceback it is the part that `shows` would record.
+    """
     with pytest.raises(kind) as caught:
         yield caught
     text = str(caught.value)
-    missing = [key for key in keys if key not in text]
-    assert not missing, f"{missing} are missing from:\n{text}"
-    keep(text)
+    part = part_with(text, keys)
+    keep(part if "Traceback" in text else text)
 
 
 def keep(text: str) -> None:

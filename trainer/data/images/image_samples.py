@@ -284,8 +284,8 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
     """
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    start, mend = "can't be read: ", 'Remove it, or set trainer.images.corrupt="skip"'
-    more: Any = {"start": start, "mend": mend, "raises": DataError}
+    start, hint = "can't be read: ", 'Remove it, or set trainer.images.corrupt="skip"'
+    more: Any = {"start": start, "hint": hint, "raises": DataError}
     with refused(found.name(number), "an image", named=True, **more):  # whatever decoders raise
         image, label = found.load(number)
         if torch.is_tensor(image):
