@@ -80,40 +80,13 @@ PIPELINE_SCHEDULES = {
 
 
 @dataclass(frozen=True)
-class Layout(MeshSizes):
-    """Mesh axes, batch sizes and the sharding of state. Raises ConfigError for bad sizes."""
+class RunSizes(MeshSizes):
+    """The mesh axes and the batch sizes."""
 
     micro_batch: int
     """Samples in one forward pass of one data rank."""
     accumulation: int
     """Micro-batches per step (gradient accumulation)."""
-    zero_stage: int
-    offload_optimizer: Device
-    offload_param: Device
-    precision: Precision
-    recompute: Recompute
-    schedule: PipelineSchedule = PIPELINE_SCHEDULES["1F1B"]
-    """Has no effect if `pipeline` is 1."""
-    sync_batch_norm: bool = False
-    """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
-    compile: Compile = "none"
-    """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
-    float8: Float8 = "none"
-    """How the factors of float8 products are scaled, in large linear layers of blocks."""
-    sequence_parallel: bool = False
-    """True if between the split matrices each tensor rank has a part of each row's tokens."""
-    updated: Precision = "float32"
-    """The precision of the weights that are updated, and of the optimizer's state."""
-    router_bias_rate: float = 0.0
-    """How far a step moves the biases by which routers choose experts; 0: they stay."""
-
-    def __post_init__(self) -> None:
-        self.check(self.world_size, self.train_batch)
-        problem = self.schedule.problem(self.accumulation, self.pipeline)
-        if self.pipeline > 1 and problem:
-            key = "gradient_accumulation_steps"
-            hint = f"Raise {key}: a pipeline's micro-batches are its accumulation."
-            raise ConfigError(Problem(key, *problem, hint))
 
     def check(self, world_size: int, train_batch: int) -> None:
         """Raise ConfigError unless all sizes are above 0 and give so many processes and samples."""
@@ -138,10 +111,49 @@ class Layout(MeshSizes):
         """Samples per step, over all data ranks (the global batch)."""
         return self.micro_batch * self.accumulation * self.data_ranks
 
+
+@dataclass(frozen=True)
+class StateLayout(RunSizes):
+    """Those sizes, and where the model's state is kept, and in which precision."""
+
+    zero_stage: int
+    offload_optimizer: Device
+    offload_param: Device
+    precision: Precision
+
     @property
     def offloads(self) -> bool:
         """True if any state is kept off the device."""
         return self.offload_optimizer != "none" or self.offload_param != "none"
+
+
+@dataclass(frozen=True)
+class Layout(StateLayout):
+    """The whole plan. Raises ConfigError for bad sizes."""
+
+    recompute: Recompute
+    schedule: PipelineSchedule = PIPELINE_SCHEDULES["1F1B"]
+    """Has no effect if `pipeline` is 1."""
+    sync_batch_norm: bool = False
+    """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
+    compile: Compile = "none"
+    """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
+    float8: Float8 = "none"
+    """How the factors of float8 products are scaled, in large linear layers of blocks."""
+    sequence_parallel: bool = False
+    """True if between the split matrices each tensor rank has a part of each row's tokens."""
+    updated: Precision = "float32"
+    """The precision of the weights that are updated, and of the optimizer's state."""
+    router_bias_rate: float = 0.0
+    """How far a step moves the biases by which routers choose experts; 0: they stay."""
+
+    def __post_init__(self) -> None:
+        self.check(self.world_size, self.train_batch)
+        problem = self.schedule.problem(self.accumulation, self.pipeline)
+        if self.pipeline > 1 and problem:
+            key = "gradient_accumulation_steps"
+            hint = f"Raise {key}: a pipeline's micro-batches are its accumulation."
+            raise ConfigError(Problem(key, *problem, hint))
 
     @property
     def stages(self) -> int:
@@ -223,7 +235,8 @@ class Layout(MeshSizes):
 def layout_of(config: Config, world_size: int) -> Layout:
     """Build the layout of a resolved config for `world_size` processes, or raise ConfigError."""
     settings = config.settings
-    zero, bf16 = settings.get("zero_optimization", {}), settings.get("bf16", {})
+    zero = settings.get("zero_optimization", {})
+    bf16 = settings.get("bf16", {})
     low = bf16.get("bf16_master_weights_and_grads") is bf16.get("bf16_optimizer_states") is True
     layout = Layout(
         **vars(mesh_sizes(config, world_size)),

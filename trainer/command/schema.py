@@ -138,7 +138,8 @@ def _parameters(types: Mapping[str, Table]) -> list[Schema]:
         params = _section(_properties(table))
         then: Schema = {"properties": {"params": params}}
         if needed := [parameter for parameter, key in table.items() if key.needed]:
-            params["required"], then["required"] = needed, ["params"]
+            params["required"] = needed
+            then["required"] = ["params"]
         chosen = {"properties": {"type": _any_case([name])}, "required": ["type"]}
         cases.append({"if": chosen, "then": then})
     return cases

@@ -42,7 +42,8 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
     pipeline = _size(config.settings.get("pipeline", {}).get("stages", 1))
     tensor = _size(config.settings.get("tensor_parallel", {}).get("autotp_size", 1))
     if world_size % (pipeline * tensor):
-        group, axes = pipeline * tensor, f"{pipeline} (pipeline) x {tensor} (tensor)"
+        group = pipeline * tensor
+        axes = f"{pipeline} (pipeline) x {tensor} (tensor)"
         seen = f"{world_size} processes are not divisible by {axes}"
         expected = f"a multiple of {group} processes, {nearest(world_size, group)}"
         mend = "Change pipeline.stages or tensor_parallel.autotp_size."
@@ -61,15 +62,16 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
 
 def _experts(settings: dict[str, Any], shard: int, tensor: int) -> int:
     size = _size(settings.get("autoep_size", 1)) if settings.get("enabled") else 1
-    problem, whole = None, shard * tensor
+    whole = shard * tensor
+    place = f"expert_parallel.autoep_size {size}"
     if size > 1 and size % tensor:
-        problem = f"it is no multiple of {tensor} (tensor)", f"a multiple of {tensor}"
-    elif whole % size:
+        seen = f"it is no multiple of {tensor} (tensor)"
+        raise ConfigError(Problem(place, seen, f"a multiple of {tensor}"))
+    if whole % size:
         sharing = "that share one copy of the weights (ZeRO)"
         expected = f"a multiple of {size} processes, {nearest(whole, size)}, {sharing}"
-        problem = f"{shard} (shard) x {tensor} (tensor) are not divisible by it", expected
-    if problem is not None:
-        raise ConfigError(Problem(f"expert_parallel.autoep_size {size}", *problem))
+        seen = f"{shard} (shard) x {tensor} (tensor) are not divisible by it"
+        raise ConfigError(Problem(place, seen, expected))
     return size
 
 
@@ -100,14 +102,16 @@ def _data_axes(config: Config, ranks: int, inside: int) -> tuple[int, int]:
         return (1, ranks) if stage else (ranks, 1)
     # an axis that is not given gets what is left; -1 leaves nothing
     replicate = mesh.replicate or (1 if mesh.shard == -1 else -1)
-    shard = inside if mesh.shard == "node" else mesh.shard or (1 if mesh.replicate == -1 else -1)
+    rest = 1 if mesh.replicate == -1 else -1
+    shard = inside if mesh.shard == "node" else mesh.shard or rest
     given = max(replicate, 1) * max(shard, 1)
     if ranks % given or (given != ranks and -1 not in (replicate, shard)):
         seen = f"saw {replicate} (replicate) x {shard} (shard)"
         mend = "Set one of them to -1, for what is left, or change the number of processes."
         raise ConfigError(Problem("trainer.mesh", seen, f"a product of {ranks} data ranks", mend))
     rest = ranks // given
-    replicate, shard = (rest if replicate == -1 else replicate), (rest if shard == -1 else shard)
+    replicate = rest if replicate == -1 else replicate
+    shard = rest if shard == -1 else shard
     if shard > 1 and not stage:
         seen = f"saw {shard} with ZeRO stage 0"
         mend = "Set zero_optimization.stage to 1, 2 or 3, or shard to 1."

@@ -68,7 +68,8 @@ def _of_plugin(section: Json, params: Json) -> Chosen:
 
 def _misuse(params: Json, kind: str) -> Iterator[Problem]:
     """Yield the problems of values of the right type that the optimizers' own checks reject."""
-    place, betas = "optimizer.params", params.get("betas", AUTO)
+    place = "optimizer.params"
+    betas = params.get("betas", AUTO)
     if betas != AUTO and not _are_betas(betas):
         yield Problem(f"{place}.betas", f"saw {show(betas)}", "two numbers from 0 to below 1")
     if (
@@ -93,11 +94,13 @@ def _are_betas(betas: Any) -> bool:
 def choose_scheduler(section: Json) -> Chosen:
     """Check a scheduler's section."""
     chosen = _choose("scheduler", section, SCHEDULERS)
-    kind, params = chosen.section.get("type"), chosen.section["params"]
+    kind = chosen.section.get("type")
+    params = chosen.section["params"]
     for name, key in SCHEDULERS.get(str(kind), {}).items():
         if key.needed and name not in params:
             mend = f'Set "{name}"' + (' to "auto".' if key.auto else ".")
-            seen, expected = f"saw no {name}", f"{name} for {kind}"
+            seen = f"saw no {name}"
+            expected = f"{name} for {kind}"
             chosen.problems.append(Problem("scheduler.params", seen, expected, mend))
     if params.get("warmup_num_steps") == 0 and str(kind).startswith("Warmup"):
         params["warmup_num_steps"] = 1
@@ -107,7 +110,8 @@ def choose_scheduler(section: Json) -> Chosen:
 
 
 def _choose(place: str, section: Json, types: Mapping[str, Table]) -> Chosen:
-    kind, params = section.get("type"), section.get("params", {})
+    kind = section.get("type")
+    params = section.get("params", {})
     # DeepSpeed ignores the case of optimizer names, but not of scheduler names
     name = {known.lower(): known for known in types}.get(str(kind).lower())
     if name is None:

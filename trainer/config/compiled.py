@@ -25,7 +25,9 @@ from trainer.config.sections.trainer import TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
 
-FILE, OVERRIDE, DEFAULT = "config file", "override", "default"
+FILE = "config file"
+OVERRIDE = "override"
+DEFAULT = "default"
 
 
 @dataclass(frozen=True)

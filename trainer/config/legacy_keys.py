@@ -41,11 +41,14 @@ class Upgraded:
             values = self.settings.get(section, {}) if section else self.settings
             if name not in values:
                 continue
-            value, target, place = values.pop(name), new.rpartition(".")[2], new
+            value = values.pop(name)
+            target = new.rpartition(".")[2]
+            place = new
             if KEYS[old].kind == "bool" and KEYS[new].kind == "section":
                 if not value:
                     continue
-                value, place = {"device": "cpu"}, f"{new}.device"
+                value = {"device": "cpu"}
+                place = f"{new}.device"
             if target in values:
                 seen = f'saw it beside "{new}"'
                 self.problems.append(Problem(old, seen, "one of the two", f"Remove {old}."))
@@ -55,7 +58,8 @@ class Upgraded:
     def drop_idle_sections(self) -> None:
         """Drop an offload of parameters below ZeRO-3, and DeepSpeed's communication log if off."""
         zero = self.settings.get("zero_optimization", {})
-        stage, section = zero.get("stage", 0), zero.get("offload_param") or {}
+        stage = zero.get("stage", 0)
+        section = zero.get("offload_param") or {}
         if stage != 3 and section.get("device", "none") not in ("none", AUTO):
             del zero["offload_param"]
             place = "zero_optimization.offload_param"

@@ -54,7 +54,8 @@ def _key(field: FieldInfo) -> Key:
 
 def _leaves(annotation: Any) -> Iterator[Any]:
     """Yield the types that a type is made of, without the values of literals."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         yield from _leaves(parts[0])
     elif origin is dict:
@@ -74,7 +75,8 @@ def _kind(annotation: Any) -> str:
 
 def _words(annotation: Any) -> str:
     """Return a type in words."""
-    origin, parts = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    parts = get_args(annotation)
     if origin is Annotated:
         return _words(parts[0])
     if origin in (Union, types.UnionType):

@@ -104,10 +104,11 @@ def unfit(raw: Any, place: str) -> Iterator[Problem]:
         elif isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
             seen = f"a number of more than {DIGITS:,} digits"
             yield Problem(f"{place}: {path}", f"saw {seen}", "a finite number")
-        for part in value if isinstance(value, dict) else [value] if isinstance(value, str) else []:
-            if not isinstance(part, str) or "\0" in part or re.search("[\ud800-\udfff]", part):
+        texts = [value] if isinstance(value, str) else []
+        for text in value if isinstance(value, dict) else texts:
+            if not isinstance(text, str) or "\0" in text or re.search("[\ud800-\udfff]", text):
                 expected = "text without the character 0 and without halves of characters"
-                yield Problem(f"{place}: {path}" if path else place, f"saw {show(part)}", expected)
+                yield Problem(f"{place}: {path}" if path else place, f"saw {show(text)}", expected)
 
 
 def _too_deep(place: str) -> Problem:
@@ -120,12 +121,15 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
 
     A value is JSON if it parses as such, else a string. Missing sections are created.
     """
-    result, paths, problems = deepcopy(raw), [], []
+    result = deepcopy(raw)
+    paths = []
+    problems = []
     for text in overrides:
         path, equals, value = text.partition("=")
         names = path.split(".")
         if not equals or not all(names) or len(names) > DEEPEST:
-            seen, spaces = "saw an override without a key path", text == "=" or "=" in overrides
+            seen = "saw an override without a key path"
+            spaces = text == "=" or "=" in overrides
             hint = "Write it without spaces around the =." if spaces else ""
             problems.append(Problem(text, seen, "key.path=value", hint))
             continue

@@ -50,7 +50,8 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
         raise ConfigError(Problem("bf16.enabled", seen, expected, mend))
     data_ranks = mesh_sizes(config, facts.world_size).data_ranks
     decisions = _values(config, facts) | _batch(config.settings, data_ranks)
-    settings, origins = deepcopy(config.settings), dict(config.origins)
+    settings = deepcopy(config.settings)
+    origins = dict(config.origins)
     for path, (value, reason) in decisions.items():
         section, _, name = path.rpartition(".")
         at(settings, section)[name] = value
@@ -85,8 +86,10 @@ def _share_of(share: float, steps: int) -> int:
 
 def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
     """Let FSDP shard within each machine and replicate across, unless `trainer.mesh` differs."""
-    local, mesh = facts.local_world_size or facts.world_size, config.trainer.mesh
-    sizes, machines = mesh_sizes(config, facts.world_size, local), facts.world_size // local
+    local = facts.local_world_size or facts.world_size
+    mesh = config.trainer.mesh
+    sizes = mesh_sizes(config, facts.world_size, local)
+    machines = facts.world_size // local
     config = _with_note(config, _crossing(sizes.tensor, local, machines))
     inside = ranks_inside(local, sizes.tensor, sizes.averaging_ranks)
     if mesh.shard == "node":

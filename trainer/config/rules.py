@@ -19,11 +19,9 @@ SAME = {
     "bf16": ("bf16", "bfloat16"),
 }
 """DeepSpeed's names for each precision."""
-BATCH, MICRO, ACCUMULATION = (
-    "train_batch_size",
-    "train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps",
-)
+BATCH = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
+ACCUMULATION = "gradient_accumulation_steps"
 WARMUP = "scheduler.params.warmup_num_steps"
 
 
@@ -54,7 +52,8 @@ def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list
     Returns the origins of the removed keys, and a note for each. Of several, the first goes: the
     batch size stays unless both of the others are on the command line.
     """
-    origins, notes = {}, []
+    origins = {}
+    notes = []
     for group in ((ACCUMULATION, MICRO, BATCH), *exclusive(at(raw, "trainer.task"))):
         values = {path: at(raw, path) for path in group}
         line = [
@@ -85,12 +84,14 @@ def contradictions(settings: Json, trainer: TrainerSection) -> Iterator[Problem]
     """Yield the problems of keys that exclude one another, and of a warm-up without a scheduler."""
     tree = settings | {"trainer": trainer.model_dump(exclude_defaults=True)}
     for (path, other), hint in exclusive(trainer.task).items():
-        value, beside = at(tree, path), at(tree, other)
+        value = at(tree, path)
+        beside = at(tree, other)
         if _is_given(path, value) and _is_given(other, beside):
             seen = f"saw {show(value)}, and {other} {show(beside)}"
             yield Problem(path, seen, "at most one of the two", hint)
     if trainer.warmup_ratio is not None and at(settings, WARMUP) is None:
-        seen, expected = f"saw {trainer.warmup_ratio:g}", "a scheduler with a warm-up"
+        seen = f"saw {trainer.warmup_ratio:g}"
+        expected = "a scheduler with a warm-up"
         yield Problem("trainer.warmup_ratio", seen, expected, f'Set {WARMUP} to "auto".')
 
 
@@ -110,8 +111,10 @@ def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
     devices = [at(settings, f"zero_optimization.{name}.device") for name in offloaded]
     axes = ("pipeline.stages", "tensor_parallel.autotp_size")
     pipelined, split = (at(settings, size) not in (None, 0, 1, AUTO) for size in axes)
-    data, has_path = trainer.data, trainer.data.evaluation_path is not None
-    model, stream = trainer.model.name_or_path, data.arrangement == "concatenate"
+    data = trainer.data
+    has_path = trainer.data.evaluation_path is not None
+    model = trainer.model.name_or_path
+    stream = data.arrangement == "concatenate"
     decays = [group.weight_decay for group in trainer.parameter_groups]
     decays.append(at(settings, "optimizer.params.weight_decay"))
     conditions: dict[str, tuple[Any, str]] = {
@@ -138,7 +141,8 @@ def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
     """Return notes on valid keys that have no effect given the others."""
     tree = settings | {"trainer": trainer.model_dump(exclude_defaults=True)}
     needs = {path: key.needs for path, key in (KEYS | OWN_KEYS).items() if key.needs}
-    given, notes = [path for path in needs if _has_value(at(tree, path))], []
+    given = [path for path in needs if _has_value(at(tree, path))]
+    notes = []
     for condition, reason in unmet(settings, trainer).items():
         if paths := [path for path in given if needs[path] == condition]:
             have = "has" if len(paths) == 1 else "have"
@@ -189,7 +193,8 @@ def _model_dtype(settings: Json) -> Iterator[Problem]:
         return
     name = next((name for name, enabled in computes.items() if enabled), "fp32")
     if wanted.removeprefix("torch.") not in SAME[name]:
-        place, seen = "data_types.param_dtype", f"saw {show(wanted)}, and a model in {name}"
+        place = "data_types.param_dtype"
+        seen = f"saw {show(wanted)}, and a model in {name}"
         yield Problem(place, seen, show(name), "fp16.enabled and bf16.enabled say it.")
 
 
@@ -208,7 +213,8 @@ def _averages(settings: Json, zero: Json, stage: int) -> Iterator[Problem]:
 def _offload(zero: Json, stage: int) -> Iterator[Problem]:
     for name in ("offload_param", "offload_optimizer"):
         section = zero.get(name) or {}
-        device, place = section.get("device", "none"), f"zero_optimization.{name}"
+        device = section.get("device", "none")
+        place = f"zero_optimization.{name}"
         if device in ("none", AUTO):
             continue
         if stage == 0:

@@ -92,7 +92,8 @@ def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
     """Yield the user's keys that only DeepSpeed honours, if their values ask for anything."""
     written = dict(leaves(config.raw))
     for path, value in leaves(config.settings):
-        key, origin = KEYS.get(path), config.origins.get(path, "")
+        key = KEYS.get(path)
+        origin = config.origins.get(path, "")
         from_user = origin in (FILE, OVERRIDE) or origin.removeprefix("auto: from ") in written
         if key and key.instead and from_user and key.asks(value) and _is_on(config.settings, path):
             yield path, value, key
@@ -101,7 +102,8 @@ def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
 def _is_on(settings: Json, path: str) -> bool:
     """Return True if the sections around a key are on; and for keys of ZeRO-3, the stage is 3."""
     sections = path.split(".")[:-1]
-    inner, on = settings, True
+    inner = settings
+    on = True
     for depth, section in enumerate(sections, start=1):
         inner = inner[section]
         within = ".".join(sections[:depth])

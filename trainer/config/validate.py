@@ -47,13 +47,15 @@ def _of_images(images: ImagesSection) -> Iterator[Problem]:
 
 
 def _of_data(data: DataSection) -> Iterator[Problem]:
-    prompt, completion = show(data.prompt_column), show(data.completion_column)
+    prompt = show(data.prompt_column)
+    completion = show(data.completion_column)
     if (data.prompt_column is None) != (data.completion_column is None):
         seen = f"saw prompt_column {prompt} and completion_column {completion}"
         yield Problem("trainer.data", seen, "both or neither")
     elif data.path is None and data.prompt_column is not None:
         seen = f"saw {prompt} without trainer.data.path"
-        place, expected = "trainer.data.prompt_column", "data of yours that has such a column"
+        place = "trainer.data.prompt_column"
+        expected = "data of yours that has such a column"
         yield Problem(place, seen, expected)
     if data.too_long != "truncate" and data.documents == "concatenate":
         seen = f'saw {show(data.too_long)}, with trainer.data.documents "concatenate"'
@@ -63,7 +65,8 @@ def _of_data(data: DataSection) -> Iterator[Problem]:
 
 def _of_mixture(data: DataSection) -> Iterator[Problem]:
     """Yield the contradictions in a mixture of sources."""
-    place, sources = "trainer.data.sources", data.sources
+    place = "trainer.data.sources"
+    sources = data.sources
     if not sources:
         return
     default = DataSection()
@@ -111,10 +114,12 @@ def _of_parameters(section: TrainerSection) -> Iterator[Problem]:
 
 def _of_intervals(section: TrainerSection) -> Iterator[Problem]:
     """Yield the contradictions of what is saved, evaluated, logged and profiled, and when."""
-    saves, evaluates = section.checkpoint.every, section.evaluation.every
+    saves = section.checkpoint.every
+    evaluates = section.evaluation.every
     if section.checkpoint.keep_best and saves and not evaluated_at(saves, evaluates):
         given = f"trainer.checkpoint.every {saves} and trainer.evaluation.every {show(evaluates)}"
-        place, expected = "trainer.checkpoint.keep_best", "an evaluation at each checkpoint"
+        place = "trainer.checkpoint.keep_best"
+        expected = "an evaluation at each checkpoint"
         yield Problem(place, f"saw true, with {given}", expected)
     patience = section.evaluation.patience
     if patience is not None and evaluates is None:
@@ -172,7 +177,8 @@ def _problems(error: ValidationError) -> list[Problem]:
 
 def _expectation(item: dict[str, Any]) -> str:
     """Say what pydantic expected, in the words of a key table."""
-    kind, context = item["type"], item.get("ctx", {})
+    kind = item["type"]
+    context = item.get("ctx", {})
     if kind == "value_error":
         return str(context["error"])
     if kind == "literal_error":

@@ -116,8 +116,19 @@ def of_transformers(
     return at
 
 
+@dataclass(frozen=True, kw_only=True)
+class CycledMomentum:
+    """The first beta under OneCycle: between its bounds within the cycle, and then growing."""
+
+    cycle_momentum: bool = True
+    """False if the schedule leaves the betas alone."""
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+
 @dataclass(frozen=True)
-class OneCycle:
+class OneCycle(CycledMomentum):
     """The schedule OneCycle (arXiv 1803.09820), by the names of its parameters in the JSON.
 
     The rate goes up and down once, the first beta down and up; then both decay.
@@ -133,10 +144,6 @@ class OneCycle:
     cycle_first_stair_count: int = 0
     cycle_second_stair_count: int | None = None
     decay_step_size: int = 0
-    cycle_momentum: bool = True
-    cycle_min_mom: float = 0.8
-    cycle_max_mom: float = 0.9
-    decay_mom_rate: float = 0.0
 
     def __call__(self, step: int) -> Update:
         past = step - self.cycle_first_step_size - self._second  # updates since the cycle ended
@@ -161,7 +168,8 @@ class OneCycle:
 
     def _height(self, step: int) -> float:
         """Return the share of the way from the lowest to the highest rate."""
-        first, second = self.cycle_first_step_size, self._second
+        first = self.cycle_first_step_size
+        second = self._second
         place = step % (first + second)
         stairs = self.cycle_first_stair_count
         if place <= first:

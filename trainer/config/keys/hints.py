@@ -20,7 +20,8 @@ def unknown(
     """
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
-    expected, mend = f"a known key of {where}", _mend(path, known, useless)
+    expected = f"a known key of {where}"
+    mend = _mend(path, known, useless)
     return Problem(path, f"saw {show(value)}", expected, mend)
 
 
@@ -66,7 +67,8 @@ def _depth(path: str) -> tuple[int, str]:
 
 def _is_typo(name: str, other: str) -> bool:
     """Return True if a name is another one misspelt, and not one with other words."""
-    one, two = name.split("_"), other.split("_")
+    one = name.split("_")
+    two = other.split("_")
     alike = len(one) == len(two) and all(
         SequenceMatcher(None, *pair).ratio() >= _TYPO for pair in zip(one, two, strict=True)
     )
@@ -79,8 +81,10 @@ def misfit(path: str, value: Any, key: Key) -> Problem:
     return Problem(path, f"saw {show(value)}", key.expected + " in 64 bits" * huge)
 
 
-_TYPO, _SAME_LETTERS = 0.65, 0.95
-"""How alike each word of a misspelt name is, and all letters where it is split otherwise."""
+_TYPO = 0.65
+"""How alike each word of a misspelt name is at least."""
+_SAME_LETTERS = 0.95
+"""How alike all letters are of a name whose words are split otherwise."""
 TRAINS_OTHERWISE = ("optimizer.params", "scheduler.params")
 """Sections where another key trains otherwise, so that only a misspelt one is suggested."""
 OTHER_NAMES = {

@@ -62,7 +62,8 @@ def parse_yaml(text: str, place: str) -> Any:
         problems: list[Problem] = []
         count = _examine(node, "", {}, problems, place)
         if problems or count > MOST:
-            seen, expected = f"more than {MOST:,} values", "a config: anchors repeat what they hold"
+            seen = f"more than {MOST:,} values"
+            expected = "a config: anchors repeat what they hold"
             raise ConfigError(*(problems or [Problem(place, seen, expected)]))
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
@@ -93,7 +94,8 @@ def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem
         parts = [(f"{path}.{_name(key)}".lstrip("."), part) for key, part in node.value]
         problems += _keys(node, at)
     elif node.tag in _PLAIN:
-        value, digits = node.value.replace("_", ""), len(node.value)
+        value = node.value.replace("_", "")
+        digits = len(node.value)
         fits = digits <= DIGITS and _PLAIN[node.tag].fullmatch(value)
         if not fits or (_PLAIN[node.tag] is _FLOAT and not math.isfinite(float(value))):
             seen = f"a number of {digits:,} digits" if digits > DIGITS else node.value[:60]
@@ -110,7 +112,8 @@ def _name(key: Any) -> str:
 
 def _keys(node: yaml.MappingNode, at: str) -> list[Problem]:
     """List the problems of a section's keys: one that is there twice, or that is not text."""
-    problems, seen = [], set()
+    problems = []
+    seen = set()
     for key, _ in node.value:
         place = f"{at}:{key.start_mark.line + 1}"
         if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
