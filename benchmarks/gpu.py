@@ -351,9 +351,9 @@ class Bench:
         from trainer.engines import Job, Machine
         from trainer.models import huggingface
         from trainer.optim.lr_schedules import Update
+        from trainer.recipes.causal_lm.task import CausalLM
         from trainer.run.compose import compose
         from trainer.tasks.attention import notes
-        from trainer.tasks.causal_lm import CausalLM
 
         config, options = self.described()
         spec = huggingface.spec_of(config, options)

@@ -37,9 +37,9 @@ from trainer.engines.torch import mesh
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.classifiers import Classifier
 from trainer.optim.lr_schedules import Update
-from trainer.run.images import spec_of
+from trainer.recipes.images.classifier import spec_of
+from trainer.recipes.images.task import ImageClassification
 from trainer.supervise.world import environment_of, free_port
-from trainer.tasks.image_classification import ImageClassification
 
 CPU = torch.device("cpu")
 WIDTH = {"num_heads": 3, "hidden_dim": 192, "mlp_dim": 768}

@@ -57,8 +57,8 @@ from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.supervise.world import environment_of, free_port, world_of
-from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import Batch, ModelWithLoss
 
 BATCH, CLIP, RATE = 2, 1.0, 1e-3

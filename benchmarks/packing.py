@@ -41,8 +41,8 @@ from trainer.engines.torch import mesh
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models import huggingface
 from trainer.optim.lr_schedules import Update
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.supervise.world import environment_of, free_port
-from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import IGNORED
 
 CPU, WARM_UP, RATE, VOCABULARY = torch.device("cpu"), 2, 1e-3, 4096

@@ -43,12 +43,12 @@ from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
 from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update, schedule_of
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.run.metrics import Meter
 from trainer.state import RunState
 from trainer.supervise.output import Output
 from trainer.supervise.world import environment_of, free_port, world_of
-from trainer.tasks.causal_lm import CausalLM
 from trainer.tasks.task import ModelWithLoss
 from trainer.trackers import JsonLines
 

@@ -33,10 +33,12 @@ LEVELS = {
     "parallel": 8,
     "engines": 9,
     "checkpoint": 9,
+    "recipe": 10,
     "run": 11,
     "certify": 12,
     "tools": 12,
-    "command": 13,
+    "recipes": 13,
+    "command": 14,
 }
 WAITS = {"item", "tolist", "synchronize", "cpu", "numpy"}
 
@@ -131,6 +133,7 @@ def test_every_file_has_a_room():
         "errors.py",
         "layout.py",
         "plugins.py",
+        "recipe.py",
         "state.py",
         "storage.py",
     }

@@ -125,9 +125,9 @@ def train(options: TrainOptions) -> Result:
     hidden = NO_GPUS if compiled.trainer.device == "cpu" else {}
 
     def trained() -> Result:
+        from trainer.recipe import HandedIn
         from trainer.run.run import train_given
         from trainer.run.start.request import Request
-        from trainer.run.subject import Given
         from trainer.tools.hub.repository import open_hub
         from trainer.tools.planner.memory_check import check_memory
 
@@ -143,7 +143,7 @@ def train(options: TrainOptions) -> Result:
             open_hub=open_hub,
             callbacks=options.callbacks,
         )
-        return train_given(compiled, Given(**own) if own else None, request, options.quiet)  # type: ignore[no-any-return]
+        return train_given(compiled, HandedIn(**own) if own else None, request, options.quiet)  # type: ignore[no-any-return]
 
     return in_processes(trained, options.processes, **hidden)
 
@@ -160,13 +160,13 @@ def verify(options: VerifyOptions) -> Certificate:
     from trainer.certify.certificate import certify
     from trainer.certify.worker import met, tiny_run_of
     from trainer.plugins import as_override
-    from trainer.run.subject import Given
+    from trainer.recipe import HandedIn
     from trainer.supervise.ending import watched_in_script
     from trainer.supervise.forked import in_processes
 
     overrides = [*options.overrides, *as_override(options.optimizer)]
     small = tiny_run_of(options.config, overrides, options.processes)
-    given = Given(options.model, options.data, options.loss, blocks=options.blocks)
+    given = HandedIn(options.model, options.data, options.loss, blocks=options.blocks)
 
     def certified() -> Certificate:
         with watched_in_script(small.config, met(small)) as machine:

@@ -9,13 +9,24 @@ from functools import wraps
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import entry_points
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AfterValidator, ValidationInfo, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ValidationInfo, WithJsonSchema
 
 from trainer.errors import named_line
 
-Kind = Literal["task", "optimizer", "source", "tracker"]
+RECIPES = {
+    "causal_lm": "trainer.recipes.causal_lm",
+    "image_classification": "trainer.recipes.images",
+    "own_module": "trainer.recipes.own_module",
+}
+"""The modules of the recipes that ship, each of which has its `RECIPE`."""
+DEFAULT = "causal_lm"
+"""The recipe of a config that names none."""
+HANDED_IN = "own_module"
+"""The recipe of what a script hands in, which no config names."""
+
+Kind = Literal["task", "recipe", "optimizer", "source", "tracker"]
 Made = TypeVar("Made", bound=Callable[..., Any])
 NAMED: dict[str, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
 _FOLDERS: set[str] = set()
@@ -27,6 +38,8 @@ def register(kind: Kind, name: str) -> Callable[[Made], Made]:
 
     A task, as `task(section)`, returns the arguments of `trainer.train` for what is trained:
     `model`, `data`, `loss`, and maybe `evaluation_data`, `blocks` and `metrics`.
+    A recipe, a `trainer.recipe.Recipe`, says all of what is trained; see there. It may be an entry
+    point of the group `meshloom.recipes` instead.
     An optimizer, as `optimizer(groups, **params)`, returns a `torch.optim.Optimizer`.
     A source, as `source(path)`, yields the rows of a file, dictionaries. What is prepared of them
     is kept: an edited source needs another name.
@@ -86,8 +99,36 @@ def _known(kind: Kind) -> AfterValidator:
     return AfterValidator(checked)
 
 
+def _known_task(name: str) -> str:
+    """Check the name of a plug-in's task or recipe, whose entry point is loaded if it has one."""
+    if name in NAMED["task"] or name in NAMED["recipe"]:
+        return name
+    points = entry_points(group="meshloom.recipes", name=name)
+    if ":" not in name or not points:
+        raise ValueError("a task of trainer.plugins")
+    try:
+        [NAMED["recipe"][name]] = [point.load() for point in points]
+    except (Exception, SystemExit) as error:  # whatever the module's own code raises
+        raise ValueError(f"a recipe that can be imported ({named_line(error)})") from None
+    return name
+
+
+def honours(task: str, key: str) -> bool:
+    """Return True if a plug-in's recipe honours a key that not every recipe does."""
+    return task in NAMED["recipe"] and key in NAMED["recipe"][task].keys
+
+
+def options_of(task: str) -> type[BaseModel] | None:
+    """Return the model of a plug-in's own keys, those of `trainer.recipe`; None if it has none."""
+    return getattr(NAMED["recipe"].get(task), "options", None)
+
+
 _COLON = WithJsonSchema({"type": "string", "pattern": ":"})
-TaskName = Literal["causal_lm", "image_classification"] | Annotated[str, _known("task"), _COLON]
+if TYPE_CHECKING:
+    TaskName = str
+else:
+    _SHIPPED = tuple(name for name in RECIPES if name != HANDED_IN)
+    TaskName = Literal[_SHIPPED] | Annotated[str, AfterValidator(_known_task), _COLON]
 Service = Literal[
     "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"
 ]

@@ -13,7 +13,7 @@ from trainer.models.materialise import materialise
 from trainer.parallel import compilation
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing
-from trainer.tasks.causal_lm import CausalLM
+from trainer.recipes.causal_lm.task import CausalLM
 
 SIZES = {key: LLAMA[key] for key in LLAMA if key not in ("model_type", "tie_word_embeddings")}
 SIZES |= {"num_hidden_layers": 4, "head_dim": 8, "pad_token_id": 0}

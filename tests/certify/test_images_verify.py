@@ -73,7 +73,7 @@ def other_labels(engine: str) -> Any:
     """One rank's images have the class after their own."""
     import torch.distributed as dist
 
-    from trainer.tasks.image_classification import ImageClassification
+    from trainer.recipes.images.task import ImageClassification
 
     real = ImageClassification.collate
 

@@ -307,7 +307,7 @@ def masters_in_bfloat16(engine: str) -> Any:
 
 
 def of_collation(change: Callable[..., Any]) -> Any:
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
 
     return around(
         CausalLM,
@@ -861,7 +861,7 @@ def loads_of_one_rank(engine: str) -> Any:
 
 
 def padding_in_the_loads(engine: str) -> Any:
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
 
     return around(CausalLM, "real", lambda real, self, batch: real(self, batch).fill_(1))
 

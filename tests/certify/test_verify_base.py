@@ -16,10 +16,10 @@ from tests.certify.test_verify import config
 from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten, write_base
 from tests.support.messages import shows
 from tests.support.pool import Pools, machine_here
-from trainer.certify.cases.base_files import compare_base
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models import huggingface
 from trainer.models.pretrained import quantised, reader
+from trainer.recipes.causal_lm.base_files import compare_base
 
 
 def plain(folder: Path) -> Path:
@@ -101,7 +101,7 @@ def test_a_family_whose_config_has_no_word_of_ties_is_compared(tmp_path):
 
 
 def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
-    from trainer.certify.cases import base_files as base
+    from trainer.recipes.causal_lm import base_files as base
 
     write_base(tmp_path, "llama")
     size = huggingface.spec_of(

@@ -79,7 +79,7 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
     from trainer.certify.certificate import certify, table
     from trainer.certify.worker import tiny_run_of
     from trainer.errors import ConfigError
-    from trainer.run.subject import Given
+    from trainer.recipe import HandedIn
 
     generator = torch.Generator().manual_seed(0)
     data = [(torch.randn(4, generator=generator), index % 3) for index in range(64)]
@@ -90,7 +90,7 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
         "trainer": {"engine": engine},
     }
-    given = Given(globals()[model], data, globals()[loss], blocks="blocks.*")
+    given = HandedIn(globals()[model], data, globals()[loss], blocks="blocks.*")
     try:
         small = tiny_run_of(config, [], 2)
         return table(certify(small, machine_here(), given)).splitlines()[-1]
@@ -153,7 +153,7 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     """
     from trainer.config.sections.model_and_data import ModelSection
     from trainer.models import huggingface
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
     from trainer.trial.language import check_model
 
     sizes = {"hidden_size": 64, "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 4}

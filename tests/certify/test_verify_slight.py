@@ -33,7 +33,7 @@ def on_module(name: str, change: Callable[[Any], Any]) -> Any:
 
 
 def half_of_the_smoothing() -> Any:
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
 
     def half(real, self, spec, smoothing, alpha):
         return real(self, spec, smoothing / 2, alpha)
@@ -42,7 +42,7 @@ def half_of_the_smoothing() -> Any:
 
 
 def noise_by_the_width() -> Any:
-    from trainer.tasks.causal_lm import EmbeddingNoise
+    from trainer.recipes.causal_lm.task import EmbeddingNoise
 
     def start(real, self, lengths, ranks=None):
         return real(self, lengths.max().expand_as(lengths), ranks)
@@ -110,7 +110,7 @@ def split_sum_a_thousandth_less() -> Any:
 
 
 def last_token_of_a_part_is_dropped() -> Any:
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
 
     def own(real, self, batch, name):
         found = real(self, batch, name)

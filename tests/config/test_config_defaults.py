@@ -31,8 +31,8 @@ from trainer.config.keys.key import coerce
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
+from trainer.optim.builders import in_deepspeed, in_torch
 from trainer.optim.lr_schedules import SCHEDULES
-from trainer.optim.recipes import in_deepspeed, in_torch
 
 HERE = Path(__file__).parent
 PUBLIC = sorted((HERE / "foreign_configs").glob("*.json"))

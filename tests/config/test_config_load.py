@@ -27,7 +27,7 @@ from trainer.config.rules import unmet
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
-from trainer.optim.recipes import ROWS, No
+from trainer.optim.builders import ROWS, No
 
 HERE = Path(__file__).parent
 SHIPPED = sorted((HERE.parent.parent / "ds_configs").glob("*.json"))

@@ -19,7 +19,7 @@ from trainer.data.loader import Batch, Batching, BatchLoader, evaluation_batches
 from trainer.data.order import KEYED, sample_ids
 from trainer.data.text.token_files import Sample
 from trainer.models.spec import LanguageModel
-from trainer.tasks.causal_lm import CausalLM
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.tasks.task import IGNORED
 
 CPU = torch.device("cpu")

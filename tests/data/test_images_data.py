@@ -21,7 +21,7 @@ from trainer.data.images.image_samples import ImageData, open_images
 from trainer.data.loader import Batching, BatchLoader, evaluation_batches
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError
-from trainer.tasks.image_classification import ImageClassification
+from trainer.recipes.images.task import ImageClassification
 from trainer.tasks.supervised import Blank
 from trainer.tasks.task import IGNORED
 

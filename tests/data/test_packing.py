@@ -533,7 +533,7 @@ def test_it_passes_with_packing_and_an_adapter(pools, tmp_path):
 def test_without_dropout():
     from transformers import AutoConfig
 
-    from trainer.certify.cases.language_case import without_dropout
+    from trainer.recipes.causal_lm.certificate import without_dropout
 
     model = AutoConfig.for_model(**GPT2)
     found, section = without_dropout(

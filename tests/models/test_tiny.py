@@ -144,7 +144,7 @@ def test_what_the_copy_lacks_is_said():
 @pytest.mark.parametrize(("family", "whole"), [("glm4_moe", False), ("qwen3", True)])
 def test_a_vocabulary_that_makes_the_copy_slow_is_cut_and_no_other(family, whole):
     from trainer.certify import tiny_run
-    from trainer.certify.cases import language_case
+    from trainer.recipes.causal_lm import certificate as language_case
 
     spec = spec_of({"model_type": family})
     config = {"train_batch_size": 6, "trainer": {"model": {"config": {"model_type": family}}}}

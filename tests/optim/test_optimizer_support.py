@@ -26,7 +26,7 @@ from tests.support.training import (
 from trainer.config import load
 from trainer.config.keys import OPTIMIZERS
 from trainer.errors import ConfigError
-from trainer.optim.recipes import LACKS, MUON, ROWS, No, in_deepspeed, in_torch
+from trainer.optim.builders import LACKS, MUON, ROWS, No, in_deepspeed, in_torch
 
 COLUMNS = ("torch", "deepspeed", "offloaded")
 CHOICES = {"adam_w_mode", "torch_adam"}

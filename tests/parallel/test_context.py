@@ -163,7 +163,7 @@ ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 def by_kernel(case: Case, kernel: str) -> dict[str, torch.Tensor]:
     """Return the gradients by a GPU's kernel, on this CPU. Runs on each rank of a pool."""
     from tests.support.varlen import on_cpu
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
 
     with on_cpu(), patch.object(CausalLM, "_kernels", lambda *_: lambda *_: kernel):
         return gradients(case)
@@ -191,7 +191,7 @@ def test_sections_of_packed_rows_see_their_own_documents(pools, kernel, model):
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_kernel_is_tested_as_it_will_run(groups):
     """Every copy of a task asks with its own ranks, the one with noise that is trained, too."""
-    import trainer.tasks.causal_lm as causal_lm
+    import trainer.recipes.causal_lm.task as causal_lm
     from trainer.distributed.shared_rows import ContextRanks
 
     spec = spec_in(CONTEXT)

@@ -24,7 +24,7 @@ from trainer.models.materialise import materialise
 from trainer.models.names import gradients_of
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing, offload
-from trainer.tasks.causal_lm import CausalLM
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.trial import setup
 from trainer.trial.findings import Findings, applied
 

@@ -55,8 +55,8 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     from trainer.config import TrainerSection
     from trainer.models.classifiers import Classifier, Images
     from trainer.models.spec import NoWeights
-    from trainer.run.images import spec_of
-    from trainer.tasks.image_classification import ImageClassification
+    from trainer.recipes.images.classifier import spec_of
+    from trainer.recipes.images.task import ImageClassification
     from trainer.tools.planner.from_config import batches_of
 
     images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)

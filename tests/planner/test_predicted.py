@@ -20,7 +20,8 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.engines.devices import DEVICES, GIB
 from trainer.errors import ConfigError
-from trainer.run.subject import ImageSubject, LanguageSubject
+from trainer.recipes.causal_lm.subject import LanguageSubject
+from trainer.recipes.images.subject import ImageSubject
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 SMALL = replace(DEVICES["t4-16gb"], name="a small one", memory=4 * GIB)

@@ -13,7 +13,7 @@ import trainer
 from tests.command.test_script import OWN, build, config, loss
 from tests.support.messages import raises
 from trainer.errors import ConfigError
-from trainer.tasks.image_classification import ImageClassification
+from trainer.recipes.images.task import ImageClassification
 from trainer.tasks.supervised import Supervised
 from trainer.tasks.task import IGNORED
 

@@ -56,7 +56,7 @@ def step(*given):
 m.TorchEngine.step = step
 """
 IN_DATA = """
-import threading, trainer.tasks.causal_lm as m
+import threading, trainer.recipes.causal_lm.task as m
 real, calls = m.CausalLM.collate, []
 def collate(self, *rest):
     calls.append(1)

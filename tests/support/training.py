@@ -203,7 +203,7 @@ def spec_in(case: Case, path: str | None = None) -> Any:
 
 
 def task_of(spec: Any, case: Case | None = None) -> Any:
-    from trainer.tasks.causal_lm import CausalLM
+    from trainer.recipes.causal_lm.task import CausalLM
 
     task = CausalLM.of(spec)
     return task.regularised(spec, case.label_smoothing, case.neftune_alpha) if case else task

@@ -82,7 +82,7 @@ def certified(
 
     from trainer.certify.certificate import certify, table
     from trainer.certify.tiny_run import tiny_run
-    from trainer.tasks.causal_lm import EmbeddingNoise
+    from trainer.recipes.causal_lm.task import EmbeddingNoise
 
     def padded(self, lengths, ranks=None):
         self._lengths = lengths.max().expand_as(lengths)
@@ -228,7 +228,7 @@ def test_an_evaluation_has_neither():
 
 
 def test_images_have_smoothed_labels_in_training_alone():
-    from trainer.tasks.image_classification import ImageClassification
+    from trainer.recipes.images.task import ImageClassification
 
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
     task = ImageClassification(3, lambda: deepcopy(model).to("meta"), ()).regularised(

@@ -25,7 +25,7 @@ from tests.trial.test_model_checks import layout
 from trainer.errors import ConfigError
 from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout
-from trainer.run.subject import _say_rotary
+from trainer.recipes.causal_lm.subject import _longrope_notes
 from trainer.trial.language import check_model
 from trainer.trial.own_module import check_module
 
@@ -305,4 +305,4 @@ def test_rotary_embeddings_that_turn_by_the_longest_row_of_a_micro_batch_are_tol
     config = AutoConfig.for_model(
         **LLAMA | {"max_position_embeddings": 64, "rope_parameters": rope}
     )
-    assert ("more than 16 tokens" in "".join(_say_rotary(length, config))) is says
+    assert ("more than 16 tokens" in "".join(_longrope_notes(length, config))) is says

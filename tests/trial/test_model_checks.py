@@ -32,7 +32,7 @@ from trainer.models.cut import check_cut
 from trainer.models.materialise import materialise
 from trainer.models.spec import LanguageModel, TinyCopies
 from trainer.parallel.checks import check_layout, checked
-from trainer.tasks.causal_lm import CausalLM
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
 from trainer.trial.findings import Draws, Findings, applied
 from trainer.trial.language import check_model

@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.certify.cases.language_case import LanguageCase
-from trainer.certify.cases.pairs_case import PairsCase, image_case, module_case
+from trainer.certify.case import Case, Certified
 from trainer.certify.comparison import compare
 from trainer.certify.finding import Finding
-from trainer.certify.one_process.options import options_of
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
+from trainer.config import TrainerSection
 from trainer.engines import Machine
+from trainer.errors import ConfigError, Problem
 from trainer.parallel import float8
 from trainer.parallel.checks import checked
+from trainer.recipe import HandedIn, recipe_of
 from trainer.run.describe import versions
-from trainer.run.subject import Given, ImageSubject, LanguageSubject, Subject, subject_class
 from trainer.trial.setup import Alone
-
-Case = LanguageCase | PairsCase
-"""A subject to certify, as it is trained in the tiny run."""
-CASES: dict[type[Subject], Callable[[Tiny, Given, Machine, Path], Case]] = {
-    LanguageSubject: LanguageCase,
-    ImageSubject: image_case,
-    Subject: module_case,
-}
 
 
 @dataclass(frozen=True)
@@ -47,17 +38,16 @@ class Certificate:
         return self.first_failure is None
 
 
-def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certificate:
+def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) -> Certificate:
     """Certify what the config names, on made-up samples, or what a script hands in. Collective.
 
     Raises ConfigError if no engine can run the layout, and ConfigError or DataError for an unfit
     model or data.
     """
     section, ranks = small.config.trainer, machine.ranks
-    given = Given.by_task(section, given)
+    handed_in = HandedIn.by_task(section, handed_in)
     with shared_folder(ranks) as folder, constant(float8, "LEAST", float8.MULTIPLE):
-        kind = CASES[subject_class(section, given)]
-        case = kind(small, given or Given(), machine, folder)
+        case = _case_of(section, handed_in, small, machine, folder)
         small, subject = case.small, case.subject
         spec, _ = checked(subject.spec, subject.task, small.layout, ranks, subject.packed)
         sources, reference = case.rehearse(spec)
@@ -65,7 +55,7 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
         small = clipping(small, norms)
         task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder, case.edges)
-        options = options_of(small, case.architecture)
+        options = case.options(small)
         findings, first = compare(
             small, spec, (run, resumed), machine, options, case.edges, reference
         )
@@ -74,6 +64,21 @@ def certify(small: Tiny, machine: Machine, given: Given | None = None) -> Certif
             findings = (base, *findings)
             first = first if base.passed else base
         return Certificate(layout, engine, small.changes, findings, first)
+
+
+def _case_of(
+    section: TrainerSection,
+    handed_in: HandedIn | None,
+    small: Tiny,
+    machine: Machine,
+    folder: Path,
+) -> Case:
+    """Make the case of the config's recipe. Raises ConfigError for a recipe without one."""
+    recipe = recipe_of(section, handed_in)
+    if not isinstance(recipe, Certified):
+        actual = f"{section.task}, whose recipe brings no certificate"
+        raise ConfigError(Problem("trainer.task", actual, "a recipe with a `case`"))
+    return recipe.case(small, handed_in or HandedIn(), machine, folder)
 
 
 def table(certificate: Certificate) -> str:

@@ -18,7 +18,6 @@ from trainer.certify.parameters import Published
 from trainer.certify.recording import Recording, State, Tensors
 from trainer.certify.reference import Expected, Judged, Reference, norm_of
 from trainer.certify.rounding import coefficients
-from trainer.certify.text_reference import LanguageReference
 from trainer.certify.tiny_run import UNKNOWN_STEPS, Tiny
 from trainer.config import Config
 from trainer.engines import Machine
@@ -87,7 +86,7 @@ def compare(
         if run.exported is not None and reference.published is not None:
             opened = reference.published(run.exported)
             found.extend(compare_published(run, opened, reference.held, order))
-        if run.rounded is not None and isinstance(reference, LanguageReference):
+        if run.rounded is not None:
             projected = reference.projected(run.states[-1], len(run.losses))
             found.extend(compare_rounded(run, *projected))
         return [light(one) for one in expected], order

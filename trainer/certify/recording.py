@@ -19,6 +19,7 @@ from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, keeper_in, measured
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
+from trainer.data.dataset import Pairs
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.mixture import Source
 from trainer.distributed.ranks import Ranks
@@ -28,10 +29,10 @@ from trainer.models.spec import ModelSpec, stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
 from trainer.parallel.parallel_mesh import division_of
+from trainer.recipe import Subject
 from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.hooks import export_model
 from trainer.run.loop import Hooks, LoopPlan, train
-from trainer.run.subject import Subject
 from trainer.state import RunState
 from trainer.supervise.stall import Phase
 from trainer.tasks import cross_entropy
@@ -243,7 +244,8 @@ def _exported(engine: Engine, folder: Path) -> Path:
     job, ranks = engine.job, engine.job.machine.ranks
     ranks.on_first(folder.mkdir)
     form = checkpoint.ModelForm(stem=job.spec.files.stem)
-    export_model(Subject(job.spec, job.task, None), engine, folder, ranks, form)
+    subject = Subject(job.spec, job.task, Pairs((), None, ""))
+    export_model(subject, engine, folder, ranks, form)
     return folder
 
 

@@ -363,7 +363,11 @@ class Reference(ABC):
 
     def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
         """Return the micro-batches of a step at an edge."""
-        raise NotImplementedError("a task with edges has rows at them")
+        raise NotImplementedError("a case with edges has sequences at them")
+
+    def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
+        """Return the gradients of the steps on which a run's rounding is measured."""
+        raise NotImplementedError("a case whose rounding is measured has such steps")
 
     # Randomness
 

@@ -16,7 +16,7 @@ from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.tiny_config import HIDDEN
-from trainer.optim.recipes import No, in_torch
+from trainer.optim.builders import No, in_torch
 from trainer.run.compose import Composed, compose
 from trainer.storage import installed
 

@@ -13,6 +13,7 @@ from trainer.config.keys.key import Key
 from trainer.config.sections.section import Section, mark_of
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem, show
+from trainer.plugins import honours
 
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true, false", Any: "number"}
 _KINDS = {int: "int", float: "float", Any: "float", bool: "bool", str: "str"}
@@ -105,11 +106,17 @@ OWN_KEYS: dict[str, Key] = dict(_keys(TrainerSection, "trainer"))
 """Each key of the section and of those in it, by its dotted path."""
 
 
+def honoured(path: str, recipe: str) -> bool:
+    """Return True if a recipe honours a key of the section."""
+    recipes = OWN_KEYS[path].recipes
+    return recipes is None or recipe in recipes.names or honours(recipe, path)
+
+
 def unhonoured(section: TrainerSection, recipe: str) -> Iterator[Problem]:
     """Yield the problems of keys that are set, and that `recipe` does not honour."""
     default = TrainerSection()
     for path, key in OWN_KEYS.items():
-        if key.recipes is None or recipe in key.recipes.names:
+        if key.recipes is None or honoured(path, recipe):
             continue
         value = _value(section, path)
         if value == _value(default, path) or key.recipes.accepts(value):

@@ -27,6 +27,7 @@ def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]
         return TrainerSection(), _problems(error)
     problems = [
         *unhonoured(section, section.task),
+        *_of_recipe(section),
         *_of_images(section.images),
         *_of_data(section.data),
         *_of_mixture(section.data),
@@ -35,6 +36,22 @@ def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]
         *_of_intervals(section),
     ]
     return section, problems
+
+
+def _of_recipe(section: TrainerSection) -> Iterator[Problem]:
+    """Yield the problems of the keys that a plug-in's recipe has of its own."""
+    options = options_of(section.task)
+    if options is None:
+        if section.recipe:
+            expected = f'a recipe with keys of its own; "{section.task}" has none'
+            yield Problem("trainer.recipe", f"saw {show(section.recipe)}", expected)
+        return
+    try:
+        options.model_validate(section.recipe)
+    except ValidationError as error:
+        for item in error.errors(include_url=False):
+            place = ".".join(["trainer.recipe", *map(str, item["loc"])])
+            yield Problem(place, f"saw {show(item['input'])}", _expectation(dict(item)))
 
 
 def _of_images(images: ImagesSection) -> Iterator[Problem]:
@@ -183,7 +200,10 @@ def _expectation(item: dict[str, Any]) -> str:
         return str(context["error"])
     if kind == "literal_error":
         return str(context["expected"]).replace("'", '"')
-    text = next(text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix))
+    if kind == "extra_forbidden":
+        return "a key that the recipe has"
+    texts = (text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix))
+    text = next(texts, item["msg"])
     return text.format(**context)
 
 

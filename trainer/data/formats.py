@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
+from trainer.config.own_keys import honoured
 from trainer.errors import DataError, Problem, refused
 from trainer.storage import parse_json, read_file
 
@@ -88,7 +89,8 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
 def check_paths(section: TrainerSection) -> None:
     """Raise DataError if text files that the config names are missing; needs no torch."""
     data = section.data
-    if section.task != "causal_lm" or (data.path is None and not data.sources):
+    reads_text = honoured("trainer.data.records", section.task)
+    if not reads_text or (data.path is None and not data.sources):
         return
     held_out = data.evaluation_path
     paths = held_out.values() if isinstance(held_out, dict) else [held_out]

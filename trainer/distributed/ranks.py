@@ -146,6 +146,14 @@ class Ranks:
         """
         return self._of_first(_outcome(work) if self.first else (False, None))
 
+    def try_on_first(self, work: Callable[[], object]) -> None:
+        """Run `work` on rank 0 for its errors alone, which are raised on every rank."""
+
+        def tried() -> None:
+            work()
+
+        self.on_first(tried)
+
     def on_keepers(self, work: Callable[[], T]) -> T:
         """Run `work` once for each run folder; return this folder's result. Raises as `on_each`."""
         return self.each_keeper(work)[self.keeper]

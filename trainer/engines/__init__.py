@@ -8,7 +8,7 @@ from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
 from trainer.engines.torch import accelerate, mesh
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.optim.recipes import No
+from trainer.optim.builders import No
 
 ENGINES: dict[str, EngineKind] = {
     "deepspeed": deepspeed.KIND,
@@ -34,13 +34,13 @@ def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[st
     problems, unsupported = [], support.refusals(config)
     for name, kind in candidates.items():
         place, refusal = f"engine {name}", kind.refusal(layout) or unsupported.get(name)
-        recipe = kind.optimizer(config.settings, layout, device, grouped)
+        builder = kind.optimizer(config.settings, layout, device, grouped)
         if refusal is not None:
             expected = "a layout that it can run"
             problems.append(Problem(place, layout.describe(), expected, refusal))
-        elif isinstance(recipe, No):
+        elif isinstance(builder, No):
             seen = f"the optimizer {config.optimizer.type}, ZeRO-{layout.zero_stage}, on {device}"
-            problems.append(Problem(place, seen, "an optimizer that it can build", f"{recipe}."))
+            problems.append(Problem(place, seen, "an optimizer that it can build", f"{builder}."))
         else:
             return name, kind
     raise ConfigError(*problems)

@@ -13,8 +13,8 @@ from torch import nn
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
+from trainer.optim.builders import Builder, No
 from trainer.optim.lr_schedules import Update
-from trainer.optim.recipes import No, Recipe
 from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
 from trainer.state import StateTensor
 from trainer.supervise.process import Machine
@@ -141,8 +141,8 @@ class EngineKind:
 
     refusal: Callable[[Layout], str | None]
     """Returns the reason why it can't run a layout, as a sentence, or None."""
-    optimizer: Callable[[Mapping[str, Any], Layout, str, bool], Recipe | No]
-    """Returns the recipe for the config's optimizer, or a sentence why the engine can't build it.
+    optimizer: Callable[[Mapping[str, Any], Layout, str, bool], Builder | No]
+    """Returns the builder for the config's optimizer, or a sentence why the engine can't build it.
 
     Arguments: the resolved DeepSpeed JSON, the layout, the device, True if there are several
     parameter groups.
@@ -165,12 +165,12 @@ def mesh_of(job: Job) -> ParallelMesh:
     return mesh
 
 
-def recipe_of(kind: EngineKind, job: Job) -> Recipe:
-    """Return the recipe of a job's optimizer, or raise ConfigError if the engine can't build it."""
+def builder_of(kind: EngineKind, job: Job) -> Builder:
+    """Return the builder of a job's optimizer. Raises ConfigError if the engine has none."""
     decays = job.deepspeed["optimizer"]["params"].get("weight_decay", 0) > 0
     grouped = bool(job.spec.training.tuned) or (decays and bool(job.undecayed))
-    recipe = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
-    if isinstance(recipe, No):
+    builder = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
+    if isinstance(builder, No):
         seen = job.deepspeed["optimizer"]["type"]
-        raise ConfigError(Problem("optimizer.type", seen, "one that it builds", recipe))
-    return recipe
+        raise ConfigError(Problem("optimizer.type", seen, "one that it builds", builder))
+    return builder

@@ -12,34 +12,34 @@ from torch import nn
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.spec import Tuning
 from trainer.optim import patches
+from trainer.optim.builders import Builder
 from trainer.optim.decay import groups_of
 from trainer.optim.lr_schedules import Update
 from trainer.optim.muon import Muon, Shared
 from trainer.optim.on_shards import OnShards, on_shards
-from trainer.optim.recipes import Recipe
 
 
 def optimizer_of(
-    recipe: Recipe,
+    builder: Builder,
     named: Iterable[tuple[str, nn.Parameter]],
     undecayed: Mapping[str, int],
     tuned: Mapping[str, Tuning],
     shared: Shared | None = None,
 ) -> torch.optim.Optimizer:
-    """Build a recipe's optimizer over the trainable parameters of `named`; Muon's is `shared`.
+    """Build a builder's optimizer over the trainable parameters of `named`; Muon's is `shared`.
 
     Raises ConfigError if that of a plug-in or a script is none, or has other parameters.
     """
     # a pipeline stage may be frozen as a whole
-    decay, matrices = recipe.params["weight_decay"], shared.matrices if shared else ()
+    decay, matrices = builder.params["weight_decay"], shared.matrices if shared else ()
     groups = groups_of(named, undecayed, decay, tuned, matrices) or [{"params": []}]
     if shared is not None:
-        return Muon(groups, shared=shared, **recipe.params)
-    if recipe.build is None:
-        return on_shards(recipe.library, recipe.params)(groups, **recipe.params)
+        return Muon(groups, shared=shared, **builder.params)
+    if builder.build is None:
+        return on_shards(builder.library, builder.params)(groups, **builder.params)
     wanted = {parameter for group in groups for parameter in group["params"]}
     try:
-        optimizer: torch.optim.Optimizer = recipe.build(groups, **recipe.params)
+        optimizer: torch.optim.Optimizer = builder.build(groups, **builder.params)
         signature(optimizer.step).bind()  # without a closure
         given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         fits = given == wanted and isinstance(optimizer, torch.optim.Optimizer)
@@ -48,7 +48,7 @@ def optimizer_of(
         seen = named_line(error)
     if seen:
         expected = "a torch.optim.Optimizer of all that is trained, whose step needs no closure"
-        raise ConfigError(Problem(f"optimizer {recipe.library}", seen, expected))
+        raise ConfigError(Problem(f"optimizer {builder.library}", seen, expected))
     return optimizer
 
 

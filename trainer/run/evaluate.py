@@ -1,25 +1,16 @@
-"""The evaluation of a model: held-out loss, and a sample of text for the user to read."""
+"""The held-out loss of a model, with the task's measures."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-import numpy as np
-import torch
+from typing import NamedTuple
 
 from trainer.data.loader import Batching, evaluation_batches
 from trainer.data.mixture import Source
 from trainer.engines.engine import Engine
-from trainer.errors import ConfigError
-from trainer.tasks.generation import continued
 from trainer.tasks.supervised import NUMBER
-from trainer.tasks.task import IGNORED, Batch
-
-FEW = 8
-"""The number of tokens at the beginning of a text that a model continues."""
+from trainer.tasks.task import Batch
 
 
 class HeldOut(NamedTuple):
@@ -62,29 +53,3 @@ def together(found: Sequence[HeldOut]) -> HeldOut:
 
     measures = {name: mean([one.measures[name] for one in found]) for name in found[0].measures}
     return HeldOut(mean([one.loss for one in found]), targets, measures)
-
-
-def beginning(source: Source, most: int) -> list[int]:
-    """Return the tokens before the first target: at least a few, and at most the last `most`."""
-    sample = source[0]
-    counted = np.flatnonzero(sample["targets"] != IGNORED)
-    first = int(counted[0]) + 1 if len(counted) else 0
-    return [int(token) for token in sample["input_ids"][: max(first, FEW)]][-max(most, 1) :]
-
-
-def continuation(
-    folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, trust: bool
-) -> str:
-    """Return how the model in `folder` continues `prompt`; `trust`: its own code may run."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
-    if not model.can_generate():
-        return f"(no sample: {type(model).__name__} has no method to generate text)"
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            written = continued(model, tokenizer, prompt, tokens)
-    except ConfigError as error:
-        return f"(no sample: {error})"
-    return str(tokenizer.decode(written, skip_special_tokens=True))

@@ -24,6 +24,7 @@ from trainer.engines import Engine, Machine, Metrics
 from trainer.engines.devices import peak_of
 from trainer.models.spec import given_tensors, stored
 from trainer.optim.lr_schedules import Update
+from trainer.recipe import Subject
 from trainer.run import describe
 from trainer.run.evaluate import held_out_loss, together
 from trainer.run.loop import Hooks
@@ -31,7 +32,6 @@ from trainer.run.metrics import EpochLoss, Meter, Skipped
 from trainer.run.prepare import Prepared
 from trainer.run.start.folder import FINAL
 from trainer.run.start.request import Start
-from trainer.run.subject import Subject
 from trainer.run.timeline import StepProfiler, Timeline
 from trainer.run.vote import Vote
 from trainer.state import RunState, StateTensor

@@ -30,9 +30,9 @@ from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
 from trainer.parallel.compilation import refusal
 from trainer.plugins import NAMED
+from trainer.recipe import HandedIn, Subject, open_subject
 from trainer.run.compose import Composed, compose
 from trainer.run.loop import LoopPlan
-from trainer.run.subject import Given, Subject, subject_of
 from trainer.supervise.process import share_of_cores
 from trainer.trackers import require
 
@@ -99,7 +99,7 @@ class Prepared:
 def prepare(
     config: Config,
     machine: Machine,
-    given: Given | None = None,
+    given: HandedIn | None = None,
     terminal: Console | None = None,
     *,
     builds: bool = True,
@@ -123,11 +123,11 @@ def prepare(
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
-    subject = subject_of(config, given, layout, ranks, progress, order)
+    subject = open_subject(config, given, layout, ranks, progress, order)
     machine.signs.at("trying a tiny copy of the model")
     spec, model_notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
-    ranks.on_first(lambda: subject.trained(spec, section) and None)  # an error is reported once
+    ranks.try_on_first(lambda: subject.trained(spec, section))
     subject = subject.trained(spec, section)
     if builds and kind == "cuda" and section.model.attention in (None, "sdpa"):
         model_notes = (*model_notes, *subject.kernels(layout, machine.device))
@@ -158,7 +158,7 @@ def prepare(
     )
 
 
-def _code(model: nn.Module, config: Config, given: Given | None) -> Mapping[str, str]:
+def _code(model: nn.Module, config: Config, given: HandedIn | None) -> Mapping[str, str]:
     """Return the digests of the user's own code, by name."""
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
     own = {"loss": given.loss, "model": given.model} if given else {}

@@ -26,6 +26,7 @@ from trainer.data.remote import absent
 from trainer.engines import Engine, Job, Machine
 from trainer.errors import DiskError, MeshloomError, listed
 from trainer.models.spec import stored
+from trainer.recipe import HandedIn
 from trainer.run import describe
 from trainer.run.hooks import RunHooks, export, finish
 from trainer.run.loop import train as loop
@@ -34,7 +35,6 @@ from trainer.run.start.changes import refuse_changed
 from trainer.run.start.choose import as_begun, choose
 from trainer.run.start.folder import FINAL, not_pushed
 from trainer.run.start.request import Request, Start
-from trainer.run.subject import Given
 from trainer.state import RunState
 from trainer.storage import Unfailing
 from trainer.supervise.ending import Ending, watched_in_script
@@ -121,7 +121,7 @@ def run(
         return ending.after(error)
 
 
-def train_given(config: Config, given: Given | None, request: Request, quiet: bool) -> Any:
+def train_given(config: Config, given: HandedIn | None, request: Request, quiet: bool) -> Any:
     """Run one rank's share of a run. Collective."""
     world = world_of(os.environ)
     assert world is not None
@@ -144,7 +144,7 @@ def execute(
     console: Console,
     signals: Signals,
     log_to: Callable[[Path], None] = lambda folder: None,
-    given: Given | None = None,
+    given: HandedIn | None = None,
 ) -> Result | None:
     """Run in processes that have met; None for a dry run. `log_to` takes the folder. Collective."""
     machine.signs.at("looking at the run's folder")
@@ -163,7 +163,7 @@ def execute(
         if start.finished:
             _complete(config, start, push, machine, console, signals)
             return None
-    given = Given.by_task(config.trainer, given)
+    given = HandedIn.by_task(config.trainer, given)
     data, cache = config.trainer.data, cache_folder()
     if request.dry_run and (away := machine.ranks.on_first(lambda: absent(data, cache))):
         say(console, f"data    {listed(away)}: a run copies it to {cache}, and is planned then")

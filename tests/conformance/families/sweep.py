@@ -102,10 +102,10 @@ def certified(path: str) -> str:
     """Return the verdict. Runs on each rank."""
     import transformers
 
-    from trainer.certify.cases import language_case
     from trainer.certify.certificate import certify, table
     from trainer.certify.tiny_run import tiny_run
     from trainer.errors import MeshloomError
+    from trainer.recipes.causal_lm import certificate as language_case
 
     transformers.logging.set_verbosity_error()
     language_case.PARAMETERS = 2_000_000  # smaller tables of tokens: some have 262,144 ids

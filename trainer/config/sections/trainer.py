@@ -148,6 +148,9 @@ class _Subject(Section):
     plugins: list[Annotated[str, AfterValidator(load)]] = []
     """Modules, or entry points of `meshloom.plugins`, which are imported first of all."""
     task: TaskName = "causal_lm"
+    """The recipe by which a model is trained, with its samples and its loss."""
+    recipe: dict[str, Any] = {}
+    """The keys of a plug-in's recipe, which says what they are."""
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     images: Annotated[ImagesSection, Key(recipes=IMAGES)] = ImagesSection()

@@ -13,15 +13,15 @@ from torch import nn
 
 from trainer.engines.deepspeed import machine, patches, pipeline, tensor
 from trainer.engines.deepspeed.forward_backward import AccumulatedStep, StepRunner, initialize
-from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
+from trainer.engines.engine import EngineKind, Job, builder_of, mesh_of
 from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
+from trainer.optim.builders import Builder, in_deepspeed
 from trainer.optim.optimizer import step_if_finite
-from trainer.optim.recipes import Recipe, in_deepspeed
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.recompute import tiles
@@ -90,16 +90,16 @@ def build(job: Job) -> DeepSpeedEngine:
 
     patches.forget_earlier_engines()
     logger.setLevel("WARNING")
-    recipe = recipe_of(KIND, job)
-    machine.announce(job.layout, job.machine, recipe.library)
+    builder = builder_of(KIND, job)
+    machine.announce(job.layout, job.machine, builder.library)
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
-    config = machine.runtime_config(job, recipe)
+    config = machine.runtime_config(job, builder)
     runner: StepRunner
     runner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
     patches.link_group_by_group(runner.engine.optimizer)
     patches.skip_steps_that_are_not_finite(runner.engine.optimizer)
-    return DeepSpeedEngine(runner, job, recipe.notes)
+    return DeepSpeedEngine(runner, job, builder.notes)
 
 
 def _gather_once(model: nn.Module, spec: ModelSpec) -> None:
@@ -170,8 +170,8 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
         place, hint = "zero_optimization.zero_hpz_partition_size", 'Set trainer.engine to "mesh"'
         raise ConfigError(Problem(place, str(size), "0 or 1: DeepSpeed's hpZ does not run", hint))
     machine.check_precision(layout)
-    recipe = in_deepspeed(settings, layout, device.type, grouped=False)
-    machine.check_compiler(layout, device, recipe.library if isinstance(recipe, Recipe) else "")
+    builder = in_deepspeed(settings, layout, device.type, grouped=False)
+    machine.check_compiler(layout, device, builder.library if isinstance(builder, Builder) else "")
     tensor.check_keys(layout, settings)
 
 

@@ -12,7 +12,7 @@ import torch
 from trainer.engines.engine import Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.optim.recipes import Recipe
+from trainer.optim.builders import Builder
 from trainer.storage import imported
 
 OF_OPTIMIZERS = {
@@ -45,7 +45,7 @@ def has_plain_optimizer(layout: Layout) -> bool:
     return layout.zero_stage == 0 and layout.precision == "float32"
 
 
-def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
+def runtime_config(job: Job, builder: Builder) -> dict[str, Any]:
     """Return the resolved JSON as this machine needs it, with the same numerical results."""
     config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
     # to DeepSpeed the ranks that share rows are ranks as all are: they average gradients
@@ -53,11 +53,11 @@ def runtime_config(job: Job, recipe: Recipe) -> dict[str, Any]:
     config.pop("expert_parallel", None)  # it would replace layers
     config["train_batch_size"] *= job.layout.context
     kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
-    params = dict(recipe.params)
+    params = dict(builder.params)
     if kind in ("Adam", "AdamW"):
         # PyTorch's fused kernel makes FusedAdam's update without a compiler at run time
         params["adam_w_mode"] = given.get("adam_w_mode", True)
-        params["torch_adam"] = recipe.library.startswith("torch.")
+        params["torch_adam"] = builder.library.startswith("torch.")
     config["optimizer"] = {"type": kind, "params": params}
     if has_plain_optimizer(job.layout):
         # DeepSpeed reports no norm here, so this engine computes it and clips

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
+from trainer.engines.engine import EngineKind, Job, builder_of, mesh_of
 from trainer.engines.torch import mesh as mesh_engine
 from trainer.engines.torch.engine import TorchEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
-from trainer.optim.recipes import in_torch
+from trainer.optim.builders import in_torch
 from trainer.parallel import float8, shard
 from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
@@ -65,7 +65,7 @@ def build(job: Job) -> TorchEngine:
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
     forward_backward = GradientAccumulation(module, dropout, layout, job.reduction)
-    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), (*notes, *noted), used)
+    return TorchEngine(forward_backward, job, mesh, builder_of(KIND, job), (*notes, *noted), used)
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:

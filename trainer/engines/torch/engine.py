@@ -9,9 +9,9 @@ from trainer.engines.engine import Job
 from trainer.engines.normalise import NormalisedEngine
 from trainer.engines.torch.state import TorchState
 from trainer.errors import ConfigError, Problem
+from trainer.optim.builders import MUON, Builder
 from trainer.optim.muon import Shared, hidden_matrices
 from trainer.optim.optimizer import optimizer_of, step_if_finite
-from trainer.optim.recipes import MUON, Recipe
 from trainer.parallel import compilation, float8
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
@@ -27,16 +27,16 @@ class TorchEngine(NormalisedEngine):
         forward_backward: ForwardBackward,
         job: Job,
         mesh: ParallelMesh,
-        recipe: Recipe,
+        builder: Builder,
         notes: tuple[str, ...],
         used: Used | None = None,
     ) -> None:
         modules, tuned = forward_backward.modules, job.spec.training.tuned
         named = [pair for module in modules for pair in module.named_parameters()]
-        shared = _shared(job, mesh) if recipe.library == MUON else None
-        optimizer = optimizer_of(recipe, named, job.undecayed, tuned, shared)
+        shared = _shared(job, mesh) if builder.library == MUON else None
+        optimizer = optimizer_of(builder, named, job.undecayed, tuned, shared)
         state = TorchState(modules, optimizer, job.machine.ranks, mesh)
-        super().__init__(job, mesh, forward_backward, optimizer, state, (*notes, *recipe.notes))
+        super().__init__(job, mesh, forward_backward, optimizer, state, (*notes, *builder.notes))
         self._used = used
         compiles = job.layout.compile == "blocks"
         self._reports = compilation.Reports(job.machine) if compiles else None

@@ -11,13 +11,13 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.engines.engine import EngineKind, Job, mesh_of, recipe_of
+from trainer.engines.engine import EngineKind, Job, builder_of, mesh_of
 from trainer.engines.torch.engine import TorchEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
-from trainer.optim.recipes import in_torch
+from trainer.optim.builders import in_torch
 from trainer.parallel import compilation, float8, shard
 from trainer.parallel.apply import give_values, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
@@ -146,7 +146,7 @@ def build(job: Job) -> TorchEngine:
         wrapped = _replicated(module, job) if by_ddp else module
         forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
-    return TorchEngine(forward_backward, job, mesh, recipe_of(KIND, job), (*notes, *noted), used)
+    return TorchEngine(forward_backward, job, mesh, builder_of(KIND, job), (*notes, *noted), used)
 
 
 def _replicated(module: ModelWithLoss, job: Job) -> nn.Module:

@@ -7,37 +7,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import NamedTuple
 
 import torch
 
-from trainer.config import Config, RuntimeFacts, TrainerSection
+from trainer.config import Config, RuntimeFacts
 from trainer.distributed.ranks import ALONE
 from trainer.engines.devices import BF16, FLOAT8
-from trainer.errors import ConfigError, Problem, refused
-from trainer.layout import Layout
-from trainer.models import huggingface
-from trainer.models.classifiers import Images
+from trainer.errors import ConfigError, Problem
+from trainer.models.finetuning.changed import changed_spec
 from trainer.models.materialise import SMALL
 from trainer.models.names import tensors_of
-from trainer.models.spec import ModelSpec, NoWeights, counted_flops, flops_per_token
+from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
 from trainer.parallel.checks import check_blocks
 from trainer.parallel.splits import rows
-from trainer.run import images
+from trainer.recipe import recipe_named
 from trainer.run.compose import Composed, compose
-from trainer.run.subject import amended
-from trainer.supervise.process import cache_folder
-from trainer.tasks.causal_lm import CausalLM
-from trainer.tasks.image_classification import ImageClassification
-from trainer.tasks.task import Batch, Task
+from trainer.tasks.task import Task
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.extrapolate import Plan, plan_of
-from trainer.tools.planner.simulate import SampleCost, Workload
+from trainer.tools.planner.simulate import Workload
 
 STEPS = 1000
 """The steps of the learning-rate schedule if the config leaves them to the data."""
@@ -57,7 +49,7 @@ class ModelOnCluster:
         """Return the model with so many blocks; trials stay those of the whole's tiny copy."""
         tiny = self.workload.spec.tiny
         assert tiny.first_blocks is not None
-        few = amended(tiny.first_blocks(count), self.config.trainer, ALONE, copied=True)
+        few = changed_spec(tiny.first_blocks(count), self.config.trainer, ALONE, copied=True)
         return replace(few, weights=NoWeights(), tiny=tiny)
 
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
@@ -103,10 +95,7 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     composed = on_cluster(config, cluster)
     section, layout = composed.config.trainer, composed.layout
     name, engine = composed.engine()
-    model_of = {"causal_lm": _language, "image_classification": _classifier}.get(section.task)
-    if model_of is None:
-        raise ConfigError(Problem("trainer.task", section.task, "a task whose model is named"))
-    trained = model_of(section, layout)
+    trained = recipe_named(section.task).planned(section, layout)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     if layout.context > 1:
@@ -128,78 +117,6 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
         batch=trained.batch,
     )
     return ModelOnCluster(config, full, trained.task)
-
-
-class TaskModel(NamedTuple):
-    """The description by a task of the model that a config names."""
-
-    spec: ModelSpec
-    task: Callable[[ModelSpec], Task]
-    batch: Callable[[int], Batch]
-    sample: SampleCost
-
-
-def _language(section: TrainerSection, layout: Layout) -> TaskModel:
-    architecture = huggingface.read_config(section.model)
-    spec = amended(huggingface.spec_of(architecture, section.model, weights=False), section, ALONE)
-    length = section.data.sequence_length
-
-    def batch(count: int) -> Batch:
-        ids, lengths = torch.zeros(count, length, dtype=torch.int64), torch.full((count, 1), length)
-        return {"input_ids": ids, "targets": torch.ones_like(ids), "lengths": lengths}
-
-    attention = CausalLM.of(spec, 0).attention()  # tried here, where tensors have values
-
-    def task(spec: ModelSpec) -> Task:
-        plain = CausalLM.of(spec, 0, lambda: attention)
-        return plain.regularised(spec, section.label_smoothing, section.neftune_alpha)
-
-    flops, kind = flops_per_token(spec, length) * length, f"samples of {length:,} tokens"
-    sample = SampleCost("token", length, kind, flops, length * (spec.language.hidden_size or 0))
-    return TaskModel(spec, task, batch, sample)
-
-
-def _classifier(section: TrainerSection, layout: Layout) -> TaskModel:
-    named, known = images.named_in(section), images.expected(section, cache_folder())
-    read = ("weights", "weights_backbone")  # none are read or downloaded
-    arguments = {key: value for key, value in named.arguments.items() if key not in read}
-    shape, classes = (known.channels, *known.size), len(known.classes)
-    spec = images.spec_of(section, known, replace(named, arguments=arguments, folder=None))
-    plain = ImageClassification(classes, spec.build, spec.blocks)
-    first = [(torch.zeros(shape), 0)] * 2
-    images.check(spec, plain, known, str(section.data.path or section.task), layout, first)
-    spec = amended(spec, section, ALONE).tried_on(plain.trial(first))
-    task = plain.regularised(spec, section.label_smoothing, section.neftune_alpha)
-    batch = batches_of(known)
-    hidden = math.prod(shape)
-    with suppress(KeyError):  # a block that takes no tensor
-        shapes = [task.hidden_shape(batch(1), block) for block in range(len(spec.blocks))]
-        hidden = min([hidden, *map(math.prod, shapes)])
-    kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
-    sample = SampleCost("image", 1, kind, _flops_of_an_image(spec, task, batch), hidden)
-    return TaskModel(spec, lambda spec: task, batch, sample)
-
-
-def _flops_of_an_image(
-    spec: ModelSpec, task: ImageClassification, batch: Callable[[int], Batch]
-) -> float:
-    """Count FLOPs on the meta device, of two images: batch norm has no statistics of one."""
-    two = {name: part.to("meta") for name, part in batch(2).items()}
-    expected = "scores of these images in training, as in an evaluation"
-    start = "its training fails on the meta device: "
-    # whatever the model's own code raises
-    with refused(f"trainer.model: {spec.name}", expected, named=True, start=start):
-        return counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
-
-
-def batches_of(images: Images) -> Callable[[int], Batch]:
-    """Return a function that makes micro-batches as `ImageClassification` collates them."""
-    return lambda count: {
-        "input": torch.zeros(count, images.channels, *images.size),
-        "target": torch.zeros(count, dtype=torch.int64),
-        "count": torch.tensor(count),
-        "share": torch.tensor(1.0),
-    }
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:

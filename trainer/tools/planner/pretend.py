@@ -25,12 +25,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from trainer.distributed.dtensor import coordinate_in
 from trainer.distributed.ranks import Ranks
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, parallel_mesh
 from trainer.parallel.splits import expert_ranks
-from trainer.tasks.causal_lm import CausalLM
+from trainer.tasks.attention import Attention
+from trainer.tasks.kernels import kernels_for
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 from trainer.trial.setup import HostReads
@@ -116,7 +118,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends, coordinate_in):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
-    yield CausalLM, "_kernels", _kernels
+    yield from _everywhere(kernels_for, _kernels)
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
@@ -139,10 +141,12 @@ def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> A
     return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
 
 
-def _kernels(task: CausalLM, device: torch.device) -> Callable[..., str]:
+def _kernels(
+    attention: Callable[[], Attention], device: torch.device, ranks: ContextRanks | None
+) -> Callable[..., str]:
     """Choose a GPU's kernel where the model takes one: each keeps as much as borders do."""
     with _disable_current_modes():
-        kernel = "mask" if task.attention().refusal else "borders"
+        kernel = "mask" if attention().refusal else "borders"
     return lambda *_: kernel
 
 

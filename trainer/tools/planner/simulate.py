@@ -23,6 +23,7 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
 from trainer.parallel.partition import block_ranges
+from trainer.recipe import SampleCost
 from trainer.storage import imported
 from trainer.tasks.task import Batch, Task, bare_name
 from trainer.tools.planner.ledger import BUILD, SAVE, Ledger, Peak
@@ -31,21 +32,6 @@ from trainer.tools.planner.pretend import pretending
 
 STEPS = 2
 """Optimizers create their state in the first step; from the second on all are alike."""
-
-
-@dataclass(frozen=True)
-class SampleCost:
-    """The properties of a sample that the closed forms use."""
-
-    unit: str
-    """The unit of rates, of which a sample has so many: "token", "image"."""
-    units: int
-    kind: str
-    """The kind of sample, for the user: "samples of 4,096 tokens"."""
-    flops: float
-    """FLOPs to train on it, forward and backward, without recomputation."""
-    hidden: int
-    """The number of values in the smallest hidden state that enters a block; 0 if unknown."""
 
 
 @dataclass(frozen=True)

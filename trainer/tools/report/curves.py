@@ -98,7 +98,7 @@ def rates(record: RunRecord) -> Chapter:
 
 
 def throughput(record: RunRecord) -> Chapter:
-    unit = "images" if record.section.get("task") == "image_classification" else "tokens"
+    unit = record.unit
     key, title = "throughput", f"{unit.capitalize()} per second"
     if not record.steps:
         return Chapter(key, title, NEVER)

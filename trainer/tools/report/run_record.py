@@ -13,6 +13,8 @@ from typing import Any, BinaryIO, TypeVar
 
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
+from trainer.plugins import DEFAULT
+from trainer.recipe import recipe_named
 from trainer.run import timeline
 from trainer.storage import check_regular, parse_json, read_file
 from trainer.supervise import status_files
@@ -60,6 +62,13 @@ class RunRecord:
         """The config's `trainer` section."""
         section = self.config.get("trainer")
         return section if isinstance(section, dict) else {}
+
+    @property
+    def unit(self) -> str:
+        """The plural of what rates count; "targets" of a plug-in's recipe that is not here."""
+        with suppress(ConfigError):
+            return recipe_named(str(self.section.get("task", DEFAULT))).unit
+        return "targets"
 
 
 def read(folder: Path) -> RunRecord:

@@ -1,4 +1,4 @@
-"""The spec of an image classifier, and its checks, for the `ImageSubject` in `subject.py`."""
+"""The spec of an image classifier, its expected images, and its checks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.models import classifiers
 from trainer.models.classifiers import Classifier, Images
 from trainer.models.own import module
 from trainer.models.spec import ModelSpec
-from trainer.tasks.image_classification import ImageClassification
+from trainer.recipes.images.task import ImageClassification
 
 MOST_CLASSES = 10_000_000
 """The most classes for images that have not been read."""

@@ -17,7 +17,7 @@ from trainer.plugins import NAMED
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Builder:
     """The class and the arguments by which an optimizer is built."""
 
     library: str
@@ -132,11 +132,11 @@ LACKS: dict[str, dict[str, Lack]] = {
 
 def in_torch(
     settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
-) -> Recipe | No:
-    """Return the recipe of `mesh` and `accelerate`, or why they can't build the optimizer."""
+) -> Builder | No:
+    """Return the builder of `mesh` and `accelerate`, or why they can't build the optimizer."""
     kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
     if build := NAMED["optimizer"].get(kind):
-        return Recipe(kind, params, build=build)
+        return Builder(kind, params, build=build)
     library = ROWS[kind].torch
     if isinstance(library, No):
         return library
@@ -147,8 +147,8 @@ def in_torch(
 
 def in_deepspeed(
     settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
-) -> Recipe | No:
-    """Return DeepSpeed's recipe for a config's optimizer on a device, or why it can't build it.
+) -> Builder | No:
+    """Return DeepSpeed's builder for a config's optimizer on a device, or why it can't build it.
 
     `grouped`: True if parameters have different learning rates or weight decays.
     """
@@ -194,8 +194,8 @@ def _adam(library: str, params: Mapping[str, Any]) -> str:
     return "torch.optim.AdamW" if decoupled else library
 
 
-def _recipe(library: str, params: Mapping[str, Any], kernel: bool = False) -> Recipe | No:
-    """Build a recipe from those of `params` that `library` takes and that don't choose it.
+def _recipe(library: str, params: Mapping[str, Any], kernel: bool = False) -> Builder | No:
+    """Build a builder from those of `params` that `library` takes and that don't choose it.
 
     `kernel`: True if there is a fused kernel besides Adam's.
     """
@@ -219,4 +219,4 @@ def _recipe(library: str, params: Mapping[str, Any], kernel: bool = False) -> Re
             notes.append(f"optimizer.params.torch_adam has no effect here: {reason}")
     if kernel and taken.get("fused") is None:
         taken["fused"] = not taken.get("foreach")
-    return Recipe(library, taken, tuple(notes))
+    return Builder(library, taken, tuple(notes))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -11,27 +11,29 @@ from typing import Any
 
 import numpy as np
 
-from trainer.certify.cases.base_files import compare_base
-from trainer.certify.one_process.edges import edges_of, note_of
-from trainer.certify.one_process.options import Amend, without_rates
+from trainer.certify.case import MakeReference
+from trainer.certify.one_process.edges import Edge, edges_of, note_of
+from trainer.certify.one_process.options import Amend, Option, options_of, without_rates
 from trainer.certify.one_process.options import amended as amended_config
 from trainer.certify.parameters import learner, opened, published, write_base
 from trainer.certify.recording import Sources
-from trainer.certify.reference import Reference
-from trainer.certify.text_reference import Documents, LanguageReference, PackedReference
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
+from trainer.data.dataset import Pairs
 from trainer.data.text.arrangement import arranged
 from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
+from trainer.models.finetuning.changed import changed_spec
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.parallel.checks import packing_refusal
-from trainer.run.subject import Given, Subject, amended
-from trainer.tasks.causal_lm import CausalLM
+from trainer.recipe import Subject
+from trainer.recipes.causal_lm.base_files import compare_base
+from trainer.recipes.causal_lm.reference import Documents, LanguageReference, PackedReference
+from trainer.recipes.causal_lm.task import CausalLM
 from trainer.trial.findings import observe_draws
 from trainer.trial.setup import own_randomness, tiny
 
@@ -48,7 +50,7 @@ ONE_BY_ONE = (
 class LanguageCase:
     """The tiny copy of the config's language model, and its documents."""
 
-    def __init__(self, small: Tiny, given: Given, machine: Machine, folder: Path) -> None:
+    def __init__(self, small: Tiny, machine: Machine, folder: Path) -> None:
         """Make the copy, and in `folder` its weights if a run would read them. Collective."""
         architecture = huggingface.read_config(small.config.trainer.model)
         named = small.config.trainer.model
@@ -73,14 +75,17 @@ class LanguageCase:
             ranks.on_first(lambda: write_base(copy, self._base))
             read = options.model_copy(update={"name_or_path": str(self._base)})
             copy = replace(copy, weights=huggingface.weights_of(copy.build(), read))
-        whole = amended(replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks)
+        whole = changed_spec(
+            replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks
+        )
         assert whole.tiny.copy is not None
         spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
         config, heads = copy.build().config, copy.language.heads
-        self.edges = edges_of(small, config, heads, self._size[2].positions - 1)
+        self.edges: Sequence[Edge] = edges_of(small, config, heads, self._size[2].positions - 1)
         self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
-        self.subject = Subject(spec, CausalLM.of(spec), None, packed=small.packed)
+        without = Pairs((), None, "")  # `rehearse` has the documents
+        self.subject = Subject(spec, CausalLM.of(spec), without, packed=small.packed)
 
     def _plain(self, architecture: Any) -> ModelSpec:
         """Return the spec of the model itself, without weights."""
@@ -91,7 +96,10 @@ class LanguageCase:
         assert plain.tiny.copy is not None
         return plain.tiny.copy(*self._size)
 
-    def rehearse(self, spec: ModelSpec) -> tuple[Sources, Callable[..., Reference]]:
+    def options(self, small: Tiny) -> Sequence[Option]:
+        return options_of(small, self.architecture)
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
         """Write the documents, and return them with the one process that trains on them.
 
         Collective. Raises ConfigError if a model on packed documents draws random numbers.

@@ -16,7 +16,7 @@ from trainer.distributed.exchange import words_of_head
 from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
-from trainer.tasks.attention import Attention, attend, attention_of, documents_of, tested
+from trainer.tasks.attention import Attention, attend, attention_of, documents_of
 from trainer.tasks.cross_entropy import (
     LossBySource,
     LossHead,
@@ -24,6 +24,7 @@ from trainer.tasks.cross_entropy import (
     count_correct,
     logits_cross_entropy,
 )
+from trainer.tasks.kernels import kernels_for
 from trainer.tasks.masks import Masks
 from trainer.tasks.patches import divide_rows, register_attention, replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
@@ -222,16 +223,9 @@ class CausalLM:
         if self._noise is not None:
             lengths = documents.lengths if documents else batch["lengths"]
             self._noise.start(lengths, self._context)
-        with self._masks.of(documents, self._context, self._kernels(ids.device)):
+        kernels = kernels_for(self.attention, ids.device, self._context)
+        with self._masks.of(documents, self._context, kernels):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
-
-    def _kernels(self, device: torch.device) -> Callable[..., str]:
-        """Return the function that chooses a mask's kernel; the model is tried now, if ever."""
-        if device.type != "cuda":
-            return lambda *_: "mask"
-        model = self.attention()
-        divided = self._context is not None and self._context.division.groups > 1
-        return lambda pattern, place, dtype: tested(model, pattern, dtype, place, divided)[0]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

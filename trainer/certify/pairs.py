@@ -1,0 +1,136 @@
+"""The certificate of a model on pairs of input and target, which a loss compares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import default_collate
+
+from trainer.certify.case import MakeReference
+from trainer.certify.finding import Finding
+from trainer.certify.one_process.edges import Edge
+from trainer.certify.one_process.options import Amend, Option, options_of
+from trainer.certify.parameters import Learner, learner
+from trainer.certify.recording import Sources, State
+from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
+from trainer.certify.tiny_run import Tiny
+from trainer.data.dataset import Subset
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.models.spec import ModelSpec
+from trainer.recipe import Subject
+from trainer.tasks.supervised import Loss
+from trainer.trial.findings import observe_draws
+from trainer.trial.setup import tiny
+
+LARGEST = 50_000_000
+"""The most parameters of a module that is certified: there is no smaller copy of it."""
+PAIRED = 1e-5
+"""The relative difference above which a loss over micro-batches counts as one of pairs."""
+
+
+class PairsCase:
+    """A model on pairs, with its loss; `build(seed=...)` builds it with its initial values."""
+
+    base: Finding | None = None
+    edges: Sequence[Edge] = ()
+
+    def __init__(
+        self,
+        small: Tiny,
+        subject: Subject,
+        build: Callable[..., nn.Module],
+        loss: Loss,
+        tops: Sequence[int] = (),
+    ) -> None:
+        """`tops`: for each measure of the task, the number of highest scores among which a correct
+        target is."""
+        self.small = small
+        self.subject = subject
+        self.loss = loss
+        self.tops = tops
+        self._build = build
+        if subject.spec.parameters > LARGEST:
+            actual = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
+            most = f"at most {LARGEST / 1e6:,.0f} M"
+            raise ConfigError(Problem("model", actual, most, "Verify a smaller one of its kind."))
+
+    def options(self, small: Tiny) -> Sequence[Option]:
+        return options_of(small)
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
+        """Return the samples, and the one process that trains on them.
+
+        Raises ConfigError if one process would draw other numbers, DataError for too few samples.
+        """
+        layout, source = self.small.layout, self.subject.data.train
+        if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
+            actual = "with a module that draws random numbers, on each data rank its own"
+            expected = "dropout of 0 to verify it"
+            raise ConfigError(Problem("trainer.sync_batch_norm", actual, expected))
+        wanted = layout.train_batch * 3 // 2 + 1  # steps span the ends of epochs
+        if len(source) < wanted + 1:
+            expected = f"at least {wanted + 1} to verify on"
+            raise DataError(Problem("data", f"{len(source)} samples", expected))
+        end = min(len(source), wanted + self.small.held_out + 1)
+        sources = Sources(Subset(source, range(wanted)), Subset(source, range(wanted, end)))
+
+        def reference(small: Tiny, amend: Amend | None = None) -> Reference:
+            section = small.config.trainer
+            own = learner(self._build(seed=section.seed), section)
+            return PairsReference(small, spec, own, sources, self)
+
+        return sources, reference
+
+
+class PairsReference(Reference):
+    """One process with only the module, `default_collate` and the loss."""
+
+    def __init__(self, small: Tiny, spec: ModelSpec, own: Learner, data: Sources, case: PairsCase):
+        self._loss = case.loss
+        super().__init__(small, spec, own, data, torch.device("cpu"), case.tops)
+
+    def held_out(self, state: State) -> Judged:
+        """Evaluate each sample by itself; by micro-batches if the loss is one of pairs."""
+        self._load(state)
+        samples, sizes = self._evaluated_samples(), (1, self._layout.micro_batch)
+        alone, together = (self._judged(samples, size) for size in sizes)
+        return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
+
+    def _collated(self, samples: Sequence[Any]) -> tuple[Any, Any]:
+        return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]
+
+    def _output(self, model: nn.Module, inputs: Any) -> Any:
+        return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+
+    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+        output = self._output(model, inputs)
+        if self._smoothing and model.training:
+            options: Any = {"label_smoothing": self._smoothing, "ignore_index": IGNORED}
+            return F.cross_entropy(output.float(), targets, reduction="sum", **options)
+        return self._loss(output, targets)[0]  # type: ignore[no-any-return]
+
+    def _counted(self, inputs: Any, targets: Any) -> int:
+        """Count targets by the loss itself, from the module's output."""
+        training = self.model.training
+        with torch.no_grad():
+            count = int(self._loss(self._output(self.model.eval(), inputs), targets)[1])
+        self.model.train(training)
+        return count
+
+    def _example(self) -> Any:
+        return self._collated([self._data.training[0]])[0]
+
+    def _whole_step(self, step: int) -> list[MicroBatch]:
+        """Return the micro-batches; those that batch norm normalises together are one here."""
+        layout, training = self._layout, self._data.training
+        if not layout.sync_batch_norm:
+            return super()._whole_step(step)
+        of_ranks = [self._numbers(step, rank) for rank in range(layout.data_ranks)]
+        rows = np.stack(of_ranks, 1).reshape(layout.accumulation, -1)
+        batches = [self._collated([training[n] for n in row]) for row in rows]
+        return [MicroBatch(0, index, *batch) for index, batch in enumerate(batches)]

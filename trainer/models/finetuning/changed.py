@@ -1,0 +1,27 @@
+"""A spec with the config's changes: its adapter, frozen parameters, and groups of their own."""
+
+from __future__ import annotations
+
+from trainer.config import TrainerSection
+from trainer.distributed.ranks import Ranks
+from trainer.models.finetuning.frozen import frozen
+from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.tuned import tuned
+from trainer.models.spec import ModelSpec
+
+
+def changed_spec(
+    spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False
+) -> ModelSpec:
+    """Apply the config's changes to a model's spec; `copied` if the config means a larger model.
+    Collective.
+
+    Raises ConfigError for changes that do not fit the model.
+    """
+
+    def changed() -> ModelSpec:
+        partly_frozen = frozen(adapted(spec, section.adapter), section.freeze, copied=copied)
+        return tuned(partly_frozen, section.parameter_groups, copied=copied)
+
+    ranks.try_on_first(changed)  # an error is reported once
+    return changed()

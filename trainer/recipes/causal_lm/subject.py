@@ -1,0 +1,203 @@
+"""The subject of a causal language model: its model, tokenizer and documents."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from trainer.config import Config
+from trainer.config.sections.trainer import TrainerSection
+from trainer.data.stream import Place, Stream
+from trainer.data.text.arrangement import Arranged, arranged
+from trainer.data.text.chat import Template
+from trainer.data.text.preparation import Data, open_data
+from trainer.data.text.preview import preview
+from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
+from trainer.engines import Metrics
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.layout import Layout
+from trainer.models import huggingface
+from trainer.models.own_vocabulary import align
+from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.parallel.checks import packing_refusal
+from trainer.parallel.parallel_mesh import division_of
+from trainer.recipe import RunContext, Subject
+from trainer.recipes.causal_lm.continuation import beginning, continuation
+from trainer.recipes.causal_lm.task import CausalLM
+from trainer.supervise.process import cache_folder
+from trainer.tasks.attention import notes
+from trainer.tasks.harness import check_tasks
+
+
+@dataclass(frozen=True)
+class LanguageSubject(Subject):
+    """A causal language model on documents."""
+
+    task: CausalLM
+    data: Data
+    tokenizer: Any = None
+    form: Arranged = Arranged("concatenate")
+    """The arrangement of documents in samples."""
+    unit: ClassVar[str] = "tok"
+
+    def settled(self, config: Config) -> Config:
+        data = config.trainer.data.model_copy(update={"documents": self.form.documents})
+        origins = dict(config.origins)
+        if self.form.reason:
+            origins["trainer.data.documents"] = f"auto: {self.form.reason}"
+        trainer = config.trainer.model_copy(update={"data": data})
+        return replace(config, trainer=trainer, origins=origins)
+
+    def trained(self, spec: ModelSpec, section: TrainerSection) -> Subject:
+        task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
+        watched = task.watching(len(section.data.sources)) if section.log.by_source else task
+        return replace(self, spec=spec, task=watched)
+
+    def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
+        if not isinstance(stream := self.data.train, Stream):
+            return nullcontext()
+        stream.begin(Place(*place))
+        return closing(stream)
+
+    def lines(self, workers: int) -> Iterator[str]:
+        yield from (f"source  {line}" for line in self.data.lines())
+
+    def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
+        model, dtype = self.task.attention(), getattr(torch, layout.precision)
+        divided = division_of(layout, self.spec.language.heads).groups > 1
+        return notes(model, self.spec, self.packed, dtype, device, divided)
+
+    def amount(self, samples: int, section: TrainerSection) -> str:
+        tokens, flops = samples * section.data.sequence_length, self.flops(section) or 0.0
+        return f", at most {tokens / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
+
+    def flops(self, section: TrainerSection) -> float | None:
+        return flops_per_token(self.spec, section.data.sequence_length)
+
+    def samples(self, numbers: list[int], **options: Any) -> str:
+        return preview(self.data.train, self.tokenizer, numbers, **options)
+
+    def is_named(self, section: TrainerSection) -> bool:
+        return True
+
+    def describe_to(self, planned: dict[str, Any]) -> None:
+        model = planned["model"]
+        if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
+            rows = {"vocab_size": self.spec.language.vocabulary}
+            told = huggingface.stated(model["config"])
+            model["config"] = {**rows, **told} if told else {**huggingface.EMBEDDED, **rows}
+
+    def measures(self, loss: float) -> dict[str, float]:
+        return {"perplexity": math.exp(min(loss, 700.0))}
+
+    def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
+        if (by_source := self.task.by_source) is None:
+            return None
+        losses, targets = by_source.take(metrics.group, device).tolist()
+        found = zip(self.data.shares, losses, targets, strict=True)
+        return {share.label: loss / count for share, loss, count in found if count}
+
+    def save(self, folder: Path, dtype: torch.dtype | None) -> None:
+        super().save(folder, dtype)
+        self.tokenizer.save_pretrained(folder)
+
+    def example(self, folder: Path, section: TrainerSection) -> str | None:
+        wanted = section.generate
+        if wanted.prompt is None:
+            return None
+        source = next(iter(self.data.evaluations.values()), self.data.train)
+        room = section.data.sequence_length - wanted.tokens
+        prompt = beginning(source, room) if wanted.prompt == "auto" else wanted.prompt
+        trust = section.model.trust_remote_code
+        return continuation(folder, self.tokenizer, prompt, wanted.tokens, trust)
+
+
+def open_language_model(context: RunContext) -> LanguageSubject:
+    """Open a language model, its tokenizer and its documents. Collective.
+
+    Raises ConfigError or DataError for what does not fit together.
+    """
+    section, ranks = context.section, context.ranks
+    if section.evaluation.tasks:
+        ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
+    architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
+    tokenizer = _tokenizer(context)
+    notes: tuple[str, ...] = ()
+    if section.model.name_or_path is None:
+        stated = huggingface.stated(section.model.config)
+        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
+    spec = context.changed(huggingface.spec_of(architecture, section.model))
+    task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
+
+    def refusal() -> str:
+        return packing_refusal(spec, task, context.layout, ranks, section.model.attention)
+
+    form = arranged(section.data, refusal, ranks)
+    settled = section.data.model_copy(update={"documents": form.documents})
+    source = (cache_folder(), ranks, section.seed, context.progress, context.order)
+    data = open_data(settled, tokenizer, *source)
+    if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
+        template = Template.of(tokenizer, section.data.chat_template)
+        if template.text:
+            tokenizer = _tokenizer(context, chat_template=template.text)
+    _check_fit(spec, data.largest_token_id, section.data.sequence_length)
+    rotary = _longrope_notes(section.data.sequence_length, architecture)
+    notes = (*notes, *rotary, *data.unrendered())
+    if form.reason and form.documents == "pad":
+        notes = (*notes, f"trainer.data.documents is pad: {form.reason}")
+    spec = replace(spec, notes=(*spec.notes, *notes))
+    return LanguageSubject(spec, task, data, settled.packs, data.check, tokenizer, form)
+
+
+def _check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
+    """Raise unless the model has an id for each token, and a position: sequences have so many."""
+    ids, positions = spec.language.vocabulary, spec.language.positions
+    if largest >= ids:
+        expected = f"ids below {ids}, the rows of the embedding of {spec.name}"
+        own = "Use the model's own tokenizer (trainer.data.tokenizer)"
+        hint = f"{own}, or a vocab_size that holds all ids"
+        raise DataError(Problem("tokenizer", f"the data has token id {largest}", expected, hint))
+    if positions is not None and sequence > positions:
+        expected = f"at most the model's {positions} positions"
+        raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
+
+
+def _tokenizer(context: RunContext, chat_template: str | None = None) -> Any:
+    """Load the tokenizer that the config names, or train the embedded one. Collective.
+
+    With `chat_template`, it is saved with that one in place of its own.
+    """
+    data, model = context.section.data, context.section.model
+    options: dict[str, Any] = {}
+    if chat_template is not None:
+        options["chat_template"] = chat_template
+    name = data.tokenizer or model.name_or_path
+    if name is None:
+
+        def load() -> Any:
+            return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
+
+        context.ranks.try_on_first(load)  # the rank that trains it
+        return load()
+    trust, revision = model.trust_remote_code, model.revision
+    return context.ranks.on_own(lambda: load_tokenizer(name, trust, revision, **options))
+
+
+def _longrope_notes(sequence: int, architecture: Any) -> tuple[str, ...]:
+    """Warn if rotary embeddings depend on the longest row, which a tiny copy has not."""
+    rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
+    kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
+    long = (kind for kind in kinds if kind.get("rope_type") == "longrope")
+    limits = [kind.get("original_max_position_embeddings") for kind in long]
+    reached = [limit for limit in limits if limit and sequence > limit]
+    if not reached:
+        return ()
+    change = f"change in a micro-batch that has a row of more than {reached[0]} tokens"
+    so = "its loss depends on which samples share a micro-batch"
+    return (f"its rotary embeddings (longrope) {change}: {so}",)
