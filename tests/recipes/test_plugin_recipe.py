@@ -1,0 +1,125 @@
+"""A whole recipe from a package of its own: it trains, is certified and is planned.
+
+Nothing in `trainer` knows it: an entry point of the group `meshloom.recipes` names it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT
+
+PACKAGE = ROOT / "tests" / "support" / "plugin"
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "zero3": {"zero_optimization": {"stage": 3}},
+    "pipeline_zero2": {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}},
+    "tensor_zero2": {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
+}
+
+
+def config(layout: str, **trainer: Any) -> dict[str, Any]:
+    section = {"task": "labelling:tokens", "device": "cpu", "steps": 6, "log": {"every": 1}}
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **LAYOUTS[layout],
+        "trainer": section | {"run": {"folder": "runs"}} | trainer,
+    }
+
+
+def command(
+    folder: Path, asked: dict[str, Any], *words: str, place: Path
+) -> subprocess.CompletedProcess[str]:
+    (folder / "job.json").write_text(json.dumps(asked))
+    arguments = [sys.executable, "-m", "trainer.command", *words, "--config", "job.json"]
+    path = {"PYTHONPATH": f"{ROOT}:{place}:{PACKAGE}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        arguments, cwd=folder, env=os.environ | path, capture_output=True, text=True, timeout=300
+    )
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """Lay out what an installer leaves of the package: its entry point."""
+    information = tmp_path / "site" / "meshloom_parity-1.0.dist-info"
+    information.mkdir(parents=True)
+    named = "Metadata-Version: 2.1\nName: meshloom-parity\nVersion: 1.0\n"
+    (information / "METADATA").write_text(named)
+    points = "[meshloom.recipes]\nlabelling:tokens = labelling:RECIPE\n"
+    (information / "entry_points.txt").write_text(points)
+    return information.parent
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_trains(layout: str, tmp_path: Path, installed: Path) -> None:
+    asked = config(layout, recipe={"labels": 3})
+    found = command(tmp_path, asked, "train", "--processes", "2", place=installed)
+    assert found.returncode == 0, found.stdout + found.stderr
+    folder = tmp_path / "runs" / "job"
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert len(losses) == 6
+    assert losses[-1] < losses[0]
+    assert any("evaluation_accuracy" in row for row in rows)
+    assert (folder / "final" / "model.safetensors").is_file()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_its_certificate_passes(layout: str, tmp_path: Path, installed: Path) -> None:
+    found = command(tmp_path, config(layout), "verify", place=installed)
+    assert found.returncode == 0, found.stdout + found.stderr
+    certificate = json.loads((tmp_path / "certificate.json").read_text())
+    checks = {finding["check"] for finding in certificate["findings"]}
+    assert certificate["passed"]
+    assert {"loss", "gradient", "norm", "accuracy", "resumed state"} <= checks
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_it_is_planned(layout: str, tmp_path: Path, installed: Path) -> None:
+    words = ("plan", "--gpus", "2", "--device", "a100-40gb", "--json")
+    found = command(tmp_path, config(layout), *words, place=installed)
+    assert found.returncode == 0, found.stdout + found.stderr
+    plan = json.loads(found.stdout)
+    assert plan["fits"]
+    assert plan["needed"] > 0
+
+
+def test_its_keys_are_checked(tmp_path: Path, installed: Path) -> None:
+    asked = config("zero3", recipe={"labels": 1, "colour": "red"}, data={"tokenizer": "gpt2"})
+    found = command(tmp_path, asked, "train", place=installed)
+    assert found.returncode == 64
+    for place in ("trainer.recipe.labels", "trainer.recipe.colour", "trainer.data.tokenizer"):
+        assert place in found.stderr
+
+
+def test_a_key_that_it_honours_is_taken(tmp_path: Path, installed: Path) -> None:
+    asked = config("zero3", data={"sequence_length": 4})
+    found = command(tmp_path, asked, "train", "--dry-run", place=installed)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_a_recipe_that_is_not_installed_is_named(tmp_path: Path) -> None:
+    found = command(tmp_path, config("zero3"), "train", place=tmp_path)
+    assert found.returncode == 64
+    assert "trainer.task" in found.stderr
+    assert "labelling:tokens" in found.stderr
+
+
+def test_a_shipped_recipe_has_no_keys_of_a_plugin(tmp_path: Path) -> None:
+    asked = config("zero3", recipe={"labels": 2}) | {}
+    asked["trainer"]["task"] = "causal_lm"
+    found = command(tmp_path, asked, "train", place=tmp_path)
+    assert found.returncode == 64
+    assert "trainer.recipe" in found.stderr
