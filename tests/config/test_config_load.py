@@ -1532,6 +1532,7 @@ USED = {
 these, or in a note.
 """
 REFUSED = {
+    "recipe",
     "warmup_ratio",
     "evaluation.patience",
     "evaluation.tasks",

@@ -10,7 +10,7 @@ from trainer.distributed.shared_rows import ContextRanks
 from trainer.tasks.attention import Attention, tested
 
 
-def kernels_for(
+def kernel_chooser(
     attention: Callable[[], Attention], device: torch.device, ranks: ContextRanks | None
 ) -> Callable[..., str]:
     """Return the function that chooses a mask's kernel; the model is tried now, if ever.

@@ -24,7 +24,7 @@ from trainer.tasks.cross_entropy import (
     count_correct,
     logits_cross_entropy,
 )
-from trainer.tasks.kernels import kernels_for
+from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.patches import divide_rows, register_attention, replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
@@ -223,7 +223,7 @@ class CausalLM:
         if self._noise is not None:
             lengths = documents.lengths if documents else batch["lengths"]
             self._noise.start(lengths, self._context)
-        kernels = kernels_for(self.attention, ids.device, self._context)
+        kernels = kernel_chooser(self.attention, ids.device, self._context)
         with self._masks.of(documents, self._context, kernels):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 

@@ -32,7 +32,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, parallel_mesh
 from trainer.parallel.splits import expert_ranks
 from trainer.tasks.attention import Attention
-from trainer.tasks.kernels import kernels_for
+from trainer.tasks.kernels import kernel_chooser
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
 from trainer.trial.setup import HostReads
@@ -118,7 +118,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     for function in (init_device_mesh, parallel_mesh.ranks_along, gradients.ends, coordinate_in):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
-    yield from _everywhere(kernels_for, _kernels)
+    yield from _everywhere(kernel_chooser, _kernels)
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
