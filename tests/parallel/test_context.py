@@ -198,7 +198,7 @@ def test_a_kernel_is_tested_as_it_will_run(groups):
     plain = task_of(spec, CONTEXT)
     task = plain.regularised(spec, 0.1, 5.0)
     model = task.prepare(spec.build().to_empty(device="cpu"))
-    task.share(ContextRanks(Division(2, groups), None, None))
+    task.placed(ContextRanks(Division(2, groups), None, None))
     asked: list[bool] = []
 
     def tested(model: Any, pattern: str, dtype: Any, device: Any, divided: bool) -> Any:

@@ -33,60 +33,6 @@ PAIRED = 1e-5
 """The relative difference above which a loss over micro-batches counts as one of pairs."""
 
 
-class PairsCase:
-    """A model on pairs, with its loss; `build(seed=...)` builds it with its initial values."""
-
-    base: Finding | None = None
-    edges: Sequence[Edge] = ()
-
-    def __init__(
-        self,
-        small: Tiny,
-        subject: Subject,
-        build: Callable[..., nn.Module],
-        loss: Loss,
-        tops: Sequence[int] = (),
-    ) -> None:
-        """`tops`: for each measure of the task, the number of highest scores among which a correct
-        target is."""
-        self.small = small
-        self.subject = subject
-        self.loss = loss
-        self.tops = tops
-        self._build = build
-        if subject.spec.parameters > LARGEST:
-            actual = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
-            most = f"at most {LARGEST / 1e6:,.0f} M"
-            raise ConfigError(Problem("model", actual, most, "Verify a smaller one of its kind."))
-
-    def options(self, small: Tiny) -> Sequence[Option]:
-        return options_of(small)
-
-    def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
-        """Return the samples, and the one process that trains on them.
-
-        Raises ConfigError if one process would draw other numbers, DataError for too few samples.
-        """
-        layout, source = self.small.layout, self.subject.data.train
-        if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
-            actual = "with a module that draws random numbers, on each data rank its own"
-            expected = "dropout of 0 to verify it"
-            raise ConfigError(Problem("trainer.sync_batch_norm", actual, expected))
-        wanted = layout.train_batch * 3 // 2 + 1  # steps span the ends of epochs
-        if len(source) < wanted + 1:
-            expected = f"at least {wanted + 1} to verify on"
-            raise DataError(Problem("data", f"{len(source)} samples", expected))
-        end = min(len(source), wanted + self.small.held_out + 1)
-        sources = Sources(Subset(source, range(wanted)), Subset(source, range(wanted, end)))
-
-        def reference(small: Tiny, amend: Amend | None = None) -> Reference:
-            section = small.config.trainer
-            own = learner(self._build(seed=section.seed), section)
-            return PairsReference(small, spec, own, sources, self)
-
-        return sources, reference
-
-
 class PairsReference(Reference):
     """One process with only the module, `default_collate` and the loss."""
 
@@ -134,3 +80,59 @@ class PairsReference(Reference):
         rows = np.stack(of_ranks, 1).reshape(layout.accumulation, -1)
         batches = [self._collated([training[n] for n in row]) for row in rows]
         return [MicroBatch(0, index, *batch) for index, batch in enumerate(batches)]
+
+
+class PairsCase:
+    """A model on pairs, with its loss; `build(seed=...)` builds it with its initial values."""
+
+    base: Finding | None = None
+    edges: Sequence[Edge] = ()
+    reference: type[PairsReference] = PairsReference
+    """The one process; a recipe whose loss is of another kind has a class of its own."""
+
+    def __init__(
+        self,
+        small: Tiny,
+        subject: Subject,
+        build: Callable[..., nn.Module],
+        loss: Loss,
+        tops: Sequence[int] = (),
+    ) -> None:
+        """`tops`: for each measure of the task, the number of highest scores among which a correct
+        target is."""
+        self.small = small
+        self.subject = subject
+        self.loss = loss
+        self.tops = tops
+        self._build = build
+        if subject.spec.parameters > LARGEST:
+            actual = f"{subject.spec.parameters / 1e6:,.0f} M parameters"
+            most = f"at most {LARGEST / 1e6:,.0f} M"
+            raise ConfigError(Problem("model", actual, most, "Verify a smaller one of its kind."))
+
+    def options(self, small: Tiny) -> Sequence[Option]:
+        return options_of(small)
+
+    def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
+        """Return the samples, and the one process that trains on them.
+
+        Raises ConfigError if one process would draw other numbers, DataError for too few samples.
+        """
+        layout, source = self.small.layout, self.subject.data.train
+        if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
+            actual = "with a module that draws random numbers, on each data rank its own"
+            expected = "dropout of 0 to verify it"
+            raise ConfigError(Problem("trainer.sync_batch_norm", actual, expected))
+        wanted = layout.train_batch * 3 // 2 + 1  # steps span the ends of epochs
+        if len(source) < wanted + 1:
+            expected = f"at least {wanted + 1} to verify on"
+            raise DataError(Problem("data", f"{len(source)} samples", expected))
+        end = min(len(source), wanted + self.small.held_out + 1)
+        sources = Sources(Subset(source, range(wanted)), Subset(source, range(wanted, end)))
+
+        def make(small: Tiny, amend: Amend | None = None) -> Reference:
+            section = small.config.trainer
+            own = learner(self._build(seed=section.seed), section)
+            return self.reference(small, spec, own, sources, self)
+
+        return sources, make

@@ -157,11 +157,9 @@ class EngineKind:
 
 
 def mesh_of(job: Job) -> ParallelMesh:
-    """Make a job's process groups, and tell its task which ranks share its rows. Collective."""
+    """Make a job's process groups, and tell its task of them. Collective."""
     mesh = parallel_mesh_of(job.layout, job.machine.device, job.spec.language.heads)
-    task: Any = job.task
-    if mesh.context is not None:
-        task.share(mesh.context)
+    job.task.placed(mesh.context, mesh.group("batch"))
     return mesh
 
 

@@ -8,9 +8,11 @@ from numbers import Real
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch, changed
@@ -73,6 +75,9 @@ class Supervised:
             expected = "0: an own loss smooths its labels itself"
             raise ConfigError(Problem("trainer.label_smoothing", seen, expected))
         return self
+
+    def placed(self, context: ContextRanks | None, batch: dist.ProcessGroup | None = None) -> None:
+        """Take no note of them: each loss is of its own samples, and no sequence is divided."""
 
     def prepare(self, model: nn.Module) -> nn.Module:
         return model

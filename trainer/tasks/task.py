@@ -7,8 +7,10 @@ from copy import copy
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from trainer.distributed.shared_rows import ContextRanks
 from trainer.models.spec import ModelSpec
 
 IGNORED = -100
@@ -30,6 +32,14 @@ class Task(Protocol):
         """Return the same task with smoothed labels and noise on embeddings, where not 0.
 
         Raises ConfigError where the task or the model has no such thing.
+        """
+
+    def placed(self, context: ContextRanks | None, batch: dist.ProcessGroup | None = None) -> None:
+        """Note the ranks that share each sequence from now on, a part of each to each rank, and
+        those that have the other samples of a step; None: there are no others.
+
+        Ranks of `batch` run their micro-batches at the same time. A loss that compares samples of
+        them all (contrastive) gathers with gradients, as by `torch.distributed.nn.functional`.
         """
 
     def prepare(self, model: nn.Module) -> nn.Module:

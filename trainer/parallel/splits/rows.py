@@ -112,7 +112,7 @@ def _difference(spec: ModelSpec, task: Any, packed: bool, in_groups: bool) -> st
     small, _ = tiny(spec)
     ranks = _Recorded(small.language.heads, in_groups)
     own = copy(task)
-    own.share(ranks)
+    own.placed(ranks)
     batch = packed_batch(small, task) if packed else next(batches(small, task))
 
     def loss(rank: int | None = None) -> torch.Tensor:

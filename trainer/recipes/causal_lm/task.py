@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -84,9 +85,8 @@ class CausalLM:
         """Return the same task, which also sums the training loss by source."""
         return changed(self, by_source=LossBySource(sources))
 
-    def share(self, ranks: ContextRanks) -> None:
-        """Share rows with these ranks from now on, a part of each to each rank."""
-        self._context = ranks
+    def placed(self, context: ContextRanks | None, batch: dist.ProcessGroup | None = None) -> None:
+        self._context = context
 
     def _own(self, batch: Batch, name: str) -> torch.Tensor:
         """Return this rank's part of the rows of ids or targets."""
