@@ -14,6 +14,7 @@ from trainer.config.own_keys import OWN_KEYS, unhonoured
 from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import MOST_SHOWN, Problem, show
+from trainer.plugins import options_of
 
 
 def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
