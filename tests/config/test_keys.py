@@ -12,8 +12,12 @@ from tests.support.reference import reference
 from trainer.config import TrainerSection
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
 from trainer.config.keys.grammar import parse
+from trainer.config.keys.hints import OTHER_NAMES
 from trainer.config.keys.key import UNITS, Excludes, Key
 from trainer.config.own_keys import OWN_KEYS, sections_of, unhonoured
+from trainer.config.rules import EVERYWHERE
+from trainer.tools.importers.tables import table
+from trainer.tools.planner import candidates
 
 TABLES = {"DeepSpeed's": KEYS, "ours": OWN_KEYS, **OPTIMIZERS, **SCHEDULERS}
 NUMBERS = ("int", "float")
@@ -21,18 +25,18 @@ NUMBERS = ("int", "float")
 
 @pytest.mark.parametrize("name", TABLES)
 def test_each_key_with_a_number_has_a_unit(name: str) -> None:
-    table = TABLES[name]
-    without = [path for path, key in table.items() if key.kind in NUMBERS and not key.unit]
+    keys = TABLES[name]
+    without = [path for path, key in keys.items() if key.kind in NUMBERS and not key.unit]
     assert without == []
-    assert {key.unit for key in table.values() if key.unit} <= {*UNITS}
+    assert {key.unit for key in keys.values() if key.unit} <= {*UNITS}
     strange = [
-        path for path, key in table.items() if key.unit and key.kind not in (*NUMBERS, "list")
+        path for path, key in keys.items() if key.unit and key.kind not in (*NUMBERS, "list")
     ]
     assert strange == []
 
 
 def test_each_unit_is_used() -> None:
-    assert {key.unit for table in TABLES.values() for key in table.values()} == {"", *UNITS}
+    assert {key.unit for keys in TABLES.values() for key in keys.values()} == {"", *UNITS}
 
 
 def test_units_are_in_the_reference() -> None:
@@ -41,14 +45,14 @@ def test_units_are_in_the_reference() -> None:
 
 
 def test_a_row_of_a_table() -> None:
-    table = parse(
+    keys = parse(
         "[part] | section | instead: it is whole | changes numbers\n"
         "a b | int[learning rate] >=1 auto null | usual: 1, 2\n"
         "    | excludes: part.c\n"
         'c | str x|y | instead: z | default: "x"\n'
     )
-    assert table["part.a"] is table["part.b"]
-    assert table["part.a"] == Key(
+    assert keys["part.a"] is keys["part.b"]
+    assert keys["part.a"] == Key(
         kind="int",
         unit="learning rate",
         low=1,
@@ -59,9 +63,31 @@ def test_a_row_of_a_table() -> None:
         instead="it is whole",
         changes_numbers=True,
     )
-    assert table["part.c"] == Key(kind="str", choices=("x", "y"), instead="z", default="x")
+    assert keys["part.c"] == Key(kind="str", choices=("x", "y"), instead="z", default="x")
     with pytest.raises(TypeError, match="wants"):
         parse("a | int | wants: b\n")
+
+
+def test_auto_stands_for_one_value_whatever_the_type() -> None:
+    for types in (OPTIMIZERS, SCHEDULERS):
+        values: dict[str, set[str]] = {}
+        for keys in types.values():
+            for name, key in keys.items():
+                assert key.auto or key.when_auto is None
+                if key.auto:
+                    values.setdefault(name, set()).add(repr(key.when_auto))
+        assert all(len(found) == 1 for found in values.values()), values
+
+
+def test_what_other_tables_name_is_a_key() -> None:
+    """The importers' tables, the hints for other trainers' names, and the planner's changes."""
+    named = {*OTHER_NAMES.values(), *candidates.KEYS.values()}
+    for system in ("arguments", "axolotl", "llamafactory"):
+        for rule in table(system).values():
+            says = rule.says["to"] if isinstance(rule.says, dict) else rule.says
+            if rule.section == "carried" and not says.startswith("@"):
+                named |= {*says.split()}
+    assert len(named) > 30 and named - {*EVERYWHERE} == set()
 
 
 def test_a_field_has_one_mark_and_nothing_that_is_not_read() -> None:

@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from trainer.config.check import check
-from trainer.config.keys import NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
+from trainer.config.keys import AUTOS, NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.keys.hints import LONGEST_NAME
 from trainer.config.keys.key import AUTO, Table
 from trainer.config.read import Json
@@ -19,7 +19,9 @@ from trainer.plugins import NAMED
 
 DEFAULT_OPTIMIZER: Json = {
     "type": "AdamW",
-    "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0},
+    "params": {
+        name: AUTOS[f"optimizer.params.{name}"] for name in ("lr", "betas", "eps", "weight_decay")
+    },
 }
 """Hugging Face's defaults for a config without an optimizer."""
 
@@ -37,7 +39,8 @@ def choose_optimizer(section: Json) -> Chosen:
     """Check an optimizer's section, and fill in the defaults of its parameters."""
     params = section.get("params", {})
     if str(section.get("type")) in NAMED["optimizer"]:
-        return _of_plugin(section, {"lr": 5e-5, "weight_decay": 0.0, **params})
+        defaults = {name: DEFAULT_OPTIMIZER["params"][name] for name in ("lr", "weight_decay")}
+        return _of_plugin(section, {**defaults, **params})
     own = {name: it for name, it in params.items() if name != "max_grad_norm"}
     chosen = _choose("optimizer", section | {"params": own}, OPTIMIZERS)
     checked = chosen.section["params"]

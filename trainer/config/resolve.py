@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
-from trainer.config.keys import DIFFERS, LOW_PRECISION
+from trainer.config.keys import AUTOS, DIFFERS, LOW_PRECISION
 from trainer.config.keys.key import AUTO
 from trainer.config.read import Json, at, leaves
 from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
@@ -146,14 +146,9 @@ def _values(config: Config, facts: RuntimeFacts) -> Decisions:
     """Return the decision for each key that is "auto"."""
     params = config.settings["optimizer"]["params"]
     least = int(str(config.settings.get("scheduler", {}).get("type")).startswith("Warmup"))
-    lr = 5e-5 if params.get("lr") == AUTO else params.get("lr")
+    lr = AUTOS["optimizer.params.lr"] if params.get("lr") == AUTO else params.get("lr")
     known: Decisions = {
-        "optimizer.params.lr": (lr, "Hugging Face's default"),
-        "optimizer.params.betas": ([0.9, 0.999], "Hugging Face's default"),
-        "optimizer.params.eps": (1e-8, "Hugging Face's default"),
-        "optimizer.params.weight_decay": (0.0, "Hugging Face's default"),
-        "gradient_clipping": (1.0, "Hugging Face's default"),
-        "scheduler.params.warmup_min_lr": (0.0, "Hugging Face's default"),
+        **{path: (value, "Hugging Face's default") for path, value in deepcopy(AUTOS).items()},
         "scheduler.params.warmup_max_lr": (lr, "from optimizer.params.lr"),
         WARMUP: (least, "Hugging Face's default is no warm-up, and DeepSpeed's least 1 step"),
         "pipeline.stages": (1, "no pipeline"),
@@ -174,10 +169,7 @@ def _precision(settings: Json, facts: RuntimeFacts) -> Decisions:
         (facts.device == "cpu", "from the device cpu: float32"),
     ]
     reason = next((text for holds, text in reasons if holds), "from a CUDA device without bfloat16")
-    return {
-        "fp16.enabled": (False, "Hugging Face's default"),
-        "bf16.enabled": (able and not fp16, reason),
-    }
+    return {"bf16.enabled": (able and not fp16, reason)}
 
 
 def _from_hidden_size(settings: Json, hidden: int | None) -> Decisions:

@@ -37,16 +37,20 @@ RECOMPUTES = "activation_checkpointing."
 _OPTIMIZERS = _table("optimizers.txt")
 OPTIMIZERS = _by_type(_OPTIMIZERS)
 SCHEDULERS = _by_type(_table("schedulers.txt"))
+_PARAMETERS = [
+    (f"{place}.params.{name}", key)
+    for place, types in {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}.items()
+    for table in types.values()
+    for name, key in table.items()
+]
 PARAMETERS = tuple(
-    dict.fromkeys(
-        f"{place}.params.{name}"
-        for place, types in {"optimizer": OPTIMIZERS, "scheduler": SCHEDULERS}.items()
-        for table in types.values()
-        for name, key in table.items()
-        if not (key.refused or key.idle)
-    )
+    dict.fromkeys(path for path, key in _PARAMETERS if not (key.refused or key.idle))
 )
 """The parameters of all optimizers and schedulers, by their dotted paths."""
+AUTOS = {
+    path: key.when_auto for path, key in [*KEYS.items(), *_PARAMETERS] if key.when_auto is not None
+}
+"""The values in place of "auto" that need not be computed: those of Hugging Face's Trainer."""
 UNBUILT = tuple(name for name in OPTIMIZERS if _OPTIMIZERS[name].idle)
 """Optimizers of the table that each engine refuses, with its reason."""
 NOT_OFFERED = {name.lower(): why for name, why in useless(_OPTIMIZERS).items() if "." not in name}

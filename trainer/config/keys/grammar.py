@@ -37,6 +37,8 @@ def _values(text: str) -> dict[str, Any]:
     for word in text[typed.end() :].split():
         if word in ("auto", "null", "needed"):
             fields[word] = True
+        elif word.startswith("auto="):
+            fields.update(auto=True, when_auto=json.loads(word.removeprefix("auto=")))
         elif match := re.fullmatch(r"(>=?)(.+)", word):
             fields.update(low=float(match[2]), above=match[1] == ">")
         elif match := re.fullmatch(r"(.+)\.\.(.+)", word):

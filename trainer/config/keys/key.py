@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from trainer.errors import show
+
 AUTO = "auto"
 UNITS = (
     *("tokens", "samples", "records", "classes", "epochs", "pixels", "degrees"),
@@ -53,6 +55,9 @@ class Values:
     """True if `low` itself is not allowed."""
     choices: tuple[str, ...] = ()
     auto: bool = False
+    """True if "auto" is accepted; the reader replaces it."""
+    when_auto: Any = None
+    """The value in place of "auto", which is that of Hugging Face's Trainer; None: computed."""
     null: bool = False
     needed: bool = False
     """True if the key must be given."""
@@ -144,6 +149,8 @@ class Key(Support, Values):
             yield f"Needs {self.needs}."
         if self.excludes:
             yield f"Not with `{self.excludes.other}`."
+        if self.when_auto is not None:
+            yield f'"auto" stands for {show(self.when_auto)}.'
         if self.differs:
             yield f"Default differs from DeepSpeed's: {self.differs}."
 
