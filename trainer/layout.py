@@ -54,12 +54,12 @@ class PipelineSchedule:
         """Return (actual, expected) if so many micro-batches can't run on `ranks` ranks."""
         stages = ranks * self.stages_per_rank
         least = stages if self.folded else ranks
-        seen = f"{micro_batches} micro-batches for {stages} pipeline stages under {self.name}"
+        actual = f"{micro_batches} micro-batches for {stages} pipeline stages under {self.name}"
         if micro_batches < least:
-            return seen, f"at least {least}"
+            return actual, f"at least {least}"
         rounds = micro_batches // ranks
         if self.stages_per_rank > 1 and not self.folded and micro_batches % rounds:
-            return seen, f"a multiple of {rounds}, the rounds of {ranks} ranks"
+            return actual, f"a multiple of {rounds}, the rounds of {ranks} ranks"
         return None
 
 

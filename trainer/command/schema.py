@@ -158,8 +158,8 @@ def _lenient(node: Any) -> Any:
         and not (name == "default" and isinstance(part, dict | list))
     }
     about: Schema = {}
-    if isinstance(said := shown.get("description"), str):  # a docstring, in Python's words
-        shown["description"] = " ".join(said.split()).replace("None:", "null:")
+    if isinstance(docstring := shown.get("description"), str):  # in Python's words
+        shown["description"] = " ".join(docstring.split()).replace("None:", "null:")
     kind = shown.get("type")
     if kind in ("integer", "number", "boolean"):
         about = {name: shown.pop(name) for name in ("default", "description") if name in shown}

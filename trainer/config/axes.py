@@ -44,18 +44,18 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
     if world_size % (pipeline * tensor):
         group = pipeline * tensor
         axes = f"{pipeline} (pipeline) x {tensor} (tensor)"
-        seen = f"{world_size} processes are not divisible by {axes}"
+        actual = f"{world_size} processes are not divisible by {axes}"
         expected = f"a multiple of {group} processes, {nearest(world_size, group)}"
-        mend = "Change pipeline.stages or tensor_parallel.autotp_size."
-        raise ConfigError(Problem("world size", seen, expected, mend))
+        hint = "Change pipeline.stages or tensor_parallel.autotp_size."
+        raise ConfigError(Problem("world size", actual, expected, hint))
     ranks = world_size // (pipeline * tensor)
     inside = ranks_inside(local_world_size or world_size, tensor, ranks)
     replicate, shard = _data_axes(config, ranks, inside)
     context = _size(config.settings.get("sequence_parallel_size", 1))
     if ranks % context:
-        seen = f"{ranks} data-parallel processes are not divisible by it"
+        actual = f"{ranks} data-parallel processes are not divisible by it"
         expected = f"a multiple of {context} processes, {nearest(ranks, context)}"
-        raise ConfigError(Problem(f"sequence_parallel_size {context}", seen, expected))
+        raise ConfigError(Problem(f"sequence_parallel_size {context}", actual, expected))
     expert = _experts(config.settings.get("expert_parallel", {}), shard, tensor)
     return MeshSizes(pipeline, replicate, shard, tensor, context=context, expert=expert)
 
@@ -65,13 +65,13 @@ def _experts(settings: dict[str, Any], shard: int, tensor: int) -> int:
     whole = shard * tensor
     place = f"expert_parallel.autoep_size {size}"
     if size > 1 and size % tensor:
-        seen = f"it is no multiple of {tensor} (tensor)"
-        raise ConfigError(Problem(place, seen, f"a multiple of {tensor}"))
+        actual = f"it is no multiple of {tensor} (tensor)"
+        raise ConfigError(Problem(place, actual, f"a multiple of {tensor}"))
     if whole % size:
         sharing = "that share one copy of the weights (ZeRO)"
         expected = f"a multiple of {size} processes, {nearest(whole, size)}, {sharing}"
-        seen = f"{shard} (shard) x {tensor} (tensor) are not divisible by it"
-        raise ConfigError(Problem(place, seen, expected))
+        actual = f"{shard} (shard) x {tensor} (tensor) are not divisible by it"
+        raise ConfigError(Problem(place, actual, expected))
     return size
 
 
@@ -106,14 +106,14 @@ def _data_axes(config: Config, ranks: int, inside: int) -> tuple[int, int]:
     shard = inside if mesh.shard == "node" else mesh.shard or rest
     given = max(replicate, 1) * max(shard, 1)
     if ranks % given or (given != ranks and -1 not in (replicate, shard)):
-        seen = f"saw {replicate} (replicate) x {shard} (shard)"
-        mend = "Set one of them to -1, for what is left, or change the number of processes."
-        raise ConfigError(Problem("trainer.mesh", seen, f"a product of {ranks} data ranks", mend))
+        actual = f"saw {replicate} (replicate) x {shard} (shard)"
+        hint = "Set one of them to -1, for what is left, or change the number of processes."
+        raise ConfigError(Problem("trainer.mesh", actual, f"a product of {ranks} data ranks", hint))
     rest = ranks // given
     replicate = rest if replicate == -1 else replicate
     shard = rest if shard == -1 else shard
     if shard > 1 and not stage:
-        seen = f"saw {shard} with ZeRO stage 0"
-        mend = "Set zero_optimization.stage to 1, 2 or 3, or shard to 1."
-        raise ConfigError(Problem("trainer.mesh.shard", seen, "1", mend))
+        actual = f"saw {shard} with ZeRO stage 0"
+        hint = "Set zero_optimization.stage to 1, 2 or 3, or shard to 1."
+        raise ConfigError(Problem("trainer.mesh.shard", actual, "1", hint))
     return replicate, shard

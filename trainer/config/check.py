@@ -38,30 +38,30 @@ def check(values: Json, table: Table, elsewhere: Sequence[str] = (), path: str =
     Keys that start with "_" or "//" are comments, as is "$schema", which is for editors. The values
     returned are without keys that have no effect, and without removed keys that are off.
     """
-    found = Checked()
+    result = Checked()
     for name, value in values.items():
         if not name.startswith(COMMENTS) and f"{path}{name}" != "$schema":
-            _check_one(found, name, value, table, elsewhere, f"{path}{name}")
-    return found
+            _check_one(result, name, value, table, elsewhere, f"{path}{name}")
+    return result
 
 
 def _check_one(
-    found: Checked, name: str, value: Any, table: Table, elsewhere: Sequence[str], place: str
+    result: Checked, name: str, value: Any, table: Table, elsewhere: Sequence[str], place: str
 ) -> None:
     key = table.get(place)
     if key is None or "." in name:
         # finding similar keys takes time, and nobody reads more than the first few
-        if len(found.problems) >= MOST_SHOWN:
-            found.problems.append(unknown(place, value, ()))
+        if len(result.problems) >= MOST_SHOWN:
+            result.problems.append(unknown(place, value, ()))
             return
         idle = {path: why for path, why in useless(table).items() if RECOMPUTES not in path}
-        found.problems.append(unknown(place, value, (*table, *elsewhere), idle))
+        result.problems.append(unknown(place, value, (*table, *elsewhere), idle))
         return
     whole = value
     if isinstance(value, dict) and any(known.startswith(f"{place}.") for known in table):
         below = check(value, table, elsewhere, f"{place}.")
-        found.problems.extend(below.problems)
-        found.idle.update({} if key.idle else below.idle)
+        result.problems.extend(below.problems)
+        result.idle.update({} if key.idle else below.idle)
         if value and not (below.values or key.idle or key.refused):
             return  # each of its keys has a note, or asks for nothing
         value = {**below.idle, **below.values} if key.idle else below.values
@@ -69,25 +69,25 @@ def _check_one(
         try:
             value = coerce(value, key)
         except ValueError:
-            found.problems.append(misfit(place, value, key))
+            result.problems.append(misfit(place, value, key))
             return
     if key.refused:
         with suppress(ValueError):
             whole = coerce(whole, key)
         if whole not in key.usual if key.usual else not _is_off(whole, place, table):
-            found.problems.append(_refusal(place, whole, key))
+            result.problems.append(_refusal(place, whole, key))
         elif isinstance(value, dict) and value and "enabled" not in value:
-            found.idle[place] = UNSAID.format("enabled")
+            result.idle[place] = UNSAID.format("enabled")
     elif not key.idle:
-        found.values[name] = value
+        result.values[name] = value
     elif key.asks(value):
-        found.idle[place] = key.idle
+        result.idle[place] = key.idle
 
 
 def _refusal(place: str, value: Any, key: Key) -> Problem:
-    why, _, mend = key.refused.partition(". ")
+    why, _, hint = key.refused.partition(". ")
     kind = "section" if key.kind == "section" else "key"
-    return Problem(place, f"saw {show(value)}", f"no such {kind}: {why}", f"{mend}.")
+    return Problem(place, f"saw {show(value)}", f"no such {kind}: {why}", f"{hint}.")
 
 
 def _is_off(value: Any, place: str, table: Table) -> bool:

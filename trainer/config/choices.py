@@ -46,10 +46,10 @@ def choose_optimizer(section: Json) -> Chosen:
     checked = chosen.section["params"]
     chosen.problems.extend(_misuse(checked, str(chosen.section.get("type"))))
     if "max_grad_norm" in params:
-        seen = f"saw {show(params['max_grad_norm'])}"
-        mend = 'Use the top-level "gradient_clipping".'
+        actual = f"saw {show(params['max_grad_norm'])}"
+        hint = 'Use the top-level "gradient_clipping".'
         place = "optimizer.params.max_grad_norm"
-        chosen.problems.append(Problem(place, seen, "no clipping here", mend))
+        chosen.problems.append(Problem(place, actual, "no clipping here", hint))
     if not chosen.problems:
         keys = OPTIMIZERS[chosen.section["type"]]
         defaults = {name: key.default for name, key in keys.items() if key.default is not None}
@@ -101,10 +101,10 @@ def choose_scheduler(section: Json) -> Chosen:
     params = chosen.section["params"]
     for name, key in SCHEDULERS.get(str(kind), {}).items():
         if key.needed and name not in params:
-            mend = f'Set "{name}"' + (' to "auto".' if key.auto else ".")
-            seen = f"saw no {name}"
+            hint = f'Set "{name}"' + (' to "auto".' if key.auto else ".")
+            actual = f"saw no {name}"
             expected = f"{name} for {kind}"
-            chosen.problems.append(Problem("scheduler.params", seen, expected, mend))
+            chosen.problems.append(Problem("scheduler.params", actual, expected, hint))
     if params.get("warmup_num_steps") == 0 and str(kind).startswith("Warmup"):
         params["warmup_num_steps"] = 1
         note = "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes"
@@ -126,18 +126,18 @@ def _choose(place: str, section: Json, types: Mapping[str, Table]) -> Chosen:
 
 
 def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
-    seen = "saw no type" if kind is None else f"saw {show(kind)}"
+    actual = "saw no type" if kind is None else f"saw {show(kind)}"
     offered = {known.lower(): known for known in types if known not in UNBUILT}
     name = str(kind)[:LONGEST_NAME].lower()
     if kind is None:
-        return Problem(f"{place}.type", seen, f"one of {', '.join(offered.values())}")
+        return Problem(f"{place}.type", actual, f"one of {', '.join(offered.values())}")
     bare = re.sub("deepspeed|fused|cpu|torch|hf|xla|[^a-z]", "", name)
     if bare in NOT_OFFERED:
-        mend = NOT_OFFERED[bare]
+        hint = NOT_OFFERED[bare]
     elif bare in offered:
         right = offered[bare]
-        mend = f'Write "{right}": which kernel runs it follows from the device and the offload.'
+        hint = f'Write "{right}": which kernel runs it follows from the device and the offload.'
     else:
         near = get_close_matches(name, offered, n=1)
-        mend = f'Did you mean "{offered[near[0]]}"?' if near else ""
-    return Problem(f"{place}.type", seen, f"one of {', '.join(offered.values())}", mend)
+        hint = f'Did you mean "{offered[near[0]]}"?' if near else ""
+    return Problem(f"{place}.type", actual, f"one of {', '.join(offered.values())}", hint)

@@ -50,8 +50,8 @@ class Upgraded:
                 value = {"device": "cpu"}
                 place = f"{new}.device"
             if target in values:
-                seen = f'saw it beside "{new}"'
-                self.problems.append(Problem(old, seen, "one of the two", f"Remove {old}."))
+                actual = f'saw it beside "{new}"'
+                self.problems.append(Problem(old, actual, "one of the two", f"Remove {old}."))
             values[target] = value
             self.origins[place] = f"auto: from {old}"
 
@@ -77,8 +77,8 @@ class Upgraded:
             return
         mesh = self.trainer.mesh
         if mesh.shard not in (None, size):
-            seen = f"saw {size} beside trainer.mesh.shard {mesh.shard}"
-            self.problems.append(Problem(place, seen, "one size of a shard"))
+            actual = f"saw {size} beside trainer.mesh.shard {mesh.shard}"
+            self.problems.append(Problem(place, actual, "one size of a shard"))
         sized = mesh.model_copy(update={"shard": size})
         self.trainer = self.trainer.model_copy(update={"mesh": sized})
         self.origins["trainer.mesh.shard"] = f"auto: from {place}"

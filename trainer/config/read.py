@@ -57,8 +57,8 @@ def parse(path: Path, in_yaml: bool, wanted: str) -> Any:
             return parse_yaml(text, str(path))
         return parse_json(without_comments(text), str(path))
     except UnicodeDecodeError as error:
-        seen = f"byte {error.start} is not UTF-8"
-        raise ConfigError(Problem(str(path), seen, "a UTF-8 text file")) from None
+        actual = f"byte {error.start} is not UTF-8"
+        raise ConfigError(Problem(str(path), actual, "a UTF-8 text file")) from None
     except RecursionError:
         raise ConfigError(_too_deep(str(path))) from None
 
@@ -68,14 +68,14 @@ def _bytes(path: Path, wanted: str) -> bytes:
     try:
         return read_file(path, LARGEST)
     except FileNotFoundError:
-        seen = "no such file"
+        actual = "no such file"
         if path.is_symlink():
-            seen = f"a link to {os.readlink(path)}, which is not there"
+            actual = f"a link to {os.readlink(path)}, which is not there"
         hints = [_nearby(path), f"Shipped: {', '.join(sorted(_paths()))}"]
-        raise ConfigError(Problem(place, seen, wanted, ". ".join(filter(None, hints)))) from None
+        raise ConfigError(Problem(place, actual, wanted, ". ".join(filter(None, hints)))) from None
     except (OSError, ValueError) as error:
-        seen = getattr(error, "strerror", "") or str(error)
-        raise ConfigError(Problem(place, seen, wanted)) from None
+        actual = getattr(error, "strerror", "") or str(error)
+        raise ConfigError(Problem(place, actual, wanted)) from None
 
 
 def nodes(tree: Any) -> Iterator[tuple[str, Any, int]]:
@@ -102,8 +102,8 @@ def unfit(raw: Any, place: str) -> Iterator[Problem]:
         if isinstance(value, float) and not math.isfinite(value):
             yield Problem(f"{place}: {path}", f"saw {show(value)}", "a finite number")
         elif isinstance(value, int) and value.bit_length() > LONGEST_NUMBER:
-            seen = f"a number of more than {DIGITS:,} digits"
-            yield Problem(f"{place}: {path}", f"saw {seen}", "a finite number")
+            actual = f"a number of more than {DIGITS:,} digits"
+            yield Problem(f"{place}: {path}", f"saw {actual}", "a finite number")
         texts = [value] if isinstance(value, str) else []
         for text in value if isinstance(value, dict) else texts:
             if not isinstance(text, str) or "\0" in text or re.search("[\ud800-\udfff]", text):
@@ -112,8 +112,8 @@ def unfit(raw: Any, place: str) -> Iterator[Problem]:
 
 
 def _too_deep(place: str) -> Problem:
-    seen = f"sections nested more than {DEEPEST} deep"
-    return Problem(place, seen, "the few levels of a DeepSpeed JSON config")
+    actual = f"sections nested more than {DEEPEST} deep"
+    return Problem(place, actual, "the few levels of a DeepSpeed JSON config")
 
 
 def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list[Problem]]:
@@ -128,22 +128,22 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
         path, equals, value = text.partition("=")
         names = path.split(".")
         if not equals or not all(names) or len(names) > DEEPEST:
-            seen = "saw an override without a key path"
+            actual = "saw an override without a key path"
             spaces = text == "=" or "=" in overrides
             hint = "Write it without spaces around the =." if spaces else ""
-            problems.append(Problem(text, seen, "key.path=value", hint))
+            problems.append(Problem(text, actual, "key.path=value", hint))
             continue
         section: Any = result
         for depth, name in enumerate(names[:-1], start=1):
             section = section.setdefault(name, {})
             if not isinstance(section, dict):
-                seen = f'"{".".join(names[:depth])}" is {show(section)}'
-                mend = "Set that key itself instead."
-                problems.append(Problem(text, seen, "a section {...}", mend))
+                actual = f'"{".".join(names[:depth])}" is {show(section)}'
+                hint = "Set that key itself instead."
+                problems.append(Problem(text, actual, "a section {...}", hint))
                 break
         else:
-            found, wrong = _value(text, names[-1], value)
-            section.update({} if wrong else found)
+            given, wrong = _value(text, names[-1], value)
+            section.update({} if wrong else given)
             paths.append(path)
             problems += wrong
     return result, paths, problems
@@ -160,10 +160,10 @@ def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def at(tree: Json, path: str) -> Any:
     """Return the value at a dotted path; None if there is none."""
-    found: Any = tree
+    result: Any = tree
     for name in filter(None, path.split(".")):
-        found = found.get(name) if isinstance(found, dict) else None
-    return found
+        result = result.get(name) if isinstance(result, dict) else None
+    return result
 
 
 def _value(text: str, name: str, value: str) -> tuple[Json, list[Problem]]:
@@ -176,14 +176,14 @@ def _value(text: str, name: str, value: str) -> tuple[Json, list[Problem]]:
             return {}, [replace(one, place=text) for one in error.problems]
         except (ConfigError, RecursionError):
             pass  # it is text
-    found = {name: read}
-    return found, list(unfit(found, text))
+    given = {name: read}
+    return given, list(unfit(given, text))
 
 
 def _nearby(path: Path) -> str:
     """Return a hint that names the JSON and YAML files beside a path."""
     beside = islice(path.parent.iterdir(), 1000) if path.parent.is_dir() else ()
-    names = sorted(found.name for found in beside if found.suffix.lower() in (".json", *YAML))[:6]
+    names = sorted(path.name for path in beside if path.suffix.lower() in (".json", *YAML))[:6]
     return f"In {path.parent}: {', '.join(names)}" if names else ""
 
 
@@ -209,9 +209,9 @@ def other_config(path: Path, raw: dict[str, Any], known: Collection[str]) -> Con
     """Build the error for the JSON config of something else, which has none of the known keys."""
     if any(key in known for key in raw):
         return None
-    for keys, (seen, mend) in _KINDS.items():
+    for keys, (actual, hint) in _KINDS.items():
         if any(key in raw for key in keys):
-            return ConfigError(Problem(str(path), seen, "a DeepSpeed JSON config", mend))
+            return ConfigError(Problem(str(path), actual, "a DeepSpeed JSON config", hint))
     return None
 
 

@@ -44,10 +44,10 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
     """
     config = _within_machines(config, facts)
     if facts.device == "cuda" and not facts.bf16 and at(config.settings, "bf16.enabled") is True:
-        seen = "saw true, for a GPU that does not multiply in bfloat16 (V100, T4 and older)"
+        actual = "saw true, for a GPU that does not multiply in bfloat16 (V100, T4 and older)"
         expected = "a GPU of compute capability 8.0 or later"
-        mend = 'Set bf16.enabled to "auto" or false, and fp16.enabled true.'
-        raise ConfigError(Problem("bf16.enabled", seen, expected, mend))
+        hint = 'Set bf16.enabled to "auto" or false, and fp16.enabled true.'
+        raise ConfigError(Problem("bf16.enabled", actual, expected, hint))
     data_ranks = mesh_sizes(config, facts.world_size).data_ranks
     decisions = _values(config, facts) | _batch(config.settings, data_ranks)
     settings = deepcopy(config.settings)
@@ -176,22 +176,22 @@ def _from_hidden_size(settings: Json, hidden: int | None) -> Decisions:
     if hidden is None:
         return {}
     origin = f"from hidden size {hidden}"
-    found: Decisions = {"zero_optimization.reduce_bucket_size": (hidden * hidden, origin)}
+    result: Decisions = {"zero_optimization.reduce_bucket_size": (hidden * hidden, origin)}
     if settings.get("zero_optimization", {}).get("stage", 0) == 3:
         prefetched = int(0.9 * hidden * hidden)
-        found["zero_optimization.stage3_prefetch_bucket_size"] = (prefetched, origin)
-        found["zero_optimization.stage3_param_persistence_threshold"] = (10 * hidden, origin)
-    return found
+        result["zero_optimization.stage3_prefetch_bucket_size"] = (prefetched, origin)
+        result["zero_optimization.stage3_param_persistence_threshold"] = (10 * hidden, origin)
+    return result
 
 
 def _from_steps(steps: int | None, warmup_ratio: float | None) -> Decisions:
     if steps is None:
         return {} if warmup_ratio is None else {WARMUP: (AUTO, "")}
-    found: Decisions = {"scheduler.params.total_num_steps": (steps, f"from {steps} steps")}
+    result: Decisions = {"scheduler.params.total_num_steps": (steps, f"from {steps} steps")}
     if warmup_ratio is not None:
         reason = f"{warmup_ratio:g} of {steps:,} steps (trainer.warmup_ratio)"
-        found[WARMUP] = (_share_of(warmup_ratio, steps), reason)
-    return found
+        result[WARMUP] = (_share_of(warmup_ratio, steps), reason)
+    return result
 
 
 def _waiting(settings: Json, config: Config) -> set[str]:
@@ -233,17 +233,17 @@ def _reason(given: Json, name: str, ranks: int) -> str:
     return f"from {', '.join([*others, f'{ranks} data ranks'])}"
 
 
-def _misfit(given: Json, ranks: int, found: tuple[int, int, int]) -> Problem:
-    train, micro, accumulation = found
+def _misfit(given: Json, ranks: int, sizes: tuple[int, int, int]) -> Problem:
+    train, micro, accumulation = sizes
     if not _missing(given):
         factors = f"{micro} (micro-batch) x {accumulation} (accumulation) x {ranks} (data ranks)"
-        seen = f"saw {train}, but {factors} = {micro * accumulation * ranks}"
+        actual = f"saw {train}, but {factors} = {micro * accumulation * ranks}"
         others = {MICRO: accumulation * ranks, ACCUMULATION: micro * ranks}
         free = [BATCH, *(name for name, rest in others.items() if train % rest == 0)]
-        mend = f'Set {" or ".join(free)} to "auto".'
+        hint = f'Set {" or ".join(free)} to "auto".'
         if len(free) == 1:
-            mend += f" {ACCUMULATION} can be, with a batch {nearest(train, micro * ranks)}."
-        return Problem(BATCH, seen, "the two to be equal", mend)
+            hint += f" {ACCUMULATION} can be, with a batch {nearest(train, micro * ranks)}."
+        return Problem(BATCH, actual, "the two to be equal", hint)
     words = {MICRO: "micro-batch", ACCUMULATION: "accumulation"}
     known = [name for name in words if name not in _missing(given)]
     parts = [f"{given[name]} ({words[name]})" for name in known]

@@ -87,12 +87,12 @@ def contradictions(settings: Json, trainer: TrainerSection) -> Iterator[Problem]
         value = at(tree, path)
         beside = at(tree, other)
         if _is_given(path, value) and _is_given(other, beside):
-            seen = f"saw {show(value)}, and {other} {show(beside)}"
-            yield Problem(path, seen, "at most one of the two", hint)
+            actual = f"saw {show(value)}, and {other} {show(beside)}"
+            yield Problem(path, actual, "at most one of the two", hint)
     if trainer.warmup_ratio is not None and at(settings, WARMUP) is None:
-        seen = f"saw {trainer.warmup_ratio:g}"
+        actual = f"saw {trainer.warmup_ratio:g}"
         expected = "a scheduler with a warm-up"
-        yield Problem("trainer.warmup_ratio", seen, expected, f'Set {WARMUP} to "auto".')
+        yield Problem("trainer.warmup_ratio", actual, expected, f'Set {WARMUP} to "auto".')
 
 
 def unswitched(settings: Json) -> list[str]:
@@ -194,20 +194,20 @@ def _model_dtype(settings: Json) -> Iterator[Problem]:
     name = next((name for name, enabled in computes.items() if enabled), "fp32")
     if wanted.removeprefix("torch.") not in SAME[name]:
         place = "data_types.param_dtype"
-        seen = f"saw {show(wanted)}, and a model in {name}"
-        yield Problem(place, seen, show(name), "fp16.enabled and bf16.enabled say it.")
+        actual = f"saw {show(wanted)}, and a model in {name}"
+        yield Problem(place, actual, show(name), "fp16.enabled and bf16.enabled say it.")
 
 
 def _averages(settings: Json, zero: Json, stage: int) -> Iterator[Problem]:
     """Yield contradictions with a reduce-scatter, for which DeepSpeed divides after the sum."""
     if not zero.get("reduce_scatter", True) or stage < 2:
         return
-    mend = "DeepSpeed takes it only with zero_optimization.reduce_scatter false."
+    hint = "DeepSpeed takes it only with zero_optimization.reduce_scatter false."
     plain: dict[str, Any] = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for name, value in plain.items():
         if settings.get(name, value) != value:
-            seen = f"saw {show(settings[name])} with ZeRO stage {stage}"
-            yield Problem(name, seen, show(value), mend)
+            actual = f"saw {show(settings[name])} with ZeRO stage {stage}"
+            yield Problem(name, actual, show(value), hint)
 
 
 def _offload(zero: Json, stage: int) -> Iterator[Problem]:
@@ -218,12 +218,12 @@ def _offload(zero: Json, stage: int) -> Iterator[Problem]:
         if device in ("none", AUTO):
             continue
         if stage == 0:
-            seen = f'saw device "{device}" with ZeRO stage 0'
-            mend = 'Set zero_optimization.stage, or the device "none".'
-            yield Problem(place, seen, "stage 1, 2 or 3", mend)
+            actual = f'saw device "{device}" with ZeRO stage 0'
+            hint = 'Set zero_optimization.stage, or the device "none".'
+            yield Problem(place, actual, "stage 1, 2 or 3", hint)
         if device == "nvme" and section.get("nvme_path") in (None, AUTO):
             yield Problem(f"{place}.nvme_path", "saw none", "a folder on the NVMe device")
         ratio = section.get("ratio", 1.0)
         if ratio != AUTO and ratio < 1 and stage != 3:
-            seen = f"saw {ratio:g} with ZeRO stage {stage}"
-            yield Problem(f"{place}.ratio", seen, "1, or stage 3")
+            actual = f"saw {ratio:g} with ZeRO stage {stage}"
+            yield Problem(f"{place}.ratio", actual, "1, or stage 3")

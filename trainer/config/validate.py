@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from trainer.config.keys import KEYS, PARAMETERS
 from trainer.config.keys.hints import unknown, useless
+from trainer.config.keys.key import NOUNS
 from trainer.config.own_keys import OWN_KEYS, unhonoured
 from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
 from trainer.config.sections.trainer import TrainerSection
@@ -57,28 +58,28 @@ def _of_recipe(section: TrainerSection) -> Iterator[Problem]:
 
 def _of_images(images: ImagesSection) -> Iterator[Problem]:
     if (images.mean is None) != (images.std is None):
-        seen = f"saw mean {show(images.mean)}, std {show(images.std)}"
-        yield Problem("trainer.images", seen, "both or none")
+        actual = f"saw mean {show(images.mean)}, std {show(images.std)}"
+        yield Problem("trainer.images", actual, "both or none")
     if images.augment.crop_padding and images.augment.crop_scale is not None:
-        seen = "saw crop_padding and crop_scale"
-        yield Problem("trainer.images.augment", seen, "at most one of the two")
+        actual = "saw crop_padding and crop_scale"
+        yield Problem("trainer.images.augment", actual, "at most one of the two")
 
 
 def _of_data(data: DataSection) -> Iterator[Problem]:
     prompt = show(data.prompt_column)
     completion = show(data.completion_column)
     if (data.prompt_column is None) != (data.completion_column is None):
-        seen = f"saw prompt_column {prompt} and completion_column {completion}"
-        yield Problem("trainer.data", seen, "both or neither")
+        actual = f"saw prompt_column {prompt} and completion_column {completion}"
+        yield Problem("trainer.data", actual, "both or neither")
     elif data.path is None and data.prompt_column is not None:
-        seen = f"saw {prompt} without trainer.data.path"
+        actual = f"saw {prompt} without trainer.data.path"
         place = "trainer.data.prompt_column"
         expected = "data of yours that has such a column"
-        yield Problem(place, seen, expected)
+        yield Problem(place, actual, expected)
     if data.too_long != "truncate" and data.documents == "concatenate":
-        seen = f'saw {show(data.too_long)}, with trainer.data.documents "concatenate"'
+        actual = f'saw {show(data.too_long)}, with trainer.data.documents "concatenate"'
         expected = "documents that are not cut wherever a window ends"
-        yield Problem("trainer.data.too_long", seen, expected)
+        yield Problem("trainer.data.too_long", actual, expected)
 
 
 def _of_mixture(data: DataSection) -> Iterator[Problem]:
@@ -91,13 +92,13 @@ def _of_mixture(data: DataSection) -> Iterator[Problem]:
     for name in Rows.model_fields:
         value = getattr(data, name)
         if name != "path" and value != getattr(default, name):
-            seen = f"saw {show(value)}, and sources"
-            yield Problem(f"trainer.data.{name}", seen, "it in each of the sources")
+            actual = f"saw {show(value)}, and sources"
+            yield Problem(f"trainer.data.{name}", actual, "it in each of the sources")
     weighted = sum(source.weight is not None for source in sources)
     counted = sum(source.epochs is not None for source in sources)
     if weighted and (weighted < len(sources) or counted):
-        seen = f"saw {weighted} with a weight, {counted} with epochs"
-        yield Problem(place, seen, "a weight for each of them, or epochs")
+        actual = f"saw {weighted} with a weight, {counted} with epochs"
+        yield Problem(place, actual, "a weight for each of them, or epochs")
     labels = [source.label or str(source.path) for source in sources]
     if twice := sorted({label for label in labels if labels.count(label) > 1}):
         yield Problem(place, f"saw {show(twice[0])} twice", "another label for each")
@@ -112,20 +113,20 @@ def _of_stream(section: TrainerSection) -> Iterator[Problem]:
     elif data.path is not None and section.steps is None:
         yield Problem("trainer.steps", "saw none, with a stream of unknown length", "a number")
     if data.max_rows is not None:
-        seen = f"saw {data.max_rows}, with trainer.data.stream"
-        yield Problem("trainer.data.max_rows", seen, "no limit: a stream reads all rows")
+        actual = f"saw {data.max_rows}, with trainer.data.stream"
+        yield Problem("trainer.data.max_rows", actual, "no limit: a stream reads all rows")
 
 
 def _of_parameters(section: TrainerSection) -> Iterator[Problem]:
     """Yield the contradictions of the adapter, the parameter groups and the mesh."""
     if section.adapter is not None and section.model.name_or_path is None:
-        mend = "Name the base as trainer.model.name_or_path."
-        yield Problem("trainer.adapter", "saw one without its base", "its base", mend)
+        hint = "Name the base as trainer.model.name_or_path."
+        yield Problem("trainer.adapter", "saw one without its base", "its base", hint)
     for index, group in enumerate(section.parameter_groups):
         if group.lr_multiplier == 1 and group.weight_decay is None:
             place = f"trainer.parameter_groups[{index}]"
-            seen = f"saw {show(group.names)} alone"
-            yield Problem(place, seen, "an lr_multiplier or a weight_decay")
+            actual = f"saw {show(group.names)} alone"
+            yield Problem(place, actual, "an lr_multiplier or a weight_decay")
     if section.mesh.replicate == -1 and section.mesh.shard == -1:
         yield Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them")
 
@@ -141,8 +142,8 @@ def _of_intervals(section: TrainerSection) -> Iterator[Problem]:
         yield Problem(place, f"saw true, with {given}", expected)
     patience = section.evaluation.patience
     if patience is not None and evaluates is None:
-        seen = f"saw {patience}, with one evaluation at the end"
-        yield Problem("trainer.evaluation.patience", seen, "trainer.evaluation.every")
+        actual = f"saw {patience}, with one evaluation at the end"
+        yield Problem("trainer.evaluation.patience", actual, "trainer.evaluation.every")
     if section.log.by_source and len(section.data.sources) < 2:
         yield Problem("trainer.log.by_source", "saw true", "several trainer.data.sources")
     yield from profile_problems(section, section.steps)
@@ -152,8 +153,8 @@ def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem
     """List the problems of the steps to profile, once the number of steps is known."""
     if section.profile is None or steps is None or section.profile.start <= steps:
         return []
-    seen = f"saw {section.profile.start}, in a run of {steps} steps"
-    return [Problem("trainer.profile.start", seen, f"a step of the run, at most {steps}")]
+    actual = f"saw {section.profile.start}, in a run of {steps} steps"
+    return [Problem("trainer.profile.start", actual, f"a step of the run, at most {steps}")]
 
 
 def evaluated_at(saves: float, evaluates: float | None) -> bool:
@@ -166,7 +167,7 @@ def evaluated_at(saves: float, evaluates: float | None) -> bool:
 def _problems(error: ValidationError) -> list[Problem]:
     """Return one problem for each place; the branches of a union are joined by "or"."""
     expected: dict[str, list[str]] = {}
-    seen: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     strange: list[Problem] = []
     for item in error.errors(include_url=False):
         place = "trainer"
@@ -187,9 +188,9 @@ def _problems(error: ValidationError) -> list[Problem]:
             strange.append(unknown(place, item["input"], near, useless(KEYS)))
         else:
             expected.setdefault(place, []).append(_expectation(dict(item)))
-            seen[place] = item["input"]
+            actual[place] = item["input"]
     texts = {place: " or ".join(dict.fromkeys(branches)) for place, branches in expected.items()}
-    strange += [Problem(place, f"saw {show(seen[place])}", texts[place]) for place in texts]
+    strange += [Problem(place, f"saw {show(actual[place])}", texts[place]) for place in texts]
     return strange
 
 
@@ -208,20 +209,24 @@ def _expectation(item: dict[str, Any]) -> str:
     return text.format(**context)
 
 
-_EXPECTATIONS = {
+_LIMITS = {
     "missing": "it, which has no default",
     "greater_than_equal": "a number of at least {ge:g}",
     "greater_than": "a number above {gt:g}",
     "less_than_equal": "a number of at most {le:,}",
     "less_than": "a number below {lt:,}",
     "finite_number": "a finite number",
-    "int": "a whole number",
-    "float": "a number",
-    "string": "text",
-    "bool": "true or false",
-    "list": "a list",
     "too_short": "a list that is not empty",
     "too_long": "a list of at most {max_length:,}",
-    "dict": "a section {{...}}",
-    "model": "a section {{...}}",
 }
+"""What pydantic expects, by the beginnings of its names for errors."""
+_TYPES = {
+    "int": "int",
+    "float": "float",
+    "string": "str",
+    "bool": "bool",
+    "list": "list",
+    "dict": "section",
+    "model": "section",
+}
+"""The kinds of keys, by the beginnings of pydantic's names for errors."""

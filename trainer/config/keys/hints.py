@@ -21,8 +21,8 @@ def unknown(
     section = path.rpartition(".")[0]
     where = f'the section "{section}"' if section else "the top level"
     expected = f"a known key of {where}"
-    mend = _mend(path, known, useless)
-    return Problem(path, f"saw {show(value)}", expected, mend)
+    hint = _hint(path, known, useless)
+    return Problem(path, f"saw {show(value)}", expected, hint)
 
 
 def useless(table: Table) -> dict[str, str]:
@@ -35,7 +35,7 @@ def useless(table: Table) -> dict[str, str]:
     return why
 
 
-def _mend(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
+def _hint(path: str, known: Sequence[str], useless: Mapping[str, str]) -> str:
     section, _, name = path.rpartition(".")
     if not known or len(name) > LONGEST_NAME:
         return "Remove it."

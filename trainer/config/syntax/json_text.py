@@ -52,9 +52,9 @@ def twice(place: str, key: str) -> Problem:
     return Problem(place, f"saw the key {show(key)} twice in one section", "once")
 
 
-def _blank(found: re.Match[str]) -> str:
-    kept = found["text"] is not None or found["closed"] == ""
-    return found[0] if kept else re.sub(r"[^\n]", " ", found[0])
+def _blank(match: re.Match[str]) -> str:
+    kept = match["text"] is not None or match["closed"] == ""
+    return match[0] if kept else re.sub(r"[^\n]", " ", match[0])
 
 
 def _problem(text: str, place: str, fault: re.Match[str]) -> Problem:

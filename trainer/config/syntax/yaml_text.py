@@ -62,13 +62,13 @@ def parse_yaml(text: str, place: str) -> Any:
         problems: list[Problem] = []
         count = _examine(node, "", {}, problems, place)
         if problems or count > MOST:
-            seen = f"more than {MOST:,} values"
+            actual = f"more than {MOST:,} values"
             expected = "a config: anchors repeat what they hold"
-            raise ConfigError(*(problems or [Problem(place, seen, expected)]))
+            raise ConfigError(*(problems or [Problem(place, actual, expected)]))
         return loader.construct_document(node)
     except yaml.MarkedYAMLError as error:
-        seen = ", ".join(filter(None, (error.context, error.problem)))
-        raise _no_yaml(place, error.problem_mark.line, seen) from None
+        actual = ", ".join(filter(None, (error.context, error.problem)))
+        raise _no_yaml(place, error.problem_mark.line, actual) from None
     except yaml.reader.ReaderError as error:
         raise _no_yaml(place, text.count("\n", 0, error.position), first_line(error)) from None
     except (ValueError, OverflowError) as error:  # of the number of a character in quotes
@@ -98,9 +98,9 @@ def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem
         digits = len(node.value)
         fits = digits <= DIGITS and _PLAIN[node.tag].fullmatch(value)
         if not fits or (_PLAIN[node.tag] is _FLOAT and not math.isfinite(float(value))):
-            seen = f"a number of {digits:,} digits" if digits > DIGITS else node.value[:60]
+            actual = f"a number of {digits:,} digits" if digits > DIGITS else node.value[:60]
             expected = "a finite number, true, false or null as in JSON, or text in quotes"
-            problems.append(Problem(f"{line}: {path}", f"saw {seen or 'nothing'}", expected))
+            problems.append(Problem(f"{line}: {path}", f"saw {actual or 'nothing'}", expected))
     known[node] = 1 + sum(_examine(part, name[:SHOWN], known, problems, at) for name, part in parts)
     return known[node]
 
@@ -113,13 +113,13 @@ def _name(key: Any) -> str:
 def _keys(node: yaml.MappingNode, at: str) -> list[Problem]:
     """List the problems of a section's keys: one that is there twice, or that is not text."""
     problems = []
-    seen = set()
+    known = set()
     for key, _ in node.value:
         place = f"{at}:{key.start_mark.line + 1}"
         if key.tag not in (f"{_TAG}str", f"{_TAG}merge"):
             problems.append(Problem(place, f"saw the key {_name(key)}", "text, a number in quotes"))
-        elif key.value in seen:
+        elif key.value in known:
             problems.append(twice(place, key.value))
         else:
-            seen.add(key.value)
+            known.add(key.value)
     return problems
