@@ -204,9 +204,11 @@ def _expectation(item: dict[str, Any]) -> str:
         return str(context["expected"]).replace("'", '"')
     if kind == "extra_forbidden":
         return "a key that the recipe has"
-    texts = (text for prefix, text in _EXPECTATIONS.items() if kind.startswith(prefix))
-    text = next(texts, item["msg"])
-    return text.format(**context)
+    limits = [text for prefix, text in _LIMITS.items() if kind.startswith(prefix)]
+    if limits:
+        return limits[0].format(**context)
+    nouns = (NOUNS[noun] for prefix, noun in _TYPES.items() if kind.startswith(prefix))
+    return next(nouns, str(item["msg"]))
 
 
 _LIMITS = {
