@@ -24,7 +24,7 @@ def test_a_problem_has_an_expectation_if_it_is_about_a_value(problem: Problem, t
     assert str(problem).startswith(text)
     assert ("expected" in str(problem)) == (problem.expected is not None)
     error = ConfigError(problem)
-    error.said_in_python()
+    error.reword_for_python()
     assert error.problems == (problem,)
 
 
@@ -45,5 +45,5 @@ def test_errors_come_whole_through_a_pipe_and_speak_of_a_call_in_python() -> Non
         assert (type(copy), str(copy), copy.problems) == (type(error), str(error), error.problems)
         assert copy.shared == error.shared
     stopped: Stopped = pickle.loads(pickle.dumps(stopped_at(3, signal.SIGTERM)))
-    stopped.said_in_python()
+    stopped.reword_for_python()
     assert "Make the same call" in str(stopped) and "command" not in str(stopped)

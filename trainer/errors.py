@@ -63,7 +63,7 @@ class Problem:
 
 
 class MeshloomError(Exception):
-    """The base of every error that the user can mend; it has one or more problems."""
+    """The base of every error that the user can act on; it has one or more problems."""
 
     exit_code = 70
     kind = "internal error"
@@ -79,7 +79,7 @@ class MeshloomError(Exception):
         self.shared = True
         return self
 
-    def said_in_python(self) -> None:
+    def reword_for_python(self) -> None:
         """Reword the problems, in place, for the Python API."""
         self.problems = tuple(
             Problem(*(text and in_python(text) for text in vars(problem).values()))
@@ -133,7 +133,7 @@ class Stopped(MeshloomError):
         self.hint = hint
         self._set_text()
 
-    def said_in_python(self) -> None:
+    def reword_for_python(self) -> None:
         self.message = in_python(self.message)
         self.hint = in_python(self.hint)
         self._set_text()

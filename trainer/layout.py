@@ -29,7 +29,7 @@ class Recompute:
     every: int = 1
     """The N of mode `every`, each Nth block; of `selective`, each Nth matrix product."""
     tile: int = 0
-    """The most tokens of a row that a block's MLP computes at a time, and again; 0: all, once."""
+    """The most tokens that a block's MLP computes at a time, and again; 0: all, once."""
 
     def __str__(self) -> str:
         return f"{self.mode}:{self.every}" if self.mode == "every" or self.every > 1 else self.mode
@@ -48,7 +48,7 @@ class PipelineSchedule:
     partition: Partition = "best"
     """The rule by which blocks are assigned to the stages."""
     row: int = 1
-    """The tokens of a row, by which `best` weighs attention."""
+    """The tokens of a sequence, by which `best` weighs attention."""
 
     def problem(self, micro_batches: int, ranks: int) -> tuple[str, str] | None:
         """Return (actual, expected) if so many micro-batches can't run on `ranks` ranks."""

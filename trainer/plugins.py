@@ -79,8 +79,8 @@ def load(name: str, given: ValidationInfo) -> str:
     origin, own = _folder(sys.modules[package].__spec__), PathFinder.find_spec(package, [beside])
     elsewhere = origin in _FOLDERS and os.path.realpath(origin) != os.path.realpath(beside)
     if elsewhere and _folder(own):
-        seen = f"Python has imported that of {origin} by its name; give it another"
-        raise ValueError(f"the plug-in beside the config, in {beside} ({seen})")
+        actual = f"Python has imported that of {origin} by its name; give it another"
+        raise ValueError(f"the plug-in beside the config, in {beside} ({actual})")
     return name
 
 

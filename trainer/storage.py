@@ -43,8 +43,8 @@ def imported(module: str, place: str) -> Any:
 def required(module: str, place: str, extra: str) -> Any:
     """Import a module of an optional package that our `extra` brings. Raises ConfigError."""
     if not installed(package := module.partition(".")[0]):
-        seen, hint = f"{package} is not installed", f"pip install 'meshloom[{extra}]'"
-        raise ConfigError(Problem(place, seen, f"the package {package}", hint))
+        actual, hint = f"{package} is not installed", f"pip install 'meshloom[{extra}]'"
+        raise ConfigError(Problem(place, actual, f"the package {package}", hint))
     return imported(module, place)
 
 
@@ -73,7 +73,7 @@ def disk_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
     except OSError as error:
         actual = f"{error.strerror or error}, {_free(path)} free"
         wanted = f"takes {size(needed_bytes)}" if needed_bytes else "can be written"
-        hint = "Free space there, or mend its permissions"
+        hint = "Free space there, or change its permissions"
         raise DiskError(Problem(str(path), actual, f"a place that {wanted}", hint)) from error
 
 
@@ -168,8 +168,8 @@ def private_folder() -> Path:
     """Return this user's folder for temporary files. Raises PermissionError if another owns it."""
     folder = Path(tempfile.gettempdir(), f"meshloom-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
         raise PermissionError(errno.EPERM, f"{folder} is not this user's own", str(folder))
     return folder
 

@@ -785,7 +785,7 @@ def border_of_documents_ignored(engine: str) -> Any:
 
 
 def kv_heads_of_the_neighbour(engine: str) -> Any:
-    from trainer.distributed.shared_rows import ContextRanks
+    from trainer.distributed.context_ranks import ContextRanks
 
     def attended(real, self, compute, query, key, value):
         others = (part.roll(part.shape[1] // self.division.size, 1) for part in (key, value))
@@ -796,7 +796,7 @@ def kv_heads_of_the_neighbour(engine: str) -> Any:
 
 def keys_in_the_order_of_groups(engine: str) -> Any:
     """Gathered keys and values stand as their ranks do: the tail of the first before the others."""
-    from trainer.distributed.shared_rows import Division
+    from trainer.distributed.context_ranks import Division
 
     return around(Division, "in_order", lambda real, self, groups, dim: groups)
 

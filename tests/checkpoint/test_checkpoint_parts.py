@@ -122,8 +122,8 @@ def collected() -> tuple[list[Any], list[Any]]:
     from trainer.distributed.ranks import Ranks
 
     rank = dist.get_rank()
-    folders = Ranks(rank, 4, keepers=(0, 0, 2, 2))
-    return Ranks(rank, 4).to_keepers(f"part {rank}"), folders.to_keepers(rank)
+    folders = Ranks(rank, 4, node_firsts=(0, 0, 2, 2))
+    return Ranks(rank, 4).to_node_firsts(f"part {rank}"), folders.to_node_firsts(rank)
 
 
 def test_the_keeper_alone_has_what_each_rank_wrote(pools: Pools) -> None:

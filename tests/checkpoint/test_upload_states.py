@@ -161,7 +161,7 @@ def test_copying_that_is_slower_than_saving_completes_and_says_what_it_left_out(
     upload.prune(1, False)
     with held_at("block") as free:
         upload.soon(notes.append)
-        while upload._held is None:
+        while upload._kept is None:
             time.sleep(0.01)
         for step in (30, 40, 50):
             checkpoints(folder, step)
@@ -334,7 +334,7 @@ def test_what_an_earlier_version_left_of_a_killed_restore_is_no_obstacle(
 def test_of_two_starts_at_once_one_restores_and_the_other_sees_its_run(
     config: Config, there: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(locks, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "LOCK_SECONDS", 0.1)
     folder = lost(config, there, "job")
     wakes, tell = os.pipe()
     if (child := os.fork()) == 0:

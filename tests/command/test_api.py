@@ -168,7 +168,7 @@ except Stalled as error:
 """
     found = script(tmp_path, code)
     assert found.code == 0, found.output
-    shows(found.output, "stalled", "stands still")
+    shows(found.output, "stalled", "no progress")
     assert "rank 1 on " in found.output
     shows(found.output, "caught processes")
 

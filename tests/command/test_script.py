@@ -291,7 +291,7 @@ def test_no_error_of_python_advises_a_flag() -> None:
     arguments = {re.split(r"\W", argument)[0] for argument in FLAGS.values() if " " not in argument}
     assert arguments <= parameters.keys() and Request(script=True).script
     error = ConfigError(Problem("--resume: x", "saw", "one", "start one with --fresh"))
-    error.said_in_python()
+    error.reword_for_python()
     shows(error, "resume", "fresh=True")
 
 

@@ -22,7 +22,7 @@ from trainer.config import DataSection
 from trainer.data.formats import locate
 from trainer.data.text.chat import PLAIN, Template
 from trainer.data.text.preparation import open_data
-from trainer.data.text.records import Chat, Found, read_documents
+from trainer.data.text.records import Chat, RowsRead, read_documents
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.task import IGNORED
@@ -273,7 +273,7 @@ ROWS: dict[str, dict[str, Any]] = {
 
 
 def read(
-    path: Path, *rows: dict[str, Any], found: Found | None = None, **options: Any
+    path: Path, *rows: dict[str, Any], found: RowsRead | None = None, **options: Any
 ) -> list[Any]:
     file = path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -282,7 +282,7 @@ def read(
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_format_is_found_from_its_rows(tmp_path: Path, name: str) -> None:
-    found = Found()
+    found = RowsRead()
     (chat,) = read(tmp_path, ROWS[name], found=found)
     assert chat.messages == OPEN
     shows(found.describe(), "3 roles", "3 turns", "most")
@@ -514,7 +514,7 @@ def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, na
         template = Template.of(tokenizer, str(path))
         with pytest.raises(DataError) as caught:
             list(template.encode([Chat(messages(), place="a:1")]))
-    refused = "the chat template refuses it: maximum recursion depth"
+    refused = "the chat template rejects it: maximum recursion depth"
     named = refused if name == "a macro" else f"the template of {path} makes more than "
     assert f"a:1: {named}" in str(caught.value)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 19  # KiB

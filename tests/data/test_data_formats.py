@@ -159,7 +159,7 @@ def test_a_hub_id_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
     shows(message("owner/set"), "owner/set", "Couldn't reach", "trainer.data")
 
 
-WANTED = "expected a file, a folder, a glob or a hub id. Mend the path in trainer.data"
+WANTED = "expected a file, a folder, a glob or a hub id. Correct the path in trainer.data"
 
 
 def test_paths_that_match_nothing(tmp_path: Path) -> None:

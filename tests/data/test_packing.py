@@ -362,7 +362,7 @@ def test_a_family_that_leaks_is_refused_with_the_numbers(name):
         check_isolation(spec, task_of(spec))
     shows(caught.value, f"trainer.data.documents: {LEAKING[name]['model_type']}", "tiny copy")
     shows(caught.value, "logits than alone")
-    shows(caught.value, "see one another")
+    shows(caught.value, "attend to one another")
 
 
 def test_a_routers_loss_is_refused():

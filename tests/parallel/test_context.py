@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.support.layouts import EXPERTS, TIED, family
 from tests.support.messages import shows
 from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
-from trainer.distributed.shared_rows import Division
+from trainer.distributed.context_ranks import Division
 from trainer.errors import ConfigError
 from trainer.parallel.splits import rows
 
@@ -192,7 +192,7 @@ def test_sections_of_packed_rows_see_their_own_documents(pools, kernel, model):
 def test_a_kernel_is_tested_as_it_will_run(groups):
     """Every copy of a task asks with its own ranks, the one with noise that is trained, too."""
     import trainer.recipes.causal_lm.task as causal_lm
-    from trainer.distributed.shared_rows import ContextRanks
+    from trainer.distributed.context_ranks import ContextRanks
 
     spec = spec_in(CONTEXT)
     plain = task_of(spec, CONTEXT)

@@ -104,10 +104,10 @@ def test_a_tie_goes_to_the_first_of_equal_words(pools):
 
 
 def tied_words() -> list[int]:
-    from trainer.distributed.exchange import Exchange, Words
+    from trainer.distributed.exchange import Exchange, VocabularyShard
 
     start = 3 * dist.get_rank()
-    words = Words(6, start, start + 3, 3, Exchange(dist.group.WORLD))
+    words = VocabularyShard(6, start, start + 3, 3, Exchange(dist.group.WORLD))
     rows = [[1.0, 1, 1, 1, 1, 1], [0, 1, 0, 2, 2, 2], [1, 1, 1, 0, 3, 3]]
     return [int(word) for word in words.likeliest(torch.tensor(rows)[:, start : start + 3])]
 
@@ -138,7 +138,7 @@ def eight_ranks(sequence: bool = False) -> Iterator[Any]:
     ("model", "ranks", "reason"),
     [
         (TIED, 2, "table, head and loss are split over the vocabulary, on 2 tensor ranks"),
-        (TIED | {"vocab_size": 5}, 4, "5 words leave one of 4 ranks without any"),
+        (TIED | {"vocab_size": 5}, 4, "a vocabulary of 5 leaves one of 4 ranks without a part"),
         (family("mixtral", output_router_logits=True), 2, "the model adds a loss of its own"),
     ],
     ids=["split", "too few words", "own loss"],

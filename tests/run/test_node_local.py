@@ -154,7 +154,7 @@ def _whole_in_each(folder: Path) -> object:
     loaded = read_back(path, back.state_tensors(), ranks) == STATE and same(state, back)
     assert sum(name.endswith("safetensors") for name in read_manifest(path)) > 2  # of several ranks
     return (
-        ranks.keepers,
+        ranks.node_firsts,
         found == path,
         lines,
         loaded,

@@ -165,10 +165,10 @@ def test_fresh(config):
 
 
 def test_a_run_at_work_is_refused_with_who_is(config, monkeypatch):
-    monkeypatch.setattr(locks, "HELD_SECONDS", 0.1)
+    monkeypatch.setattr(locks, "LOCK_SECONDS", 0.1)
     first = begun(config, 10)
     assert choose(config, Request(), ALONE).folder == first
-    with raises(ConfigError, "held by another process"):
+    with raises(ConfigError, "locked by another process"):
         choose(config, Request(), ALONE)
     status_files.write(first, {"host": socket.gethostname(), "process": os.getpid()})
     with raises(ConfigError, "being trained", f"process {os.getpid()} on {socket.gethostname()}"):

@@ -18,7 +18,7 @@ from tests.support.commands import ROOT, TRAIN, Result, metrics, run, warm_serve
 from tests.support.messages import shows
 from trainer.storage import Unfailing
 
-LOST = "note: the output can't be written (No space left on device): the run goes on without"
+LOST = "note: the output can't be written (No space left on device): the run continues without"
 SAYS = """
 import sys
 from trainer.command import run_command

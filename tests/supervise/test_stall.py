@@ -92,7 +92,7 @@ STANDS = {
     "an endless read": (IN_DATA, RANK_1 + r"is behind, at step \d, waiting for data"),
     "another collective": (
         AT_STEP_3.format(rank=1, what=BARRIER),
-        RANK_1 + "stands outside the collective that the others wait in, at .*barrier",
+        RANK_1 + "is outside the collective that the others wait in, at .*barrier",
     ),
     "another collective of the same group": (  # each waits for the other: neither is more wrong
         AT_STEP_3.format(rank=0, what="import torch; torch.distributed.barrier()"),
@@ -100,15 +100,15 @@ STANDS = {
     ),
     "an endless loop": (
         AT_STEP_3.format(rank=1, what="while True: pass"),
-        RANK_1 + "stands outside the collective",
+        RANK_1 + "is outside the collective",
     ),
     "an endless loop of the first": (
         AT_STEP_3.format(rank=0, what="while True: pass"),
-        RANK_0 + "stands outside the collective",
+        RANK_0 + "is outside the collective",
     ),
     "an endless wait of the first": (
         AT_STEP_3.format(rank=0, what="import threading; threading.Event().wait()"),
-        RANK_0 + "stands outside the collective",
+        RANK_0 + "is outside the collective",
     ),
     "the first one's disk, in a save beside the training": (
         DISK_HANGS,
@@ -137,7 +137,7 @@ def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> 
     assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), (
         result.output
     )
-    shows(result.output, "stalled", "stands still")
+    shows(result.output, "stalled", "no progress")
     assert len(result.lines) <= 20 + 5, result.output
     assert nothing_left(tmp_path)
 

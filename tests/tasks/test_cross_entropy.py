@@ -152,7 +152,7 @@ def test_a_chunk_makes_nothing_of_the_weights_size_and_few_of_its_own(device, dt
         context = SimpleNamespace(
             needs_input_grad=(True, True, False), save_for_backward=lambda *_: None
         )
-        options = cross_entropy._Options(0.0, None, with_gradients=True, words=None)
+        options = cross_entropy._Options(0.0, None, with_gradients=True, shard=None)
         with Watch():
             inputs = hidden, weight, None, targets, options
             cross_entropy._CrossEntropy.forward(context, *inputs)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.distributed.shared_rows import Division
+from trainer.distributed.context_ranks import Division
 from trainer.models.cut import is_whole
 from trainer.models.spec import ModelSpec
 from trainer.parallel.splits.expert_loads import biases_of

@@ -61,10 +61,10 @@ class Background:
         """Return the state tensor with a copy of what this rank holds of it."""
         import torch
 
-        found = []
+        frozen = []
         for number, part in enumerate(entry.parts()):
             key, like = (entry.name, entry.key, number), part.value
             if key not in self._copies:
                 self._copies[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
-            found.append(replace(part, value=self._copies[key].copy_(like, non_blocking=True)))
-        return replace(entry, parts=lambda: found)
+            frozen.append(replace(part, value=self._copies[key].copy_(like, non_blocking=True)))
+        return replace(entry, parts=lambda: frozen)

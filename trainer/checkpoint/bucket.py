@@ -51,8 +51,8 @@ class Bucket:
         def listed(files: Any, root: str, call: _Call) -> list[str]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 folder = PurePosixPath(_join(root, path))
-                found = map(PurePosixPath, files.ls(str(folder), detail=False))
-                return [one.name for one in found if one != folder]
+                paths = map(PurePosixPath, files.ls(str(folder), detail=False))
+                return [one.name for one in paths if one != folder]
             return []
 
         return self._bounded(listed)
@@ -138,7 +138,7 @@ class Bucket:
         self._bounded(removed)
 
     def _bounded(self, work: _Work[T], block: int = 0) -> T:
-        """Run one operation, which may block for ever, in a thread of its own."""
+        """Run one operation, which may block forever, in a thread of its own."""
         limit = SILENT_SECONDS + block / SLOW_NETWORK
         call = _Call(self._open, work, self._moved)
         Thread(target=call.run, name="bucket", daemon=True).start()
@@ -220,7 +220,7 @@ def _join(root: str, path: str) -> str:
 def in_streams(work: Callable[[str], object], names: Iterable[str]) -> None:
     """Work on several names at a time, in threads for which no process waits at its end.
 
-    Raises the first error, once what goes on has ended; nothing is begun after it.
+    Raises the first error, once what is at work has ended; nothing is begun after it.
     """
     left, errors = deque(names), list[BaseException]()
 

@@ -44,28 +44,30 @@ def newest(
     same folder, or it can't be written.
     """
     damaged: list[tuple[Path, Path, list[Problem]]] = []
-    found, copied = None, []
+    newest, copied = None, []
     for path in _published_anywhere(folder, ranks):
         there = ranks.gather(path.is_dir())
-        _seen_beside(path, there, ranks)
+        _differing_beside(path, there, ranks)
         wrong = manifest.verify_each(path, ranks, below)
-        bad = [keeper for keeper, problems in wrong.items() if problems and there[keeper]]
+        bad = [
+            node_first for node_first, problems in wrong.items() if problems and there[node_first]
+        ]
         aside = ranks.on_each(partial(out_of_the_way if ranks.rank in bad else Path, path))
-        damaged += [(path, aside[keeper], wrong[keeper]) for keeper in bad]
-        if good := [keeper for keeper, problems in wrong.items() if not problems]:
-            found = path
+        damaged += [(path, aside[node_first], wrong[node_first]) for node_first in bad]
+        if good := [rank for rank, problems in wrong.items() if not problems]:
+            newest = path
             check_same(path, good, ranks)
-            if lacking := [keeper for keeper in wrong if keeper not in good]:
-                supply(path, good[0], ranks.keeper in lacking, ranks)
-                to = listed([f"rank {keeper}" for keeper in lacking])
+            if lacking := [rank for rank in wrong if rank not in good]:
+                supply(path, good[0], ranks.node_first in lacking, ranks)
+                to = listed([f"rank {rank}" for rank in lacking])
                 copied = [f"{path.name} was copied from rank {good[0]} to {to}"]
             break
-    return found, [*(_damage(*one, found) for one in damaged), *copied]
+    return newest, [*(_damage(*one, newest) for one in damaged), *copied]
 
 
 def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
     """List the checkpoints that any run folder has, newest first. Collective."""
-    of_folders = ranks.each_keeper(lambda: published(folder)).values()
+    of_folders = ranks.each_node_first(lambda: published(folder)).values()
     names = {path.name for paths in of_folders for path in paths}
     return sorted((folder / name for name in names), key=step_of, reverse=True)
 
@@ -76,29 +78,31 @@ def leftovers(folder: Path) -> list[Path]:
     return sorted(path for path in others if path.is_dir())
 
 
-def _damage(path: Path, aside: Path, problems: list[Problem], found: Path | None) -> str:
+def _damage(path: Path, aside: Path, problems: list[Problem], good: Path | None) -> str:
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    cost = step_of(path) - (step_of(found) if found else 0)
+    cost = step_of(path) - (step_of(good) if good else 0)
     fault = f"{path.name} is damaged: {replace(problems[0], hint='')}{more}"
     return f"{fault}; it is now {aside.name}, and {cost} steps are lost"
 
 
-def _seen_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
-    """Raise DiskError if a rank does not see the same files as the keeper of its folder."""
-    keepers = ranks.keepers or (0,) * ranks.world_size
-    blind = [rank for rank, keeper in enumerate(keepers) if there[keeper] and not there[rank]]
+def _differing_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
+    """Raise DiskError if a rank does not see the same files as its node's first rank."""
+    node_firsts = ranks.node_firsts or (0,) * ranks.world_size
+    blind = [
+        rank for rank, node_first in enumerate(node_firsts) if there[node_first] and not there[rank]
+    ]
     if blind:
         actual, expected = f"not there for rank {blind[0]}", "a folder that all machines share"
         hint = "Put trainer.run.folder on a shared file system"
         raise DiskError(Problem(str(path), actual, expected, hint)).share()
 
 
-def check_same(path: Path, keepers: Sequence[int], ranks: Ranks) -> None:
+def check_same(path: Path, node_firsts: Sequence[int], ranks: Ranks) -> None:
     """Raise DiskError if several folders have different checkpoints under one name. Collective."""
-    wanted = len(keepers) > 1 and ranks.rank in keepers
-    found = ranks.on_each(lambda: (path / MANIFEST).read_bytes() if wanted else None)
-    if other := [keeper for keeper in keepers if found[keeper] != found[keepers[0]]]:
-        actual = f"rank {other[0]} has another checkpoint than rank {keepers[0]}; both are good"
+    wanted = len(node_firsts) > 1 and ranks.rank in node_firsts
+    contents = ranks.on_each(lambda: (path / MANIFEST).read_bytes() if wanted else None)
+    if other := [rank for rank in node_firsts if contents[rank] != contents[node_firsts[0]]]:
+        actual = f"rank {other[0]} has another checkpoint than rank {node_firsts[0]}; both are good"
         hint = "Move away the one that is not of this run"
         raise DiskError(Problem(str(path), actual, "copies of one checkpoint", hint)).share()
 
@@ -114,15 +118,15 @@ def out_of_the_way(path: Path) -> Path:
 
 
 def prune(
-    folder: Path, keep_last: int, keep_best: bool = False, held: Sequence[Path] = ()
+    folder: Path, keep_last: int, keep_best: bool = False, kept: Sequence[Path] = ()
 ) -> list[Path]:
     """Remove all but the last `keep_last` checkpoints and, if `keep_best`, that of the lowest loss.
 
-    The loss is the held-out one. Those `held` stay, too, and at least one with all files. Runs on
+    The loss is the held-out one. Those `kept` stay, too, and at least one with all files. Runs on
     one rank; returns the removed. Raises DiskError.
     """
     directory = published(folder)
-    stay = {*directory[-max(keep_last, 1) :], *held}
+    stay = {*directory[-max(keep_last, 1) :], *kept}
     if keep_best and (best := _best(directory)):
         stay.add(best)
     by_preference = [*sorted(stay, key=step_of, reverse=True), *reversed(directory)]
@@ -163,6 +167,6 @@ def sweep(folder: Path) -> None:
 
 def step_of(path: Path) -> int:
     """Return the step of a published checkpoint, from its name."""
-    found = STEP_FOLDER.fullmatch(path.name)
-    assert found
-    return int(found[1])
+    match = STEP_FOLDER.fullmatch(path.name)
+    assert match
+    return int(match[1])

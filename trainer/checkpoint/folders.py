@@ -39,16 +39,16 @@ def spread(
     Collective. `folder` is the one that this rank sees; None if it wants no copy. Copies are
     flushed, and have the hashes of their records. Raises DiskError everywhere, after all were sent.
     """
-    if len(set(ranks.keepers)) < 2:
+    if len(set(ranks.node_firsts)) < 2:
         return
 
     def copy() -> None:
         failures = []
-        for name in sorted(records) if ranks.rank == ranks.keeper else ():
+        for name in sorted(records) if ranks.rank == ranks.node_first else ():
             path = None if folder is None else folder / name
             for part, rank in zip(records[name].parts, writers[name], strict=True):
                 try:
-                    _pass_on(path, part, ranks.keepers[rank], ranks)
+                    _pass_on(path, part, ranks.node_firsts[rank], ranks)
                 except DiskError as error:
                     failures.append(error)
             if path is not None and not failures:
@@ -65,7 +65,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
 
     Collective; raises DiskError everywhere.
     """
-    at_work = ranks.rank == ranks.keeper
+    at_work = ranks.rank == ranks.node_first
     partial = path.with_name(path.name + PARTIAL)
 
     @disk_errors(partial)
@@ -83,12 +83,12 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     records = ranks.on_each(lambda: read_manifest(path) if ranks.rank == giver else {})[giver]
     kinds = {kind_of(digest) for record in records.values() for _, digest in record.parts}
     ranks.on_own(lambda: [new_hash(kind) for kind in kinds])  # this machine may lack a package
-    ranks.on_keepers(prepare)
+    ranks.on_node_firsts(prepare)
     here = path if ranks.rank == giver else partial if wants and at_work else None
     with removed_on_error(partial, wants and at_work):
         writers = {name: [giver] * len(record.parts) for name, record in records.items()}
         spread(here, records, writers, ranks)
-        ranks.on_keepers(publish)
+        ranks.on_node_firsts(publish)
 
 
 @contextmanager
@@ -103,7 +103,7 @@ def removed_on_error(partial: Path, removes: bool) -> Iterator[None]:
 
 
 def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
-    """Send a part of a file from the keeper `giver` to others, to the end even after a failure."""
+    """Send a part of a file from the rank `giver` to others, to the end even after a failure."""
     import torch
     import torch.distributed as dist
 
@@ -136,7 +136,7 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
         values = sent.numpy().data
         if gives:
             attempt(move, values, pieces)
-        dist.broadcast(sent, src=giver, group=ranks.among_keepers)
+        dist.broadcast(sent, src=giver, group=ranks.among_node_firsts)
         came.update(values)
         if not gives:
             attempt(move, values, pieces)

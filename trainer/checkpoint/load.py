@@ -37,17 +37,17 @@ def load(
     def check_files() -> tuple[Stored, RunState]:
         if problems := manifest.check_sizes(path, below):
             raise DiskError(*problems)
-        description, found = manifest.read_description(path), _stored(path, below)
-        if below == ALL and (lost := _lost(entries, found, description.get("stateless"))):
+        description, stored = manifest.read_description(path), _stored(path, below)
+        if below == ALL and (lost := _lost(entries, stored, description.get("stateless"))):
             actual = f"optimizer state is missing for {len(lost)} parameters ({listed(lost)})"
             raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))
-        return found, RunState(**description["position"])
+        return stored, RunState(**description["position"])
 
     def check() -> None:
         if misfits := _misfits(path, wanted, stored):
             raise ConfigError(*misfits)
 
-    stored, position = ranks.on_keepers(check_files)
+    stored, position = ranks.on_node_firsts(check_files)
     wanted = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or not weights_only]
     if not weights_only:
         wanted = _kept(wanted, stored, position)
@@ -76,8 +76,10 @@ def _lost(
     for location, name in stored:
         if location == OPTIMIZER:
             keys.setdefault(name.rpartition(".")[0], set()).add(name.rpartition(".")[2])
-    states = {name: found - {WEIGHT, MASTER} for name, found in keys.items()}
-    counted = [found - {STEP} for found in states.values() if STEP in found]  # Muon counts none
+    states = {name: keys_of - {WEIGHT, MASTER} for name, keys_of in keys.items()}
+    counted = [
+        keys_of - {STEP} for keys_of in states.values() if STEP in keys_of
+    ]  # Muon counts none
     names = {entry.name for entry in entries if (MODEL, entry.name) in stored} - set(stateless)
     return sorted(n for n in names if not states.get(n) or states[n] in counted)
 
@@ -94,11 +96,11 @@ def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) ->
     if not states and position.engine.get("optimizer_step"):
         lost = {STEP: ()}
     own = {entry.name for entry in entries if entry.keep}
-    found = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or entry.name not in own]
-    for entry in list(found):
+    kept = [entry for entry in entries if entry.key in (WEIGHT, MASTER) or entry.name not in own]
+    for entry in list(kept):
         if entry.keep:
-            found += entry.keep(states.get(entry.name, lost))
-    return found
+            kept += entry.keep(states.get(entry.name, lost))
+    return kept
 
 
 def _stored(path: Path, below: tuple[str, ...]) -> Stored:
@@ -118,8 +120,8 @@ def _locations(entry: StateTensor) -> list[tuple[str, str]]:
         return [exact]
     masters = [(OPTIMIZER, f"{entry.name}.{key}") for key in (WEIGHT, MASTER)]
     # a 16-bit weight is read from the model's files, not rounded again
-    found = masters if entry.key == MASTER or entry.dtype.itemsize == 4 else [exact]
-    return list(dict.fromkeys([exact, *found, (MODEL, entry.name)]))
+    keys = masters if entry.key == MASTER or entry.dtype.itemsize == 4 else [exact]
+    return list(dict.fromkeys([exact, *keys, (MODEL, entry.name)]))
 
 
 def _location(entry: StateTensor, stored: Stored) -> tuple[str, str]:
@@ -148,5 +150,5 @@ def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list
     if any(name.startswith(OPTIMIZER) for name in kinds["missing in the checkpoint"]):
         hint += ", or with --resume-weights-only"
     wrong = [(kind, names) for kind, names in kinds.items() if names]
-    seen = [f"{len(names)} tensors {kind} ({listed(names)})" for kind, names in wrong]
-    return [Problem(str(path), one, "the tensors of this run", hint) for one in seen]
+    actual = [f"{len(names)} tensors {kind} ({listed(names)})" for kind, names in wrong]
+    return [Problem(str(path), one, "the tensors of this run", hint) for one in actual]

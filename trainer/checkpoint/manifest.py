@@ -80,8 +80,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
     if type(number := parsed.get("format")) is int and number > WITH_BLAKE3:
-        seen, expected = f"format {number}", f"format {WITH_BLAKE3}, or an earlier one"
-        raise ConfigError(Problem(str(folder), seen, expected, "Install a newer Meshloom"))
+        actual, expected = f"format {number}", f"format {WITH_BLAKE3}, or an earlier one"
+        raise ConfigError(Problem(str(folder), actual, expected, "Install a newer Meshloom"))
     if number not in (FORMAT, WITH_BLAKE3, *EARLIER):
         raise ValueError(f"damaged (format {number!r:.50})")
     if to_json(parsed) != content:
@@ -111,15 +111,17 @@ def read_description(path: Path) -> dict[str, Any]:
     """Return the description of the run, with its `position`. Raises DiskError."""
     place, expected = str(path / DESCRIPTION), "the description that was saved"
     with refused(place, expected, OSError, ValueError, raises=DiskError):
-        found = parse_json(read_file(path / DESCRIPTION))
-    whole = isinstance(found, dict) and _is(found.get("position"), _POSITION)
-    whole = whole and _is(found.get("epoch") or _NO_EPOCH, dict.fromkeys(_NO_EPOCH, float))
-    if not whole or not all(isinstance(found.get(key), of) for key, of in _DESCRIPTION.items()):
+        description = parse_json(read_file(path / DESCRIPTION))
+    whole = isinstance(description, dict) and _is(description.get("position"), _POSITION)
+    whole = whole and _is(description.get("epoch") or _NO_EPOCH, dict.fromkeys(_NO_EPOCH, float))
+    if not whole or not all(
+        isinstance(description.get(key), of) for key, of in _DESCRIPTION.items()
+    ):
         raise DiskError(Problem(place, "not the description of a run", expected))
-    if wrong := _wrong_position(path, found):
+    if wrong := _wrong_position(path, description):
         expected = "where the run stood when it was saved"
         raise DiskError(Problem(place, f"position.{wrong}", expected))
-    return found
+    return description
 
 
 def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
@@ -165,15 +167,15 @@ def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> li
 
 
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
-    """Verify each run folder as `verify` does; return the problems by the folder's keeper.
+    """Verify each run folder as `verify` does; return the problems by first rank.
 
     Raises ConfigError for a later format, and without the package of a hash.
     """
-    found: dict[int, set[Problem]] = {}
+    problems_of: dict[int, set[Problem]] = {}
     mine = ranks.on_own(lambda: _check(path, _wrong_content, ranks, below))
-    for keeper, problems in ranks.gather((ranks.keeper, mine)):
-        found.setdefault(keeper, set()).update(problems)
-    return {keeper: sorted(found[keeper], key=lambda problem: problem.place) for keeper in found}
+    for node_first, problems in ranks.gather((ranks.node_first, mine)):
+        problems_of.setdefault(node_first, set()).update(problems)
+    return {rank: sorted(each, key=lambda one: one.place) for rank, each in problems_of.items()}
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
@@ -192,7 +194,7 @@ def _check(path: Path, wrong: Wrong, ranks: Ranks, below: tuple[str, ...]) -> li
     except (OSError, ValueError) as error:
         return [Problem(str(path / MANIFEST), _reason(error), "the manifest that was saved", _HINT)]
     records = {name: record for name, record in every.items() if name.startswith(below)}
-    found = []
+    problems = []
     by_size = sorted(records, key=lambda name: (-records[name].size, name))
     beside = ranks.beside
     for name in by_size[beside.index(ranks.rank) :: len(beside)]:
@@ -200,17 +202,17 @@ def _check(path: Path, wrong: Wrong, ranks: Ranks, below: tuple[str, ...]) -> li
         hint = HINT_OPTIMIZER if name.startswith("optimizer/") else _HINT
         try:
             if fault := wrong(path / name, record):
-                found.append(Problem(_shown(path / name), *fault, hint))
+                problems.append(Problem(_shown(path / name), *fault, hint))
             elif name == DESCRIPTION:
                 read_description(path)
             elif name.endswith(".safetensors"):
                 read_header(path / name)
         except DiskError as error:
-            found += [replace(problem, hint=hint) for problem in error.problems]
+            problems += [replace(problem, hint=hint) for problem in error.problems]
         except (OSError, ValueError) as error:
             actual = _reason(error)
-            found.append(Problem(_shown(path / name), actual, "a file that can be read", hint))
-    return found
+            problems.append(Problem(_shown(path / name), actual, "a file that can be read", hint))
+    return problems
 
 
 def _reason(error: OSError | ValueError) -> str:

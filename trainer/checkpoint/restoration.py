@@ -9,7 +9,7 @@ A restore has these states, by the names of folders beside the run's:
     in place     its parts were renamed into the runs' folders, of each its `config.json`, which
                  makes it a run, as the last; the empty folder is removed
 
-A start that finds `.NAME.restoring` of a process that died removes it, and restores anew; one that
+A start that finds `.NAME.restoring` of a process that died removes it, and restores again; one that
 finds `.NAME.restored` renames what is left in it, without the network.
 """
 
@@ -60,7 +60,7 @@ def restore(address: str, base: Path, progress: Progress = QUIET) -> list[str]:
     """
     address = address.rstrip("/")
     settle(base)
-    with copying(address, "Check the address, or start a run of its own with --fresh"):
+    with copying(address, "Check the address, or start a new run with --fresh"):
         runs = filter(
             re.compile(rf"{re.escape(base.name)}(-\d+)?").fullmatch, Bucket(address).names()
         )
@@ -159,7 +159,7 @@ def _fetch_newest(
         damaged[name] = f"{name} at {address} is damaged, and is not read: {problem}"
         shutil.rmtree(path)
     if damaged:
-        hint = "Repair one there, or start a run of its own with --fresh and another name"
+        hint = "Repair one there, or start a new run with --fresh and another name"
         expected = "a checkpoint that is good"
         raise DiskError(Problem(f"{KEY}: {address}", "; ".join(damaged.values()), expected, hint))
     return [], damaged

@@ -187,7 +187,7 @@ class SharedFile:
         hashed.result()
 
     def _hash(self, place: Span) -> Any:
-        """Return the hash of a part, which goes on where the last one ended."""
+        """Return the hash of a part, which continues where the last one ended."""
         last, digest = self._hashes[-1] if self._hashes else (place, None)
         if digest and (last.end, last, place) == (place.start, span(*last[:2]), span(*place[:2])):
             self._hashes[-1] = span(last.start, place.end), digest
@@ -262,16 +262,16 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
 
     Raises OSError, and ValueError for a file that is not whole.
     """
-    found = {}
+    entries = {}
     try:
         with safe_open(path, framework="np") as file:
             for name in file.offset_keys():
                 part = file.get_slice(name)
                 dtype, shape = part.get_dtype(), tuple(part.get_shape())
-                found[name] = _DTYPES[dtype], shape, math.prod(shape) * _ITEMSIZES[dtype]
+                entries[name] = _DTYPES[dtype], shape, math.prod(shape) * _ITEMSIZES[dtype]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"no whole file of tensors: {error!s:.100}") from error
-    return found
+    return entries
 
 
 def read_types(path: Path) -> dict[str, TensorType]:

@@ -63,13 +63,13 @@ def save(
         replace_file(folder / LATEST, f"{final.name}\n".encode())
 
     faults.at("before")
-    with removed_on_error(partial, ranks.rank == ranks.keeper):
+    with removed_on_error(partial, ranks.rank == ranks.node_first):
         record = {"stateless": slots.stateless(entries), "position": asdict(state)}
         text = ranks.on_first(lambda: to_json({**description, **record}))
-        ranks.on_keepers(prepare)
+        ranks.on_node_firsts(prepare)
         records = _write_parts(partial, planned, ranks, form.hash)
         _write_others(partial, partial / MODEL, write_model_files, records, ranks)
-        ranks.on_keepers(lambda: publish(records, text))
+        ranks.on_node_firsts(lambda: publish(records, text))
     return final
 
 
@@ -101,11 +101,11 @@ def export(
         rename_folder(partial, folder)
         shutil.rmtree(folder.with_name(folder.name + DELETING), ignore_errors=True)
 
-    with removed_on_error(partial, ranks.rank == ranks.keeper):
-        ranks.on_keepers(prepare)
+    with removed_on_error(partial, ranks.rank == ranks.node_first):
+        ranks.on_node_firsts(prepare)
         records = _write_parts(partial, planned, ranks, form.hash)
         _write_others(partial, partial, write_model_files, records, ranks)
-        ranks.on_keepers(lambda: publish(records))
+        ranks.on_node_firsts(lambda: publish(records))
     return folder
 
 
@@ -122,7 +122,7 @@ def _make(partial: Path, planned: SavePlan) -> None:
 def _write_parts(
     partial: Path, planned: SavePlan, ranks: Ranks, kind: str
 ) -> dict[str, FileRecord]:
-    """Write the tensors' parts of each rank; return the files' records, on keepers. Collective.
+    """Write the tensors' parts of each rank; return the files' records, on first ranks. Collective.
 
     Each rank begins with another file, since a file system takes the writes to a file in turn.
     """
@@ -143,17 +143,17 @@ def _write_parts(
             for file in files.values():
                 file.close()
 
-    written = ranks.to_keepers(ranks.on_own(write))
+    written = ranks.to_node_firsts(ranks.on_own(write))
     records: dict[str, FileRecord] = {}
     writers: dict[str, list[int]] = {}
 
     def join() -> None:
         for name, *by_rank in zip(names, *written, strict=True) if written else ():
-            found = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
-            if (there := sum(place.size for (place, _), _ in found)) != planned[name].size:
+            parts_of = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
+            if (there := sum(place.size for (place, _), _ in parts_of)) != planned[name].size:
                 raise ValueError(f"{name}: the ranks wrote {there} bytes of {planned[name].size}")
-            records[name] = FileRecord(there, tuple(part for part, _ in found))
-            writers[name] = [rank for _, rank in found]
+            records[name] = FileRecord(there, tuple(part for part, _ in parts_of))
+            writers[name] = [rank for _, rank in parts_of]
 
     ranks.on_own(join)
     spread(partial, records, writers, ranks)
@@ -191,7 +191,7 @@ def _write_others(
     @disk_errors(partial)
     def written() -> dict[str, FileRecord]:
         write(model)
-        if len(set(ranks.keepers)) < 2:
+        if len(set(ranks.node_firsts)) < 2:
             return {}
         paths = [path for path in model.rglob("*") if path.is_file()]
         names = {path.relative_to(partial).as_posix(): path for path in paths}

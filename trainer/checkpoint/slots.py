@@ -98,7 +98,7 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
             locations.append((entry, OPTIMIZER, exact))
     model_stem = f"{MODEL}/{form.stem}" if resumable else form.stem
     stems = {MODEL: model_stem, OPTIMIZER: f"{OPTIMIZER}/{OPTIMIZER}"}
-    found: SavePlan = {}
+    plan: SavePlan = {}
     for kind, stem in stems.items():
         members = [(entry, stored) for entry, place, stored in locations if place == kind]
         owners = sorted({entry.owner for entry, _ in members})
@@ -107,8 +107,8 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
         for number in range(count if members else 0):
             end = "" if count == 1 else f"-{number + 1:05d}-of-{count:05d}"
             own = [member for member, file in zip(members, files, strict=True) if file == number]
-            found[f"{stem}{end}.safetensors"] = _file(own, kind)
-    return found
+            plan[f"{stem}{end}.safetensors"] = _file(own, kind)
+    return plan
 
 
 def _file(members: Sequence[tuple[StateTensor, TensorType]], kind: str) -> FilePlan:

@@ -28,15 +28,15 @@ def strangers(path: Path) -> tuple[list[Problem], list[str]]:
     for entry in _entries(path):
         name = entry.relative_to(path).as_posix()
         if entry.is_symlink() and not _resolved(entry).is_relative_to(root):
-            seen = f"a link to {os.readlink(entry)}, out of the folder"
-            problems.append(Problem(str(entry), seen, "a file of the checkpoint", _HINT))
+            actual = f"a link to {os.readlink(entry)}, out of the folder"
+            problems.append(Problem(str(entry), actual, "a file of the checkpoint", _HINT))
         elif not _is_plain(entry):
-            seen = "neither a file nor a folder"
-            problems.append(Problem(str(entry), seen, "files of the checkpoint", _HINT))
+            actual = "neither a file nor a folder"
+            problems.append(Problem(str(entry), actual, "files of the checkpoint", _HINT))
         elif name not in records and name != MANIFEST and not entry.is_dir():
             if entry.suffix in WEIGHTS or name.endswith(_INDEX):
-                seen = "weights that the manifest does not list"
-                problems.append(Problem(str(entry), seen, "its files alone", _HINT))
+                actual = "weights that the manifest does not list"
+                problems.append(Problem(str(entry), actual, "its files alone", _HINT))
             else:
                 others.append(name)
     return problems, others

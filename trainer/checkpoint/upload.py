@@ -9,9 +9,9 @@ Each checkpoint of the run is in one of four states, which is what is on the two
 
 and these are the edges between them:
 
-    local -> copying    the newest that is not whole is taken first. It is held: until it is whole,
+    local -> copying    the newest that is not whole is taken first. It is kept: until it is whole,
                         the run does not remove it here, however slow the copying is
-    copying -> copying  a failure, or a death: it is begun anew, at the next checkpoint or start
+    copying -> copying  a failure, or a death: it is begun again, at the next checkpoint or start
     copying -> whole    the manifest is written, if the copy is still this run's own
     whole -> pruned     if the run has removed it here, a newer one of the run is whole, and as many
                         whole ones as the run keeps remain
@@ -20,7 +20,7 @@ and these are the edges between them:
 
 `final/` and `final-merged/` have the same states; `models.json` at the copy stands for the
 manifest. A run is finished when all that it keeps is whole; a later start of the same command sees
-what is not, and makes it up. One process at a time writes the copy of a run: its mark is there,
+what is not, and copies it. One process at a time writes the copy of a run: its mark is there,
 with a sign of life every few seconds.
 """
 
@@ -44,7 +44,7 @@ from trainer.storage import parse_json, to_json
 
 KEY = "trainer.checkpoint.upload"
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
-"""The files of a run by which it is known, and goes on where it was."""
+"""The files of a run by which it is known, and resumes where it was."""
 MODELS, MODELS_MARK = ("final", "final-merged"), "models.json"
 """The folders of the final model, and the file at a copy that says which of them are whole."""
 MARK = "upload.json"
@@ -76,9 +76,9 @@ class Upload:
         """The copy; and again for signs of life, which are no progress."""
         self._thread: Thread | None = None
         self._choosing = Lock()
-        """Held while a local checkpoint is chosen to be copied, and while others are removed."""
-        self._held: Path | None = None
-        self._asked = False
+        """Locked while a local checkpoint is chosen to be copied, and while others are removed."""
+        self._kept: Path | None = None
+        self._requested = False
         self._whole: set[str] = set()
         """The checkpoints that were whole at the copy when it was last looked at."""
         self._skipped: list[str] = []
@@ -95,9 +95,9 @@ class Upload:
         Raises DiskError if the copy is of another folder.
         """
         with copying(self._address, "Check the address"):
-            found = mark_of(self._silent)
-            if found and found["token"] not in (own["token"], own.get("follows")):
-                raise foreign(self._address, found)
+            mark = mark_of(self._silent)
+            if mark and mark["token"] not in (own["token"], own.get("follows")):
+                raise foreign(self._address, mark)
             self._mark = {"token": own["token"], "by": f"{socket.gethostname()}, {os.getpid()}"}
             self._sign()
             for name in own.get("damaged", ()):
@@ -120,12 +120,12 @@ class Upload:
         return [*here, *(name for name, own in self._models().items() if there.get(name) != own)]
 
     def soon(self, note: Callable[[str], None]) -> None:
-        """Have the copy brought up to date, at once or after the update that goes on.
+        """Have the copy brought up to date, at once or after the update at work.
 
         `note` is told of one that failed; the next tries again what is missing.
         """
         with self._choosing:
-            self._asked = True
+            self._requested = True
             if self._thread is None:
                 self._thread = Thread(target=self._run, args=(note,), name="upload", daemon=True)
                 self._thread.start()
@@ -133,8 +133,8 @@ class Upload:
     def prune(self, keep_last: int, keep_best: bool) -> list[Path]:
         """Remove checkpoints of the run as `directory.prune` does, but not the one being copied."""
         with self._choosing:
-            held = [self._held] if self._held else []
-            gone = prune(self._folder / "checkpoints", keep_last, keep_best, held)
+            copied = [self._kept] if self._kept else []
+            gone = prune(self._folder / "checkpoints", keep_last, keep_best, copied)
             self._skipped += [path.name for path in gone if path.name not in self._whole]
             return gone
 
@@ -150,7 +150,7 @@ class Upload:
         """
         self._bucket.report_to(moved)
         with self._choosing:
-            thread, self._asked = self._thread, False
+            thread, self._requested = self._thread, False
         if thread is not None:
             thread.join()
         hint = f"All is in {self._folder}: the same command copies what is missing"
@@ -169,8 +169,8 @@ class Upload:
         return self._address
 
     def close(self) -> None:
-        """Give no more signs of life, and begin no update; the one that goes on ends."""
-        self._asked = False
+        """Give no more signs of life, and begin no update; the one at work ends."""
+        self._requested = False
         self._ended.set()
         for thread in (self._thread, self._signs):
             if thread is not None and thread.is_alive():
@@ -190,8 +190,8 @@ class Upload:
 
     def _check(self) -> None:
         """Raise DiskError if the copy is another folder's, or another process's, by now."""
-        if not self._mark.items() <= (found := mark_of(self._silent)).items():
-            raise foreign(self._address, found)
+        if not self._mark.items() <= (mark := mark_of(self._silent)).items():
+            raise foreign(self._address, mark)
 
     # the thread
 
@@ -207,9 +207,9 @@ class Upload:
 
     def _goes_on(self) -> bool:
         with self._choosing:
-            asked, self._asked = self._asked, False
-            self._thread = self._thread if asked else None
-            return asked
+            requested, self._requested = self._requested, False
+            self._thread = self._thread if requested else None
+            return requested
 
     def _update(self, note: Callable[[str], None]) -> None:
         self._check()
@@ -222,7 +222,7 @@ class Upload:
             except BaseException:
                 self._fruitless = 0 if len(self._done) > before else self._fruitless + 1
                 if self._fruitless == ATTEMPTS:
-                    self._held = None
+                    self._kept = None
                 raise
             self._prune_there()  # here: slow copying may go on to the end of the run
             with self._choosing:
@@ -240,11 +240,11 @@ class Upload:
         self._whole = self._whole_there()
         with self._choosing:
             missing = [path for path in self._local() if path.name not in self._whole]
-            if self._held not in missing:
-                self._held = missing[-1] if missing else None
+            if self._kept not in missing:
+                self._kept = missing[-1] if missing else None
                 self._done.clear()
                 self._fruitless = 0
-            return self._held
+            return self._kept
 
     def _local(self) -> list[Path]:
         """List the run's checkpoints, oldest first, without those that have lost something."""
@@ -270,12 +270,12 @@ class Upload:
 
     def _whole_there(self) -> set[str]:
         """Return the checkpoints whose manifest is there, and was not cut off by a death."""
-        found = set()
+        whole = set()
         for name in marked_at(self._bucket):
             with suppress(FileNotFoundError, ValueError):
                 parse_json(self._bucket.read(f"checkpoints/{name}/{MANIFEST}"))
-                found.add(name)
-        return found
+                whole.add(name)
+        return whole
 
     def _prune_there(self) -> None:
         own = {path.name for path in published(self._folder / "checkpoints")}
@@ -292,8 +292,8 @@ class Upload:
     # the final model
 
     def _models(self) -> dict[str, str]:
-        found = {name: identity(self._folder / name) for name in MODELS}
-        return {name: one for name, one in found.items() if one}
+        models = {name: identity(self._folder / name) for name in MODELS}
+        return {name: one for name, one in models.items() if one}
 
     def _models_there(self) -> dict[str, Any]:
         with suppress(FileNotFoundError, ValueError, TypeError):  # or of a write that was cut off
@@ -314,13 +314,13 @@ class Upload:
 
 
 def identity(folder: Path) -> str:
-    """Return what changes when a folder's files are written anew; empty if there is none."""
-    found = [
+    """Return what changes when a folder's files are written again; empty if there is none."""
+    lines = [
         (name, about.st_size, about.st_mtime_ns)
         for name in _files(folder)
         for about in [(folder / name).stat()]
     ]
-    return hashlib.sha256(repr(found).encode()).hexdigest() if found else ""
+    return hashlib.sha256(repr(lines).encode()).hexdigest() if lines else ""
 
 
 def marked_at(bucket: Bucket) -> list[str]:
@@ -343,8 +343,8 @@ def mark_of(bucket: Bucket) -> dict[str, Any]:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         with suppress(ValueError, TypeError):  # a write that goes on, or was cut off by a death
-            found = dict(parse_json(content))
-            return found if isinstance(found.get("token"), str) else {}
+            mark = dict(parse_json(content))
+            return mark if isinstance(mark.get("token"), str) else {}
     return {}
 
 
@@ -359,14 +359,14 @@ def left_mark(address: str, waits: Callable[[], object]) -> dict[str, Any]:
     while not first.get("ended", not first) and time.monotonic() < deadline:
         time.sleep(SIGN_SECONDS / 10)
         waits()
-        if (found := mark_of(bucket)) != first:
-            raise foreign(address, found)
+        if (mark := mark_of(bucket)) != first:
+            raise foreign(address, mark)
     return first
 
 
 def foreign(address: str, mark: Mapping[str, Any]) -> DiskError:
     own = "Set another trainer.run.name, or stop the other run"
-    hint = f"{own}; with its folder here moved away, the same command goes on from that copy"
+    hint = f"{own}; with its folder here moved away, the same command resumes from that copy"
     expected = "a copy of this folder alone, to which nothing is written now"
     return DiskError(Problem(f"{KEY}: {address}", last_writer(mark), expected, hint))
 

@@ -74,7 +74,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def reporting(main: Main) -> Main:
-    """Print an error that the user can mend, instead of raising it, and return its exit code."""
+    """Print an error that the user can act on, instead of raising it, and return its exit code."""
 
     @wraps(main)
     def reported(arguments: Sequence[str], name: str) -> int:

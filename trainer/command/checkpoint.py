@@ -18,7 +18,7 @@ the checkpoints of a run, and every byte of all of them against their manifests:
 what is in one of them:
   %(prog)s show runs/zero2/checkpoints/step-000100
 
-one from a ZeRO checkpoint of DeepSpeed, to go on from with --resume:
+one from a ZeRO checkpoint of DeepSpeed, to resume from with --resume:
   %(prog)s import old/checkpoint-500 imported --model my-llama
 
 PATH is a run's folder, its folder of checkpoints, or one checkpoint.
@@ -53,8 +53,8 @@ def each(path: Path, work: Callable[[Path], Finding]) -> int:
     """Run `work` on each checkpoint of `path`; return the worst exit code."""
     from trainer.checkpoint import leftovers
 
-    found, worst = checkpoints(path), 0
-    for checkpoint in found:
+    folders, worst = checkpoints(path), 0
+    for checkpoint in folders:
         try:
             code, lines = work(checkpoint)
         except ConfigError as error:  # a later format, or a hash without its package
@@ -68,7 +68,7 @@ def each(path: Path, work: Callable[[Path], Finding]) -> int:
         for line in lines:
             print(printable(line))
         worst = max(worst, code)
-    for left in leftovers(found[0].parent) if path != found[0] else []:
+    for left in leftovers(folders[0].parent) if path != folders[0] else []:
         print(printable(f"{left.name}  left over"))
     return worst
 
@@ -101,11 +101,11 @@ def _copy_model_files(source: str, folder: Path) -> None:
     check_folder(Path(source))
     with opening(f"--model: {source}", expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
         # explicit, since with a default of None the user is asked if the folder's own code may run
-        found = [
+        files = [
             k.from_pretrained(source, trust_remote_code=False) for k in (AutoConfig, AutoTokenizer)
         ]
-        check_kernels(found[0], f"--model: {source}")
-        for one in found:
+        check_kernels(files[0], f"--model: {source}")
+        for one in files:
             one.save_pretrained(folder)
 
 
@@ -115,10 +115,10 @@ def checkpoints(path: Path) -> list[Path]:
 
     if (path / "manifest.json").exists():
         return [path]
-    if not (found := published(path) or published(path / "checkpoints")):
+    if not (folders := published(path) or published(path / "checkpoints")):
         expected = "a run's folder, its folder of checkpoints, or one checkpoint"
         raise ConfigError(Problem(str(path), "no checkpoint", expected))
-    return found
+    return folders
 
 
 def summarise(path: Path) -> Finding:

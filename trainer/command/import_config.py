@@ -77,14 +77,14 @@ def main(arguments: Sequence[str], name: str) -> int:
 def _check_room(output: Path | None, template: Path, text: str) -> None:
     """Raise ConfigError if there is no file for their chat template, or another one is there."""
     if output is None:
-        seen = "their config has a chat template, which goes to a file beside the new config"
-        raise ConfigError(Problem("--output", seen, "a file", "Give --output OUT.json."))
+        actual = "their config has a chat template, which goes to a file beside the new config"
+        raise ConfigError(Problem("--output", actual, "a file", "Give --output OUT.json."))
     if template.exists():
         with refused(str(template), "a chat template", OSError, UnicodeDecodeError):
-            found = template.read_text(encoding="utf-8")
-        if found != text:
-            seen, hint = "another chat template is there", "Move it, or choose another --output."
-            raise ConfigError(Problem(str(template), seen, "the one of their config", hint))
+            existing = template.read_text(encoding="utf-8")
+        if existing != text:
+            actual, hint = "another chat template is there", "Move it, or choose another --output."
+            raise ConfigError(Problem(str(template), actual, "the one of their config", hint))
 
 
 def _report(draft: Draft) -> Iterator[str]:
@@ -99,7 +99,7 @@ def _report(draft: Draft) -> Iterator[str]:
         yield f"known differences, and keys of speed alone ({len(draft.notes)})"
         yield from _by_reason(draft.notes)
     if draft.listed:
-        yield f"ask for nothing, or change nothing of what is trained ({len(draft.listed)})"
+        yield f"no effect, or none on what is trained ({len(draft.listed)})"
         yield printable(f"  {', '.join(draft.listed)}")
     absent = [path for path in REQUIRED if draft.get(path) is None]
     if draft.get("trainer.data.sources"):

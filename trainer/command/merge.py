@@ -43,9 +43,10 @@ def main(arguments: Sequence[str], name: str) -> int:
     folder = model_in(options.adapter)
     check_folder(folder)
     if not (folder / CONFIG).is_file():
-        seen, expected = f"no {CONFIG} in it", "a run with trainer.adapter, or an adapter's folder"
+        actual = f"no {CONFIG} in it"
+        expected = "a run with trainer.adapter, or an adapter's folder"
         hint = "A model without an adapter needs no merging" if folder.is_dir() else ""
-        raise ConfigError(Problem(str(folder), seen, expected, hint))
+        raise ConfigError(Problem(str(folder), actual, expected, hint))
     base = options.base or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))

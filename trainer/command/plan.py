@@ -31,8 +31,8 @@ PROPOSING = 20.0
 def main(arguments: Sequence[str], name: str) -> int:
     options = _options(arguments, name)
     if min(options.nodes, options.gpus) < 1:
-        seen = f"{options.nodes} nodes of {options.gpus} devices"
-        raise ConfigError(Problem("--nodes, --gpus", seen, "at least one of each"))
+        actual = f"{options.nodes} nodes of {options.gpus} devices"
+        raise ConfigError(Problem("--nodes, --gpus", actual, "at least one of each"))
     from trainer.supervise.world import NO_GPUS
 
     os.environ.update(NO_GPUS)
@@ -86,10 +86,11 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     proposed: list[str] = []
     tried: dict[str, Any] = {}
     if options.propose is not None or options.write is not None:
-        found = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
-        proposed = [*_proposed(options, found)]
+        candidates = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
+        proposed = [*_proposed(options, candidates)]
         tried["proposals"] = [
-            {"changes": one.changes, "fits": one.plan.fits, "reason": one.reason} for one in found
+            {"changes": one.changes, "fits": one.plan.fits, "reason": one.reason}
+            for one in candidates
         ]
     elif not plan.fits:
         proposed = [f"propose --propose tries other layouts, for about {PROPOSING:.0f} seconds"]
@@ -98,17 +99,17 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     return "\n".join([*lines(plan), *proposed]), code
 
 
-def _proposed(options: argparse.Namespace, found: list[Proposal]) -> Iterator[str]:
+def _proposed(options: argparse.Namespace, proposed: list[Proposal]) -> Iterator[str]:
     """Yield the proposals; write the first into the requested file, and say so."""
     from trainer.tools.planner.proposals import write
     from trainer.tools.planner.rendering import proposal_lines
 
-    for number, proposal in enumerate(found, 1):
+    for number, proposal in enumerate(proposed, 1):
         yield from proposal_lines(number, proposal.plan, proposal.changes, proposal.reason)
-    if not found:
+    if not proposed:
         yield "propose nothing: no other layout was found that fits better or is faster"
-    if options.write and found and found[0].plan.fits:
-        write(options.config, options.overrides, found[0], options.write)
+    if options.write and proposed and proposed[0].plan.fits:
+        write(options.config, options.overrides, proposed[0], options.write)
         yield f"wrote   {options.write}, with the first of them"
     elif options.write:
         yield f"wrote   nothing: there is no change for {options.write} that fits"

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         name, hint = "trainer.hub.repository", "Name it by --repository"
         problems = [Problem(name, "the run's config has none", '"owner/name"', hint)]
     if not (folder / "final").is_dir():
-        hint = "Run its command again, which goes on with it"
+        hint = "Run its command again, which resumes it"
         problems = [Problem(str(folder), "no final/ in it", "a run that has ended", hint)]
     check_folder(folder / "final")
     if problems or section.hub is None:

@@ -26,10 +26,10 @@ def main(arguments: Sequence[str], name: str) -> int:
     folder = parser.parse_intermixed_args(arguments).run
     written = status.read(folder)
     if written is None or not status.can_be_shown(written):
-        seen = f"no {status.NAME} in it" if folder.is_dir() else "no such folder"
+        actual = f"no {status.NAME} in it" if folder.is_dir() else "no such folder"
         if (folder / status.NAME).exists():
-            seen = f"{status.NAME} is there, and damaged"
-        raise ConfigError(Problem(str(folder), seen, "the folder of a run that has begun"))
+            actual = f"{status.NAME} is there, and damaged"
+        raise ConfigError(Problem(str(folder), actual, "the folder of a run that has begun"))
     end = status.read_end(folder)
     # processes of this machine are seen to live; of another machine's, a reported end comes first
     here = written.get("host") == socket.gethostname()

@@ -35,8 +35,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     if command == "evaluate":
         from trainer.tasks.harness import table
 
-        asked = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
-        print(table(folder, trust, options.tasks.split(","), limit=options.limit, **asked))
+        requested = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
+        print(table(folder, trust, options.tasks.split(","), limit=options.limit, **requested))
         return 0
     opened = (opened_language_model(folder, trust), load_tokenizer(str(folder), trust))
     (_written if command == "generate" else _chat)(options, *opened)

@@ -23,7 +23,7 @@ processes, and repeats each step in one process of plain PyTorch; compares modul
 every gradient, the clip norm, what the optimizer keeps, how far each weight goes, a step that
 overflows, counts of targets, the schedule in all steps of the run, the held-out loss and accuracy,
 and a resume.
-Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks stood still.
+Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks hung.
 """
 
 
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str], name: str) -> int:
     small = tiny_run(options.config, options.overrides, world_size, options.precision)
     needed = world.local_world_size if world else small.layout.world_size
     if not on_cpu and gpu_count() < needed:
-        seen = f"cuda with {gpu_count()} GPUs for {needed} processes"
+        actual = f"cuda with {gpu_count()} GPUs for {needed} processes"
         hint = "Leave it off to verify on the CPU"
-        raise ConfigError(Problem("--device", seen, "a GPU for each process", hint))
+        raise ConfigError(Problem("--device", actual, "a GPU for each process", hint))
     if world is None and on_cpu:
         _import_all(small)
         return start(small.layout.world_size, partial(run_command, main, arguments, name))

@@ -107,7 +107,7 @@ def choose_scheduler(section: Json) -> Chosen:
             chosen.problems.append(Problem("scheduler.params", actual, expected, hint))
     if params.get("warmup_num_steps") == 0 and str(kind).startswith("Warmup"):
         params["warmup_num_steps"] = 1
-        note = "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed takes"
+        note = "scheduler.params.warmup_num_steps: 0 is read as 1, the least that DeepSpeed accepts"
         chosen.notes.append(note)
     return chosen
 

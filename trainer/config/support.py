@@ -76,8 +76,7 @@ def notes(config: Config, engine: str) -> list[str]:
             why = "DeepSpeed's pipeline prints none; metrics.jsonl has the time of each step"
             reasons[why] = [path]
     return [
-        f"the {engine} engine goes without {', '.join(paths)}: {why}"
-        for why, paths in reasons.items()
+        f"the {engine} engine ignores {', '.join(paths)}: {why}" for why, paths in reasons.items()
     ]
 
 

@@ -35,7 +35,7 @@ _OLD_SECONDS = 7 * 86_400
 def cached_folder(cache: Path, name: str, write: Write, progress: Progress = QUIET) -> Path:
     """Return the folder `cache / name`; a missing one is filled by `write(folder)`, then renamed.
 
-    One process writes; the others wait (`progress` says so), and one begins anew if the writer
+    One process writes; the others wait (`progress` says so), and one begins again if the writer
     dies. Where this user can't write, the folder is in a cache of the user's own, with a note.
     Raises DiskError if neither place can be used; errors of `write` are not caught.
     """
@@ -69,18 +69,18 @@ def _one_at_a_time(cache: Path, name: str, write: Write, progress: Progress) -> 
 
 def _acquire(lock: FileLock, mark: Path, progress: Progress) -> None:
     """Wait for a lock; its owner shows progress in the time of a file, which is progress here."""
-    seen = 0
+    last = 0
     while not lock.is_locked:
         with suppress(FileNotFoundError):  # before the first, and after the end
-            if (touched := mark.stat().st_mtime_ns) != seen:
-                seen = touched
+            if (touched := mark.stat().st_mtime_ns) != last:
+                last = touched
                 progress.moves()
         with suppress(Timeout):
             lock.acquire(timeout=_POLL_SECONDS, poll_interval=_POLL_SECONDS / 4)
 
 
 def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
-    """Write the folder anew below `begun`, unless another process has written it meanwhile."""
+    """Write the folder below `begun`, unless another process has written it meanwhile."""
     if _is_whole(final, progress):
         return
     if os.path.lexists(final):
@@ -104,9 +104,9 @@ def _write(begun: Path, final: Path, write: Write, progress: Progress) -> None:
 def _is_whole(final: Path, progress: Progress) -> bool:
     if not os.path.lexists(final):
         return False
-    if seen := flaw(final, progress.checks) or _found_before(final):
-        progress.note(f"cache: {final} is damaged: {seen}; it is prepared again")
-    return not seen
+    if damage := flaw(final, progress.checks) or _damaged_before(final):
+        progress.note(f"cache: {final} is damaged: {damage}; it is prepared again")
+    return not damage
 
 
 def _damaged(folder: Path) -> Path:
@@ -114,7 +114,7 @@ def _damaged(folder: Path) -> Path:
     return private_folder() / f"damaged-{folder.name}"
 
 
-def _found_before(folder: Path) -> str:
+def _damaged_before(folder: Path) -> str:
     with suppress(OSError):
         if _damaged(folder).read_text() == str(stamp(folder)):
             return "an earlier run has found other bytes than were written"
@@ -194,18 +194,18 @@ class Check:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
         for folder, opened in self._opened:
             try:
-                seen = flaw(folder, rest=True)
+                actual = flaw(folder, rest=True)
             except Exception as error:  # a thread that has ended has compared nothing
-                seen = f"it could not be compared: {error!r}"
+                actual = f"it could not be compared: {error!r}"
             if stamp(folder) != opened:
                 self._report(folder, "another process has replaced it")
-            elif seen:
-                self._report(folder, seen)
+            elif actual:
+                self._report(folder, actual)
                 _take_away(folder, opened)
 
     def _report(self, folder: Path, difference: str) -> None:
-        mend = "Remove it if it is still there; the same command then prepares it again"
-        problem = Problem(str(folder), f"damaged: {difference}", "what was written", mend)
+        hint = "Remove it if it is still there; the same command then prepares it again"
+        problem = Problem(str(folder), f"damaged: {difference}", "what was written", hint)
         self._problems.append(problem)
 
 
@@ -233,9 +233,9 @@ def _somewhere(cache: Path, work: Callable[[Path], Path], progress: Progress) ->
             if writable and not isinstance(error, PermissionError):
                 raise  # the disk is full, or fails
             private = private_folder()
-            seen = f"cache: {cache} can't be used ({error.strerror})"
+            actual = f"cache: {cache} can't be used ({error.strerror})"
     where = f"prepared data goes to {private}; XDG_CACHE_HOME names another place"
-    progress.note(f"{seen}: {where}")
+    progress.note(f"{actual}: {where}")
     with _disk(private):
         return work(private)
 
@@ -245,6 +245,6 @@ def _disk(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        seen, expected = f"{error.strerror or error}", "a cache folder that can be written"
-        mend = "Free space there, mend its permissions, or set XDG_CACHE_HOME to another folder"
-        raise DiskError(Problem(str(cache), seen, expected, mend)) from error
+        actual, expected = f"{error.strerror or error}", "a cache folder that can be written"
+        hint = "Free space there, change its permissions, or set XDG_CACHE_HOME to another folder"
+        raise DiskError(Problem(str(cache), actual, expected, hint)) from error

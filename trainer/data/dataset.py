@@ -50,8 +50,8 @@ class Pairs:
         return {} if self.evaluation is None else {"": self.evaluation}
 
     def describe(self) -> str:
-        held = f", {len(self.evaluation):,} held out" if self.evaluation is not None else ""
-        return f"{len(self.train):,} samples{held}"
+        held_out = f", {len(self.evaluation):,} held out" if self.evaluation is not None else ""
+        return f"{len(self.train):,} samples{held_out}"
 
     def description(self) -> dict[str, Any]:
         return {"samples": len(self.train)}
@@ -67,23 +67,23 @@ def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
     fingerprint, notes = _fingerprint(data)
     if evaluation is not None or not fraction or len(data) < 2:
         return Pairs(data, evaluation, fingerprint, notes=notes)
-    train, held = split(len(data), fraction)
-    return Pairs(Subset(data, train), Subset(data, held), fingerprint, notes=notes)
+    train, held_out = split(len(data), fraction)
+    return Pairs(Subset(data, train), Subset(data, held_out), fingerprint, notes=notes)
 
 
 def check_data_set(name: str, given: Any) -> None:
     """Raise DataError for an object that is no data set."""
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        seen, expected = type(given).__name__, "an object with __len__ and __getitem__"
-        raise DataError(Problem(name, seen, expected))
+        actual, expected = type(given).__name__, "an object with __len__ and __getitem__"
+        raise DataError(Problem(name, actual, expected))
 
 
 def check_alike(ranks: Ranks, samples: Any, place: str) -> None:
     """Raise DataError unless all ranks have the same samples, by their digest. Collective."""
     if others := ranks.differing(samples):
-        seen = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
+        actual = f"other samples on rank {', '.join(map(str, others))} than on rank 0"
         same = "the same files, and the same versions of Python and the tokenizer"
-        raise DataError(Problem(place, seen, f"{same}, on every machine"))
+        raise DataError(Problem(place, actual, f"{same}, on every machine"))
 
 
 def _fingerprint(data: Any) -> tuple[str, tuple[str, ...]]:
@@ -91,9 +91,9 @@ def _fingerprint(data: Any) -> tuple[str, tuple[str, ...]]:
     unknown: set[str] = set()
     # not evenly spaced: that would see one digit of what is counted
     looked_at = random.Random(0).sample(range(len(data)), min(LOOKED_AT, len(data)))
-    found = digest_of_samples(data.__getitem__, looked_at, unknown)
-    digest = hashlib.sha256(str(len(data)).encode() + (found or b"")).hexdigest()
-    return f"{BY_VALUE}{digest}", notes_on(found is None, unknown)
+    digests = digest_of_samples(data.__getitem__, looked_at, unknown)
+    digest = hashlib.sha256(str(len(data)).encode() + (digests or b"")).hexdigest()
+    return f"{BY_VALUE}{digest}", notes_on(digests is None, unknown)
 
 
 def notes_on(varies: bool, unknown: set[str]) -> tuple[str, ...]:

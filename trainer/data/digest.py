@@ -27,11 +27,11 @@ def digests(
     `progress` is called with the number of files done. Raises DataError for an unreadable file.
     """
     with ThreadPoolExecutor(8) as pool:  # disks and hashing can do several at once
-        found = []
+        digests = []
         for digest in pool.map(lambda file: _digest(file, cache), files):
-            found.append(digest)
-            progress(len(found))
-        return found
+            digests.append(digest)
+            progress(len(digests))
+        return digests
 
 
 def stamps(files: Sequence[Path]) -> list[tuple[str, int, int]]:
@@ -56,15 +56,15 @@ def _digest(file: Path, cache: Path) -> str:
             return known
     try:
         with open(file, "rb") as content:
-            found = hashlib.file_digest(content, "sha256").hexdigest()
+            digest = hashlib.file_digest(content, "sha256").hexdigest()
     except OSError as error:
         raise _unread(file, error) from error
     settled = time.time() - stamp[2] / 1e9 > _RACY_SECONDS
     if stamp[1] >= _QUICK and settled and stamp == _stamp(file):
         with suppress(OSError):  # a digest that can't be stored is computed again
             cache.mkdir(parents=True, exist_ok=True)
-            replace_file(remembered, f"{found} {checked(f'{stamp} {found}')}".encode())
-    return found
+            replace_file(remembered, f"{digest} {checked(f'{stamp} {digest}')}".encode())
+    return digest
 
 
 def _unread(file: Path, error: OSError) -> DataError:

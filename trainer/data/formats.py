@@ -80,9 +80,9 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     formats = {file: format_of(file) if format == "auto" else format for file in files}
     if len(set(formats.values())) > 1:
         examples = {kind: file for file, kind in reversed(formats.items())}
-        seen = " and ".join(f"{file} ({kind})" for kind, file in sorted(examples.items()))
-        mend = "Name one with a glob such as *.jsonl"
-        raise DataError(Problem(", ".join(names), seen, "files of one format", mend))
+        actual = " and ".join(f"{file} ({kind})" for kind, file in sorted(examples.items()))
+        hint = "Name one with a glob such as *.jsonl"
+        raise DataError(Problem(", ".join(names), actual, "files of one format", hint))
     return Location(formats[files[0]], files)
 
 
@@ -119,8 +119,8 @@ def rows_of(
         try:
             yield from _reader(where.format).read(file, columns, share_of_all)
         except (OSError, EOFError) as error:
-            seen = getattr(error, "strerror", None) or str(error)
-            raise DataError(Problem(str(file), seen, "a file that can be read")) from error
+            actual = getattr(error, "strerror", None) or str(error)
+            raise DataError(Problem(str(file), actual, "a file that can be read")) from error
         before += size
 
 
@@ -151,16 +151,16 @@ def _matching(name: str, format: str) -> list[Path]:
         suffixes = tuple(_SUFFIXES) if format == "auto" else _reader(format).suffixes
         shown = [file for file in sorted(path.rglob("*")) if file.is_file() and _shown(file, path)]
         # `format: text` takes every file of a folder, whatever its name
-        found = [file for file in shown if format == "text" or _suffix(file.name) in suffixes]
-        seen, expected = "a folder without data files", "a file ending in " + ", ".join(suffixes)
+        matching = [file for file in shown if format == "text" or _suffix(file.name) in suffixes]
+        actual, expected = "a folder without data files", "a file ending in " + ", ".join(suffixes)
     else:
         matches = map(Path, glob.glob(str(path), recursive=True))
-        found = sorted(file for file in matches if file.is_file())
-        seen = "matches no file" if _GLOB & set(name) else "no such file or folder"
+        matching = sorted(file for file in matches if file.is_file())
+        actual = "matches no file" if _GLOB & set(name) else "no such file or folder"
         expected = WANTED
-    if not found:
-        raise DataError(Problem(name, seen, expected, "Mend the path in trainer.data"))
-    return found
+    if not matching:
+        raise DataError(Problem(name, actual, expected, "Correct the path in trainer.data"))
+    return matching
 
 
 def _shown(file: Path, folder: Path) -> bool:
@@ -171,9 +171,9 @@ def _saved_by_datasets(folder: Path) -> list[Path]:
     """List the files of a folder that `Dataset.save_to_disk` wrote; empty for any other folder."""
     parts = folder / "dataset_dict.json"
     if parts.is_file() and (splits := _listed(parts, lambda content: content["splits"])):
-        seen = f"a folder of the parts {', '.join(splits)}"
-        mend = f"Name one of them, such as {folder / splits[0]}"
-        raise DataError(Problem(str(folder), seen, "one part", mend))
+        actual = f"a folder of the parts {', '.join(splits)}"
+        hint = f"Name one of them, such as {folder / splits[0]}"
+        raise DataError(Problem(str(folder), actual, "one part", hint))
     state = folder / "state.json"
     if not state.is_file() or not any(folder.glob("*.arrow")):
         return []
@@ -184,9 +184,9 @@ def _saved_by_datasets(folder: Path) -> list[Path]:
 def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
     """Read the names that a JSON file of `datasets` lists. Raises DataError if it is damaged."""
     expected = "what Dataset.save_to_disk writes"
-    mend = "Save the data set again, or name its files in trainer.data.path"
+    hint = "Save the data set again, or name its files in trainer.data.path"
     kinds = (OSError, ValueError, LookupError, TypeError)
-    with refused(str(path), expected, *kinds, named=True, hint=mend, raises=DataError):
+    with refused(str(path), expected, *kinds, named=True, hint=hint, raises=DataError):
         names = list(names_in(parse_json(read_file(path))))
         if odd := [name for name in names if not isinstance(name, str) or Path(name).name != name]:
             raise ValueError(f"{odd[0]!r} in place of a name in this folder")
@@ -196,9 +196,9 @@ def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
 def format_of(file: Path) -> str:
     suffix = _suffix(file.name)
     if suffix not in _SUFFIXES:
-        mend = f"Set trainer.data.format to one of {', '.join(FORMATS)}"
-        seen = f'a file ending in "{suffix}"' if suffix else "a file without an ending"
-        raise DataError(Problem(str(file), seen, "one of " + ", ".join(_SUFFIXES), mend))
+        hint = f"Set trainer.data.format to one of {', '.join(FORMATS)}"
+        actual = f'a file ending in "{suffix}"' if suffix else "a file without an ending"
+        raise DataError(Problem(str(file), actual, "one of " + ", ".join(_SUFFIXES), hint))
     return _SUFFIXES[suffix]
 
 
@@ -227,10 +227,10 @@ def _decoded(file: Path, progress: Report) -> Iterator[tuple[int, str | DataErro
             try:
                 yield number, line.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
-                seen = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
+                actual = f"byte 0x{error.object[error.start]:02x}, which is not UTF-8"
                 place = f"{file}: byte {offset + error.start}"
-                mend = "Convert the file, e.g. with iconv"
-                yield number, DataError(Problem(place, seen, "text in UTF-8", mend))
+                hint = "Convert the file, e.g. with iconv"
+                yield number, DataError(Problem(place, actual, "text in UTF-8", hint))
             offset += len(line)
 
 
@@ -268,15 +268,15 @@ def _json(file: Path, text: str, number: int) -> Any:
         # an early end is reported on the line after the last
         at = min(getattr(error, "lineno", 1), len(lines)) - 1
         why = "not JSON" if isinstance(error, json.JSONDecodeError) else str(error)
-        seen = f"{why}: {short(lines[at])}"
+        actual = f"{why}: {short(lines[at])}"
         place = f"{file}:{number + at}"
-        raise DataError(Problem(place, seen, "one JSON object on each line")) from error
+        raise DataError(Problem(place, actual, "one JSON object on each line")) from error
 
 
 def _object(place: str, value: Any) -> Row:
     if not isinstance(value, dict):
-        seen = f"not a JSON object: {short(json.dumps(value))}"
-        return Row(place, {}, DataError(Problem(place, seen, "one with named columns")))
+        actual = f"not a JSON object: {short(json.dumps(value))}"
+        return Row(place, {}, DataError(Problem(place, actual, "one with named columns")))
     return Row(place, value)
 
 
@@ -343,8 +343,8 @@ def _table(file: Path, batches: Callable[[], Iterator[Any]], expected: str) -> I
         for number, row in enumerate(rows):
             yield Row(f"{file}: row {number}", row)
     except pa.ArrowException as error:
-        seen = f"not {expected}: {short(str(error))}"
-        raise DataError(Problem(str(file), seen, expected)) from error
+        actual = f"not {expected}: {short(str(error))}"
+        raise DataError(Problem(str(file), actual, expected)) from error
 
 
 def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> Iterator[Row]:
@@ -354,9 +354,9 @@ def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> I
         rows = load_dataset(name, options.name, split=options.split)
     except Exception as error:  # datasets and huggingface_hub raise a dozen kinds
         answer = short(str(error) or type(error).__name__)
-        seen = f"no such file or folder, and the hub says: {answer}"
-        mend = "Mend path, name or split in trainer.data"
-        raise DataError(Problem(name, seen, WANTED, mend)) from error
+        actual = f"no such file or folder, and the hub says: {answer}"
+        hint = "Correct path, name or split in trainer.data"
+        raise DataError(Problem(name, actual, WANTED, hint)) from error
     wanted = [column for column in columns if column in rows.column_names] or rows.column_names
     for number, row in enumerate(rows.select_columns(wanted)):
         if number % _OFTEN == 0:

@@ -18,7 +18,7 @@ import numpy as np
 from trainer.distributed.seeding import derive
 
 LISTED, KEYED = 1, 2
-"""The versions of the order, which a checkpoint names: permutations that are held, in runs begun
+"""The versions of the order, which a checkpoint names: permutations in memory, in runs begun
 before it did; and permutations by a key, in all others."""
 ROUNDS = 12
 
@@ -41,10 +41,10 @@ class Shuffle:
     def ids(self, positions: np.ndarray) -> np.ndarray:
         """Return the numbers at these positions of the stream: int64, as many."""
         turns, places = np.divmod(positions, self._size)
-        found = np.empty_like(places)
+        ids = np.empty_like(places)
         for turn in np.unique(turns).tolist():
-            found[turns == turn] = self._permutation(turn)(places[turns == turn])
-        return found
+            ids[turns == turn] = self._permutation(turn)(places[turns == turn])
+        return ids
 
     def samples(self, positions: np.ndarray) -> list[tuple[int, int]]:
         """Return the numbers at these positions, int64 [samples], each with its permutation's."""
@@ -96,10 +96,10 @@ class Numbered(Sequence[int]):
 def split(size: int, fraction: float) -> tuple[Sequence[int], Sequence[int]]:
     """Return the indices of samples to train on, and of those held out, by `held_out`."""
 
-    def held(end: int) -> int:
+    def left(end: int) -> int:
         return math.floor((end - 2) * fraction) - math.floor(-2 * fraction)
 
-    return Numbered(size, lambda end: end - held(end)), Numbered(size, held)
+    return Numbered(size, lambda end: end - left(end)), Numbered(size, left)
 
 
 def _listed(key: list[int], size: int) -> Callable[[np.ndarray], np.ndarray]:
@@ -123,10 +123,10 @@ def _keyed(key: list[int], size: int) -> Callable[[np.ndarray], np.ndarray]:
         return left * np.uint64(side) + right
 
     def at(places: np.ndarray) -> np.ndarray:
-        found = cipher(places.astype(np.uint64))
-        while (outside := found >= size).any():
-            found[outside] = cipher(found[outside])
-        return found.astype(np.int64)
+        permuted = cipher(places.astype(np.uint64))
+        while (outside := permuted >= size).any():
+            permuted[outside] = cipher(permuted[outside])
+        return permuted.astype(np.int64)
 
     return at
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.config import DataSection
 
 EXPECTED = "an address of fsspec with files that can be read, such as s3://bucket/*.jsonl"
-HINT = "Mend the address or its credentials, or install the package of its file system"
+HINT = "Correct the address or its credentials, or install the package of its file system"
 _SHOWN_SECONDS = 1.0
 VERSION = "size ETag etag blob_id generation LastModified last_modified mtime created"
 """The facts of a file, by the names of several file systems, that change with its content."""
@@ -57,11 +57,11 @@ class Listing(NamedTuple):
 
         def show() -> None:
             """Show the bytes on the disk: not every file system says what has come."""
-            seen = 0
+            actual = 0
             while not done.wait(_SHOWN_SECONDS):
                 here = sum(map(_bytes_on_disk, places))
-                if here != seen:
-                    seen = here
+                if here != actual:
+                    actual = here
                     progress.say(f"copied {here / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
 
         folder.mkdir(exist_ok=True)
@@ -88,10 +88,10 @@ def listing_of(address: str) -> Listing:
         system, root = fsspec.core.url_to_fs(address)
         system.invalidate_cache()
         is_glob = any(letter in root for letter in "*?[") and not system.isfile(root)
-        found = (system.glob if is_glob else system.find)(root, detail=True)
-    folder = "" if is_glob or root in found else root
+        listing = (system.glob if is_glob else system.find)(root, detail=True)
+    folder = "" if is_glob or root in listing else root
     files, versions = {}, []
-    for path, about in sorted(found.items()):
+    for path, about in sorted(listing.items()):
         if about["type"] == "file" and not (folder and "/." in path.removeprefix(root)):
             if os.path.normpath(_local(path)) != _local(path):  # it may lead out of the cache
                 raise DataError(Problem(address, f"a file named {path!r}", "a plain path"))
@@ -121,9 +121,9 @@ def fetched(data: DataSection, cache: Path, ranks: Ranks, progress: Progress) ->
 
 
 def addresses(data: DataSection) -> list[str]:
-    found: dict[str, list[str]] = {}
-    _localised(data, lambda name: found.setdefault(name, []))
-    return list(found)
+    addresses_of: dict[str, list[str]] = {}
+    _localised(data, lambda name: addresses_of.setdefault(name, []))
+    return list(addresses_of)
 
 
 def absent(data: DataSection, cache: Path) -> list[str]:
@@ -141,8 +141,8 @@ def _localised(data: DataSection, names: Callable[[str], list[str]]) -> DataSect
         if isinstance(value, dict):
             return {key: local(one) for key, one in value.items()}
         each = [value] if isinstance(value, str) else value
-        found = [name for one in each for name in (names(one) if "://" in one else [one])]
-        return found[0] if isinstance(value, str) and len(found) == 1 else found
+        paths = [name for one in each for name in (names(one) if "://" in one else [one])]
+        return paths[0] if isinstance(value, str) and len(paths) == 1 else paths
 
     sources = [
         one.model_copy(update={"path": local(one.path), "label": one.label or str(one.path)})

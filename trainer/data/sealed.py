@@ -29,10 +29,10 @@ def seal(folder: Path, progress: Report = lambda done, all: None) -> None:
     files = _files(folder)
     for path in (*files.values(), *(path for path in folder.rglob("*") if path.is_dir())):
         flush(path)
-    found: dict[str, list[str]] = {name: [] for name in files}
+    digests: dict[str, list[str]] = {name: [] for name in files}
     for (name, _), digest in _digests(files, _chunks(_sizes(files)), progress):
-        found[name].append(digest)
-    known = {"sizes": _sizes(files), "times": _times(files), "sha256": found}
+        digests[name].append(digest)
+    known = {"sizes": _sizes(files), "times": _times(files), "sha256": digests}
     content = json.dumps(known, indent=1)
     write_file(folder / SEAL, f"{content}\n{checked(content)}\n".encode())
     flush(folder)
@@ -82,8 +82,8 @@ def _looked_at_first(chunks: Sequence[Block]) -> set[Block]:
 def stamp(folder: Path) -> tuple[int, int] | None:
     """Return a mark of this very folder, not of one on another disk or made later, or None."""
     with suppress(OSError):
-        found = (folder / SEAL).stat()
-        return found.st_ino, found.st_mtime_ns
+        stat = (folder / SEAL).stat()
+        return stat.st_ino, stat.st_mtime_ns
     return None
 
 
@@ -95,8 +95,8 @@ def checked(content: str) -> str:
 def _files(folder: Path) -> dict[str, Path]:
     """List the files below a folder by path, without a file server's, which begin with a dot."""
     shown = [path for path in sorted(folder.rglob("*")) if not path.name.startswith(".")]
-    found = {path.relative_to(folder).as_posix(): path for path in shown if not path.is_dir()}
-    return {name: path for name, path in found.items() if name != SEAL}
+    files = {path.relative_to(folder).as_posix(): path for path in shown if not path.is_dir()}
+    return {name: path for name, path in files.items() if name != SEAL}
 
 
 def _sizes(files: Mapping[str, Path]) -> dict[str, int]:
@@ -119,19 +119,19 @@ def _digests(
     lengths = [min(_CHUNK, sizes[name] - number * _CHUNK) for name, number in chunks]
     with ThreadPoolExecutor(threads) as pool:
         apply: Any = pool.map if threads > 1 else map  # a pool would read on after an early end
-        found = apply(lambda chunk: _hash(files[chunk[0]], chunk[1] * _CHUNK), chunks)
+        digests = apply(lambda chunk: _hash(files[chunk[0]], chunk[1] * _CHUNK), chunks)
         done, all = 0, sum(lengths)
-        for chunk, length, digest in zip(chunks, lengths, found, strict=True):
+        for chunk, length, digest in zip(chunks, lengths, digests, strict=True):
             yield chunk, digest
             done += length
             progress(done, all)
 
 
 def _hash(path: Path, at: int) -> str:
-    found, left = hashlib.sha256(), _CHUNK
+    digest, left = hashlib.sha256(), _CHUNK
     with open(path, "rb", buffering=0) as file:
         file.seek(at)
         while left and (part := file.read(min(left, _READ))):
-            found.update(part)
+            digest.update(part)
             left -= len(part)
-    return found.hexdigest()
+    return digest.hexdigest()

@@ -25,7 +25,7 @@ _BITS = 40
 
 
 class Place(NamedTuple):
-    """A file of the stream, from which a run goes on."""
+    """A file of the stream, from which a run resumes."""
 
     turn: int = 0
     """The number of files before it, over all epochs."""
@@ -85,7 +85,7 @@ class Stream:
         return self._first[number] if file == 0 else self._sources[file][number]
 
     def begin(self, place: Place) -> None:
-        """Go on from a place."""
+        """Continue from a place."""
         self._is_read = False
         self._places = [place]
         self._beside = Beside(self._prepare)
@@ -120,15 +120,15 @@ class Stream:
         Those before the first one can no longer be read.
         """
         self._forget(self.place(int(positions.min())).turn)
-        found = []
+        samples = []
         for (turn, start, _), some in groupby(positions.tolist(), self.place):
             numbers = self._shuffles[turn].ids(np.array(list(some)) - start)
             first, epoch = self._file(turn) << _BITS, turn // self.files
-            found += [(first + number, epoch) for number in numbers.tolist()]
-        return found
+            samples += [(first + number, epoch) for number in numbers.tolist()]
+        return samples
 
     def place(self, position: int) -> Place:
-        """Return the place of the file with a sample, from which a run goes on there."""
+        """Return the place of the file with a sample, from which a run resumes there."""
         places = self._places
         return places[bisect_right(places, position, key=lambda place: place.position) - 1]
 
@@ -156,14 +156,14 @@ class Stream:
             with suppress(FileNotFoundError):  # another run has removed it meanwhile
                 source = self._opened(folder)
             self._beside.begin(file if source is None else self._file(turn + 1))
-        found = "" if source is None else source.summary.fingerprint
-        expected = expected or self._known.setdefault(file, found)
-        if found != expected:
+        fingerprint = "" if source is None else source.summary.fingerprint
+        expected = expected or self._known.setdefault(file, fingerprint)
+        if fingerprint != expected:
             place = f"file {file} of the stream"
             wanted = f"those of before, {expected[:12]}..." if expected else "none, as before"
-            seen = f"samples {found[:12]}..." if found else "no samples"
-            hint = "Undo the change, or go on in spite of it with --resume-anyway"
-            raise DataError(Problem(place, seen, wanted, hint))
+            actual = f"samples {fingerprint[:12]}..." if fingerprint else "no samples"
+            hint = "Undo the change, or resume anyway with --resume-anyway"
+            raise DataError(Problem(place, actual, wanted, hint))
         if source is None:
             self._skips(file)
             self._beside.begin(self._file(turn + 1))
@@ -172,7 +172,7 @@ class Stream:
         self._sources[file], self._folders[file] = source, folder
         self._shuffles[turn] = Shuffle(len(source), KEYED, self._seed, turn)
         after = Place(turn + 1, position + len(source))
-        self._places[-1:] = [Place(turn, position, found), after]
+        self._places[-1:] = [Place(turn, position, fingerprint), after]
 
     def _forget(self, turn: int) -> None:
         """Remove the files before the one that precedes this turn, unless one comes again soon."""
@@ -186,18 +186,18 @@ class Stream:
 
 def stream_files(data: DataSection) -> dict[str, int | None]:
     """Return the names of a stream's files, and their bytes if they are known. Raises DataError."""
-    found: dict[str, int | None] = {}
+    sizes: dict[str, int | None] = {}
     for name in [data.path] if isinstance(data.path, str) else data.path or []:
         if "://" in name:
             there = listing_of(name)
-            found |= {there.system.unstrip_protocol(path): n for path, n in there.files.items()}
+            sizes |= {there.system.unstrip_protocol(path): n for path, n in there.files.items()}
         else:
-            found |= {str(file): file.stat().st_size for file in locate(name, data.format).files}
-    for name, size in found.items():
+            sizes |= {str(file): file.stat().st_size for file in locate(name, data.format).files}
+    for name, size in sizes.items():
         if data.format == "auto":
             format_of(Path(name))
         if size == 0:
             raise DataError(Problem(name, "an empty file", "files of a stream that have samples"))
-    if not found:
+    if not sizes:
         raise DataError(Problem(f"trainer.data.stream: {data.path}", "no files", "files"))
-    return found
+    return sizes

@@ -44,18 +44,18 @@ class ValueHash:
             return self._known[id(value)][1]
         plain = hashlib.sha256(name.encode())
         self._known[id(value)] = value, plain.digest()  # which keeps the object, and so its id
-        found = plain.copy()
+        hashing = plain.copy()
         try:
             if depth > DEEPEST:
                 raise ValueError("nested too deeply")
             for part in self._parts(value, depth):
                 whole = part if type(part) is bytes else self.of(part, depth + 1)
-                found.update(len(whole).to_bytes(8, "big") + whole)
+                hashing.update(len(whole).to_bytes(8, "big") + whole)
         except Exception:  # whatever a foreign object raises when it is taken apart
             self.unknown.add(name)
             return plain.digest()
-        self._known[id(value)] = value, found.digest()
-        return found.digest()
+        self._known[id(value)] = value, hashing.digest()
+        return hashing.digest()
 
     def _parts(self, value: Any, depth: int) -> Iterator[Any]:
         """Yield the parts of a value, and bytes where there are none."""
@@ -135,12 +135,12 @@ def digest_of_samples(
     """
 
     def once() -> bytes:
-        found = hashlib.sha256()
+        hashing = hashlib.sha256()
         for index in indices:
             own = ValueHash()  # a copy shows what only this object, at its address, has
-            found.update(own.of(_duplicate(read(index))))
+            hashing.update(own.of(_duplicate(read(index))))
             unknown.update(own.unknown)
-        return found.digest()
+        return hashing.digest()
 
     with seeded() as draws:
         first = once()

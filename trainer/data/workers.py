@@ -98,8 +98,8 @@ def _killed() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool as error:
-        seen = "a process that prepares data was killed; the machine may be out of memory"
-        raise RuntimeError(seen) from error
+        actual = "a process that prepares data was killed; the machine may be out of memory"
+        raise RuntimeError(actual) from error
 
 
 def _begin(work: Callable[[Any], Any], parent: int, nice: int = 0) -> None:

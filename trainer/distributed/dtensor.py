@@ -75,5 +75,5 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 @lru_cache
 def coordinate_in(mesh: DeviceMesh, rank: int) -> tuple[int, ...] | None:
     """Return where a rank is in a mesh; None if it is not."""
-    found = np.argwhere(mesh.mesh.numpy() == rank).tolist()
-    return tuple(found[0]) if found else None
+    coordinates = np.argwhere(mesh.mesh.numpy() == rank).tolist()
+    return tuple(coordinates[0]) if coordinates else None

@@ -27,29 +27,29 @@ class Exchange:
 
     group: dist.ProcessGroup
 
-    def enter(self, whole: torch.Tensor) -> torch.Tensor:
+    def copy_to(self, whole: torch.Tensor) -> torch.Tensor:
         """Return what all ranks have and each uses for a part: its gradient is their sum."""
         return _exchanged(whole, _same, self._sum)
 
-    def leave(self, term: torch.Tensor) -> torch.Tensor:
+    def reduce_from(self, term: torch.Tensor) -> torch.Tensor:
         """Return the sum of the ranks' terms, which each uses for the same."""
         return _exchanged(term, self._sum, _same)
 
-    def join(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    def gather(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Return the whole of the ranks' parts, which each uses for the same."""
         return _exchanged(part, self._gathered(dim, length), lambda whole: self._part(whole, dim))
 
-    def divide(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+    def scatter(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         """Return this rank's part of what all ranks have."""
         joined = self._gathered(dim, whole.shape[dim])
         return _exchanged(whole, lambda whole: self._part(whole, dim), joined)
 
-    def join_entering(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
-        """Return the whole of the ranks' parts, which each uses for a part: `join`, `enter`."""
+    def gather_to(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """Return the whole of the ranks' parts, which each uses for a part: `gather`, `copy_to`."""
         return _exchanged(part, self._gathered(dim, length), self._scattered(dim))
 
-    def divide_leaving(self, term: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this rank's part of the sum of the ranks' terms: `leave`, `divide`."""
+    def reduce_scatter(self, term: torch.Tensor, dim: int) -> torch.Tensor:
+        """Return this rank's part of the sum of the ranks' terms: `reduce_from`, `scatter`."""
         return _exchanged(term, self._scattered(dim), self._gathered(dim, term.shape[dim]))
 
     def swap(self, part: torch.Tensor, split: int, joined: int) -> torch.Tensor:
@@ -69,8 +69,8 @@ class Exchange:
     def _moved(self, sent: Counts, received: Counts) -> Move:
         def moved(rows: torch.Tensor) -> torch.Tensor:
             name = self.group.group_name
-            found = _ops.all_to_all_single(rows.contiguous(), [*received], [*sent], name)
-            return _ops.wait_tensor(found)  # type: ignore[no-any-return]
+            received_rows = _ops.all_to_all_single(rows.contiguous(), [*received], [*sent], name)
+            return _ops.wait_tensor(received_rows)  # type: ignore[no-any-return]
 
         return moved
 
@@ -135,38 +135,38 @@ class _Exchanged(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class Words:
-    """The words of this rank, of a vocabulary that the ranks of a group have together: each has
-    the logits of its own alone (Megatron-LM, section 3). n tokens, v words of a rank, t ranks.
+class VocabularyShard:
+    """This rank's part of a vocabulary that the ranks of a group share: each has the logits of its
+    own part alone (Megatron-LM, section 3). n tokens, v entries of a rank, t ranks.
     """
 
     total: int
     start: int
     stop: int
     most: int
-    """The most words of a rank."""
+    """The most entries of a rank."""
     ranks: Exchange
 
     def find(self, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the rows of tokens in this rank's part, 0 for others', and which are its own."""
+        """Return the numbers of tokens within this part, 0 for others, and which it has."""
         own = (tokens >= self.start) & (tokens < self.stop)
         return (tokens - self.start).where(own, 0), own
 
     def gathered(self, *values: torch.Tensor) -> torch.Tensor:
         """Return values [n] of all ranks: [values, t, n]. Collective."""
-        return self.ranks.join(torch.stack(values)[:, None], 1, self.ranks.group.size())
+        return self.ranks.gather(torch.stack(values)[:, None], 1, self.ranks.group.size())
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the number of the word with the highest of all ranks' logits: the first of equal
+        """Return the token with the highest of all ranks' logits: the first of equal
         ones. Collective.
         """
         highest, index = logits.double().max(-1)  # float64 holds both exactly
-        values, words = self.gathered(highest, (index + self.start).double())
-        return words.gather(0, values.argmax(0, keepdim=True))[0].long()
+        values, tokens = self.gathered(highest, (index + self.start).double())
+        return tokens.gather(0, values.argmax(0, keepdim=True))[0].long()
 
 
-def words_of(weight: torch.Tensor) -> Words | None:
-    """Return this rank's words, if tensor ranks have a part of the rows of a table or head each."""
+def vocabulary_shard_of(weight: torch.Tensor) -> VocabularyShard | None:
+    """Return this rank's shard, if tensor ranks have a part of an embedding or head each."""
     names = weight.device_mesh.mesh_dim_names or () if isinstance(weight, DTensor) else ()
     if "tensor" not in names:
         return None
@@ -175,9 +175,10 @@ def words_of(weight: torch.Tensor) -> Words | None:
     size, rank, total = mesh.size(axis), mesh.get_local_rank(axis), len(weight)
     most = -(-total // size)
     first = most * rank
-    return Words(total, first, min(first + most, total), most, Exchange(mesh.get_group(axis)))
+    ranks = Exchange(mesh.get_group(axis))
+    return VocabularyShard(total, first, min(first + most, total), most, ranks)
 
 
-def words_of_head(head: nn.Module) -> Words | None:
-    """Return this rank's words of an output head, which an adapter may wrap; None: it has all."""
-    return next(filter(None, map(words_of, head.parameters())), None)
+def vocabulary_shard_of_head(head: nn.Module) -> VocabularyShard | None:
+    """Return this rank's shard of an output head, which an adapter may wrap; None: it has all."""
+    return next(filter(None, map(vocabulary_shard_of, head.parameters())), None)

@@ -50,24 +50,24 @@ def entered() -> tuple[Entered, ...]:
             recorded |= _recorded(json.loads(getattr(_distributed_c10d, record)(True, False)))
     if not recorded:
         return ()
-    found = []
+    entries = []
     for group, name in _world.pg_names.items():
         members = repr(sorted(_world.pg_group_ranks[group]))
         key = f"{name}-{hashlib.sha256(members.encode()).hexdigest()[:8]}"
-        found.append(Entered(key, *recorded.get(name, (0, 0, ""))))
-    return tuple(found)
+        entries.append(Entered(key, *recorded.get(name, (0, 0, ""))))
+    return tuple(entries)
 
 
 def _recorded(record: dict[str, Any]) -> dict[str, tuple[int, int, str]]:
     """Return (entered, completed, last) by the name of the group."""
-    found = {}
+    records = {}
     for entry in record["entries"]:  # the oldest first
         status = record["pg_status"].get(str(entry["pg_id"]))
         if status is not None and not entry["is_p2p"]:
             begun, completed = (int(status[f"last_{kind}_collective"]) for kind in KINDS)
             # before the first it is -1
-            found[entry["process_group"][0]] = begun, max(completed, 0), entry["profiling_name"]
-    return found
+            records[entry["process_group"][0]] = begun, max(completed, 0), entry["profiling_name"]
+    return records
 
 
 def write_flight_record(folder: Path, rank: int) -> None:

@@ -26,13 +26,13 @@ class Ranks:
     world_size: int = 1
     group: Any = None
     """The process group in which they communicate; None: that of the run."""
-    keepers: tuple[int, ...] = ()
+    node_firsts: tuple[int, ...] = ()
     """For each rank, the first rank that sees the same run folder; empty if all share one."""
-    among_keepers: Any = None
-    """The process group, on the host, of the keepers, if there are several."""
+    among_node_firsts: Any = None
+    """The process group, on the host, of the nodes' first ranks, if there are several."""
 
     def on_host(self) -> Ranks:
-        """Return the same ranks with an own group on the host, as a thread needs one. Collective.
+        """Return the same ranks with a new group on the host, as a thread needs one. Collective.
 
         Its ranks connect where they first send to one another: see `set_up_groups`.
         """
@@ -47,15 +47,17 @@ class Ranks:
         return self.rank == 0
 
     @property
-    def keeper(self) -> int:
+    def node_first(self) -> int:
         """The rank that writes shared files into the run folder that this rank sees."""
-        return self.keepers[self.rank] if self.keepers else 0
+        return self.node_firsts[self.rank] if self.node_firsts else 0
 
     @property
     def beside(self) -> list[int]:
         """The ranks that see the same run folder as this one."""
-        keepers = self.keepers or (0,) * self.world_size
-        return [rank for rank, keeper in enumerate(keepers) if keeper == self.keeper]
+        node_firsts = self.node_firsts or (0,) * self.world_size
+        return [
+            rank for rank, node_first in enumerate(node_firsts) if node_first == self.node_first
+        ]
 
     def barrier(self) -> None:
         self._least(0)
@@ -73,9 +75,9 @@ class Ranks:
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def to_keepers(self, value: Any) -> list[Any]:
-        """Return the values of all ranks on the keeper, and none elsewhere; on all of several."""
-        if self.world_size == 1 or len(set(self.keepers)) > 1:
+    def to_node_firsts(self, value: Any) -> list[Any]:
+        """Return all ranks' values on the node's first rank, none elsewhere; on all if several."""
+        if self.world_size == 1 or len(set(self.node_firsts)) > 1:
             return self.gather(value)
         import torch.distributed as dist
 
@@ -105,8 +107,8 @@ class Ranks:
     def differing(self, value: Any) -> list[int]:
         """List the ranks that have another value than rank 0."""
         differs = value != self.send(0, value)
-        found = self.gather(differs) if self.any(differs) else []
-        return [rank for rank, other in enumerate(found) if other]
+        each = self.gather(differs) if self.any(differs) else []
+        return [rank for rank, other in enumerate(each) if other]
 
     def _least(self, number: int) -> int:
         """Return the smallest number of any rank."""
@@ -116,9 +118,9 @@ class Ranks:
         import torch.distributed as dist
 
         device = "cuda" if dist.get_backend(self.group) == "nccl" else "cpu"
-        found = torch.tensor([number], device=device)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.group)
-        return int(found)
+        least = torch.tensor([number], device=device)
+        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
+        return int(least)
 
     def highest_soon(self, value: int) -> Callable[[], int]:
         """Begin to ask for the highest value of all ranks; the returned function waits for it.
@@ -130,12 +132,12 @@ class Ranks:
         import torch
         import torch.distributed as dist
 
-        found = torch.tensor([value], dtype=torch.uint8)
-        work = dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group, async_op=True)
+        highest = torch.tensor([value], dtype=torch.uint8)
+        work = dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group, async_op=True)
 
         def answer() -> int:
             work.wait()
-            return int(found)
+            return int(highest)
 
         return answer
 
@@ -154,16 +156,16 @@ class Ranks:
 
         self.on_first(tried)
 
-    def on_keepers(self, work: Callable[[], T]) -> T:
+    def on_node_firsts(self, work: Callable[[], T]) -> T:
         """Run `work` once for each run folder; return this folder's result. Raises as `on_each`."""
-        return self.each_keeper(work)[self.keeper]
+        return self.each_node_first(work)[self.node_first]
 
-    def each_keeper(self, work: Callable[[], T]) -> dict[int, T]:
-        """Run `work` once for each run folder; return results by keeper. Raises as `on_each`."""
-        if len(set(self.keepers)) < 2:
+    def each_node_first(self, work: Callable[[], T]) -> dict[int, T]:
+        """Run `work` once for each run folder; return results by its rank. Raises as `on_each`."""
+        if len(set(self.node_firsts)) < 2:
             return {0: self.on_first(work)}
-        found = self.on_each(lambda: work() if self.rank == self.keeper else None)
-        return {keeper: found[keeper] for keeper in sorted(set(self.keepers))}  # type: ignore[misc]
+        results = self.on_each(lambda: work() if self.rank == self.node_first else None)
+        return {node_first: results[node_first] for node_first in sorted(set(self.node_firsts))}  # type: ignore[misc]
 
     def on_each(self, work: Callable[[], T]) -> list[T]:
         """Run `work` on every rank; return all results. Raises the lowest rank's error on all."""
@@ -236,8 +238,8 @@ def group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> 
     import torch.distributed as dist
 
     if backend is None and dist.distributed_c10d._get_default_group().bound_device_id is not None:
-        found = dist.split_group(split_ranks=[list(row) for row in rows])
-        return None if found is dist.GroupMember.NON_GROUP_MEMBER else found
+        group = dist.split_group(split_ranks=[list(row) for row in rows])
+        return None if group is dist.GroupMember.NON_GROUP_MEMBER else group
     return dist.new_subgroups_by_enumeration([list(row) for row in rows], backend=backend)[0]
 
 

@@ -20,31 +20,31 @@ Kind = tuple[str, str, tuple[int, ...], torch.dtype]
 
 
 def state_tensors_of(
-    held: Mapping[Kind, T],
+    local: Mapping[Kind, T],
     mesh: ParallelMesh,
     make: Callable[[Kind, T | None, bool, int], StateTensor],
 ) -> list[StateTensor]:
-    """List the state tensors of all pipeline stages; this rank has those `held`. Collective.
+    """List the state tensors of all pipeline stages; this rank has those `local`. Collective.
 
-    Each is `make(kind, held tensor or None, True if it is read from this rank's stage, owner)`.
+    Each is `make(kind, local tensor or None, True if it is read from this rank's stage, owner)`.
     """
-    stages = owning_stages(held, mesh)
+    stages = owning_stages(local, mesh)
     owner = owners(stages, mesh)
     own_stage = mesh.rank("pipeline")
     return [
-        make(kind, held.get(kind), stage == own_stage, owner[kind[0]])
+        make(kind, local.get(kind), stage == own_stage, owner[kind[0]])
         for kind, stage in stages.items()
     ]
 
 
-def owning_stages(held: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
+def owning_stages(local: Iterable[Kind], mesh: ParallelMesh) -> dict[Kind, int]:
     """Map every state tensor to the first pipeline rank that has it. Collective."""
-    held_by_stage: list[list[Kind]] = [list(held)]
+    local_by_stage: list[list[Kind]] = [list(local)]
     if mesh.layout.pipeline > 1:
-        held_by_stage = [[] for _ in range(mesh.layout.pipeline)]
-        dist.all_gather_object(held_by_stage, list(held), group=mesh.axis("pipeline"))
+        local_by_stage = [[] for _ in range(mesh.layout.pipeline)]
+        dist.all_gather_object(local_by_stage, list(local), group=mesh.axis("pipeline"))
     stages: dict[Kind, int] = {}
-    for pipeline_rank, kinds in enumerate(held_by_stage):
+    for pipeline_rank, kinds in enumerate(local_by_stage):
         for kind in kinds:
             stages.setdefault(kind, pipeline_rank)
     return stages

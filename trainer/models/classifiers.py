@@ -153,10 +153,10 @@ class Classifier:
         unknown = ":" in self.name or self.folder or self.name in without
         known = {} if unknown else models.get_model_weights(self.name).__members__
         if self.weights not in known:
-            seen, expected = f'saw "{self.weights}" of {self.name}', f"one of {', '.join(known)}"
+            actual, expected = f'saw "{self.weights}" of {self.name}', f"one of {', '.join(known)}"
             if not known:
                 expected = "none: there are no weights by name"
-            raise ConfigError(Problem("trainer.model.weights", seen, expected))
+            raise ConfigError(Problem("trainer.model.weights", actual, expected))
         return known[self.weights]
 
     @property
@@ -187,17 +187,17 @@ class Classifier:
 def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -> Classifier:
     """Return the classifier that `trainer.model` names. Raises ConfigError for an unknown name."""
     if not (folder := Path(name)).is_dir():
-        found = Classifier(name, arguments, weights=weights)
-        _ = found.callable, found.pretrained
-        return found
+        classifier = Classifier(name, arguments, weights=weights)
+        _ = classifier.callable, classifier.pretrained
+        return classifier
     kinds, expected = (OSError, ValueError, KeyError, TypeError), "a folder such as runs/NAME/final"
     start = f"a folder without a {DESCRIPTION} that says how it is built: "
     check_folder(folder)
     with refused("trainer.model.name_or_path", expected, *kinds, named=True, start=start):
         model = description_in(folder)["model"]
-        found = Classifier(model["name"], {**model["arguments"], **arguments}, folder, weights)
-    _ = found.pretrained
-    return found
+        classifier = Classifier(model["name"], {**model["arguments"], **arguments}, folder, weights)
+    _ = classifier.pretrained
+    return classifier
 
 
 def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
@@ -226,7 +226,7 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
         shapes = module.config_of(pretrained)["shapes"]
         head = [name for name, shape in config["shapes"].items() if shapes.get(name) != shape]
         weights = _Pretrained(classifier, names, head, spec.weights)
-        anew = f"; {', '.join(head)} of other classes begin anew" if head else ""
+        anew = f"; {', '.join(head)} of other classes are initialised at random" if head else ""
         notes = (*notes, f"weights {entry}{anew}")
     files, name = replace(spec.files, published=names), classifier.name
     return replace(spec, name=name, files=files, weights=weights, config=config, notes=notes)
@@ -312,8 +312,8 @@ def _of_torchvision(name: str) -> Callable[..., nn.Module]:
 
     known = [*models.list_models(module=models), *CLASSES]
     if name not in known:
-        mend = suggestion(name, known)
-        raise ConfigError(Problem("trainer.model.name_or_path", f'saw "{name}"', NAMES, mend))
+        hint = suggestion(name, known)
+        raise ConfigError(Problem("trainer.model.name_or_path", f'saw "{name}"', NAMES, hint))
     return getattr(models, name) if name in CLASSES else models.get_model_builder(name)  # type: ignore[no-any-return]
 
 
@@ -324,7 +324,7 @@ def _imported(name: str) -> Callable[..., nn.Module]:
     place, start = "trainer.model.name_or_path", f'saw "{name}": '
     # whatever the module's own code raises
     with refused(place, "a callable that can be imported", named=True, start=start):
-        found = getattr(importlib.import_module(path), attribute)
-    if not callable(found):
+        imported = getattr(importlib.import_module(path), attribute)
+    if not callable(imported):
         raise ConfigError(Problem(place, f"{start}no callable", "one that builds a model"))
-    return found  # type: ignore[no-any-return]
+    return imported  # type: ignore[no-any-return]

@@ -244,7 +244,7 @@ def _backward(passes: Sequence[_StagePass], weight: torch.Tensor) -> dict[str, t
 
 
 def of_tokens(spec: ModelSpec) -> Trial:
-    """Make a trial of two rows of tokens, for a language model."""
+    """Make a trial of two sequences, for a language model."""
     ids = torch.arange(2 * 12).reshape(2, 12) % (spec.language.vocabulary - 1) + 1
     width = spec.language.hidden_size
 
@@ -305,9 +305,9 @@ def _survey(model: nn.Module, spec: ModelSpec, trial: Trial) -> tuple[StageBound
     # modules that text never runs stay with the first stage, whole: their parts may read one
     # another's weights
     run = (*called, *spec.blocks)
-    before = [name for name, _ in model.named_modules() if name and not _holds(name, run)]
+    before = [name for name, _ in model.named_modules() if name and not _overlaps(name, run)]
     before += [name for name in owners if called.get(name, set()) != {"after"}]
-    before = outermost([name for name in dict.fromkeys(before) if _holds(name, owners)])
+    before = outermost([name for name in dict.fromkeys(before) if _overlaps(name, owners)])
     after = outermost([name for name, places in called.items() if places == {"after"}])
     around = [name for name, places in called.items() if places == {"before", "after"}]
     around = [name for name in around if name not in owners]
@@ -329,7 +329,7 @@ def owns_parameters(module: nn.Module) -> bool:
     return any(parameter is not None for parameter in module._parameters.values())
 
 
-def _holds(name: str, others: Sequence[str]) -> bool:
-    """Return True if one of the other modules is this one, holds it or is held by it."""
+def _overlaps(name: str, others: Sequence[str]) -> bool:
+    """Return True if one of the other modules is this one, contains it or is inside it."""
     own, dotted = f"{name}.", [f"{other}." for other in others]
     return any(other.startswith(own) or own.startswith(other) for other in dotted)

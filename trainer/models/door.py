@@ -66,10 +66,10 @@ def check_folder(folder: Path) -> None:
 def object_in(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file. Raises ConfigError for anything else."""
     with refused(str(path), "a JSON object", OSError, ValueError):
-        found = parse_json(read_file(path, LARGEST))
-    if not isinstance(found, dict):
-        raise ConfigError(Problem(str(path), f"a {type(found).__name__}", "a JSON object"))
-    return found
+        content = parse_json(read_file(path, LARGEST))
+    if not isinstance(content, dict):
+        raise ConfigError(Problem(str(path), f"a {type(content).__name__}", "a JSON object"))
+    return content
 
 
 def check_counts(config: Mapping[str, Any], place: str) -> None:
@@ -81,8 +81,8 @@ def check_counts(config: Mapping[str, Any], place: str) -> None:
         for key, value in part.items() if isinstance(part, Mapping) else ():
             counts = isinstance(value, int) and _MODULES.fullmatch(key)
             if counts and not 0 <= value <= MOST_MODULES:
-                seen, expected = f"{key} is {value:,}"[:200], f"from 0 to {MOST_MODULES:,}"
-                raise ConfigError(Problem(place, seen, expected))
+                actual, expected = f"{key} is {value:,}"[:200], f"from 0 to {MOST_MODULES:,}"
+                raise ConfigError(Problem(place, actual, expected))
         waiting = [one for one in waiting if isinstance(one, dict | list)]
 
 
@@ -96,8 +96,8 @@ def _check_index(path: Path) -> None:
             expected = "names of files in this folder"
             raise ConfigError(Problem(str(path), repr(name)[:200], expected))
         if not (path.parent / name).is_file():
-            seen = f"{name[:200]}, which is not there"
-            raise ConfigError(Problem(str(path), seen, "the files that it names"))
+            actual = f"{name[:200]}, which is not there"
+            raise ConfigError(Problem(str(path), actual, "the files that it names"))
 
 
 def check_size(folder: Path, parameters: int, place: str) -> None:
@@ -111,8 +111,8 @@ def check_size(folder: Path, parameters: int, place: str) -> None:
         raise ConfigError(Problem(place, "no weights", expected))
     stored = sum(path.stat().st_size for path in files)
     if parameters > PER_BYTE * stored:
-        seen = f"a config of {parameters:,} parameters, and weights of {size(stored)}"
-        raise ConfigError(Problem(place, seen, "a config that fits the weights"))
+        actual = f"a config of {parameters:,} parameters, and weights of {size(stored)}"
+        raise ConfigError(Problem(place, actual, "a config that fits the weights"))
 
 
 @contextmanager
@@ -126,11 +126,11 @@ def opening(place: str, expected: str) -> Iterator[None]:
     except ConfigError as error:
         cause = error.__cause__
         if isinstance(cause, UnpicklingError) or "weights_only" in str(cause):
-            seen, hint = f"weights in a file {REFUSED_PICKLE}", "Ask their author for safetensors"
-            raise ConfigError(Problem(place, seen, "tensors alone", hint)) from error
+            actual, hint = f"weights in a file {REFUSED_PICKLE}", "Ask their author for safetensors"
+            raise ConfigError(Problem(place, actual, "tensors alone", hint)) from error
         if isinstance(cause, MemoryError | TimeoutError):
-            seen = "it takes too much memory or time"
-            raise ConfigError(Problem(place, seen, expected)) from error
+            actual = "it takes too much memory or time"
+            raise ConfigError(Problem(place, actual, expected)) from error
         raise
 
 
@@ -147,8 +147,8 @@ def limited(render: Callable[[], str], chat: Any, origin: str) -> str:
             raise MemoryError
     except (MemoryError, TimeoutError) as error:
         limits = f"more than {room:,} characters, or takes too much memory or time"
-        place, seen = f"the chat template of {origin}", f"it makes {limits}"
-        raise ConfigError(Problem(place, seen, "a template that ends soon")) from error
+        place, actual = f"the chat template of {origin}", f"it makes {limits}"
+        raise ConfigError(Problem(place, actual, "a template that ends soon")) from error
     return text
 
 

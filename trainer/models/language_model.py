@@ -76,7 +76,7 @@ def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
 
 
 def positions_of(model: nn.Module, text: Any) -> int | None:
-    """Return the most tokens of a row; RoBERTa's kin number them from behind the padding's."""
+    """Return the most tokens of a sequence; RoBERTa numbers them from after the padding's."""
     reserved = [0]
     for name, module in model.named_modules():
         if "position" in name and isinstance(module, nn.Embedding):

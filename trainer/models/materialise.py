@@ -165,9 +165,9 @@ class _Values:
             reset()
         else:
             empty = "the model's own initialisation leaves it empty"
-            seen = f"{empty} when it is built on the meta device"
+            actual = f"{empty} when it is built on the meta device"
             expected = "a tensor that `_init_weights` fills, or one that is stored with the weights"
-            self._report(name, seen, expected)
+            self._report(name, actual, expected)
 
     def _report(self, name: str, actual: str, expected: str) -> None:
         self.missing.append(Problem(f"{self.spec.name}: {name}", actual, expected))

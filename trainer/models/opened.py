@@ -43,8 +43,8 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options
         raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
     if kind != classifiers.DESCRIPTION:
         if build is not None:
-            seen = "model=, and a folder that says it"
-            raise ConfigError(Problem(place, seen, "the folder alone"))
+            actual = "model=, and a folder that says it"
+            raise ConfigError(Problem(place, actual, "the folder alone"))
         return _pretrained(folder, adapter=kind == "adapter_config.json", **options)
     with opening(place, EXPECTED):
         content = classifiers.description_in(folder)
@@ -53,15 +53,15 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options
         return classifiers.opened(folder)[0]
     if build is None:
         expected = f"model=, which builds {name}"
-        raise ConfigError(Problem(place, "the weights of an own module", expected))
+        raise ConfigError(Problem(place, "the weights of your own module", expected))
     return _filled(build(), folder, name)
 
 
 def opened_language_model(folder: Path, trust: bool) -> Any:
     """Load as `opened`, on the GPUs if there are any; `trust`: the model's own code may run."""
     if (folder / classifiers.DESCRIPTION).exists():
-        seen = "a classifier, or a module of your own"
-        raise ConfigError(Problem(f"open: {folder}", seen, "a language model of transformers"))
+        actual = "a classifier, or a module of your own"
+        raise ConfigError(Problem(f"open: {folder}", actual, "a language model of transformers"))
     device = "auto" if torch.cuda.is_available() else None
     return opened(folder, device_map=device, trust_remote_code=trust)
 
@@ -79,12 +79,12 @@ def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
     if not adapter:
         options["output_loading_info"] = True
     with opening(place, EXPECTED):
-        found: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
+        opened: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
         if adapter:
-            return found.eval()  # type: ignore[no-any-return]
-        if missing := sorted(found[1]["missing_keys"]):
+            return opened.eval()  # type: ignore[no-any-return]
+        if missing := sorted(opened[1]["missing_keys"]):
             raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
-        return found[0].eval()  # type: ignore[no-any-return]
+        return opened[0].eval()  # type: ignore[no-any-return]
 
 
 def _check_model(source: Any, trust: bool, place: str) -> None:
@@ -106,7 +106,7 @@ def _check_model(source: Any, trust: bool, place: str) -> None:
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """Load the folder's values into an own module. Raises ConfigError if they are another's."""
+    """Load the folder's values into a user's module. Raises ConfigError if they are another's."""
     weights, first = SafetensorsFolder(folder), aliases_of(model)
     # a tied tensor has one name in the files
     stored = {key: weights.read(first.get(key, key)) for key in model.state_dict()}
@@ -116,7 +116,7 @@ def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
             raise RuntimeError(f"a {name}")
         model.load_state_dict({key: value for key, value in stored.items() if value is not None})
     except RuntimeError as error:
-        seen = " ".join(str(error).split())[:400]
+        actual = " ".join(str(error).split())[:400]
         expected = f"the tensors of a {class_of(model)}, which model= builds"
-        raise ConfigError(Problem(f"open: {folder}", seen, expected)) from error
+        raise ConfigError(Problem(f"open: {folder}", actual, expected)) from error
     return model.eval()

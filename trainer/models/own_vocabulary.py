@@ -22,24 +22,24 @@ def align(config: Any, stated: Mapping[str, Any], tokenizer: Any) -> tuple[str, 
     own = {**stated, **(inner if isinstance(inner, Mapping) else {})}
     names = {"vocab_size", text.attribute_map.get("vocab_size", "vocab_size")}
     rows = max(tokenizer.get_vocab().values(), default=-1) + 1
-    found = {name: getattr(tokenizer, name, None) for name in IDS}
-    if found["pad_token_id"] in (found["bos_token_id"], found["eos_token_id"]):
-        found["pad_token_id"] = None
-    said = {name: own[name] for name in IDS if name in own}
-    values = {name: value for name, value in found.items() if name not in own}
+    of_tokenizer = {name: getattr(tokenizer, name, None) for name in IDS}
+    if of_tokenizer["pad_token_id"] in (of_tokenizer["bos_token_id"], of_tokenizer["eos_token_id"]):
+        of_tokenizer["pad_token_id"] = None
+    stated_ids = {name: own[name] for name in IDS if name in own}
+    values = {name: value for name, value in of_tokenizer.items() if name not in own}
     if given := [own[name] for name in names if name in own]:
         if given[0] < rows:
             expected = f"at least {rows:,}, for all ids of the tokenizer"
-            mend = "Leave it out: it is then the tokenizer's"
+            hint = "Leave it out: it is then the tokenizer's"
             place = "trainer.model.config.vocab_size"
-            raise ConfigError(Problem(place, f"{given[0]:,}", expected, mend))
+            raise ConfigError(Problem(place, f"{given[0]:,}", expected, hint))
     else:
         values["vocab_size"] = rows
     for part in (text, config):
         part.update({name: value for name, value in values.items() if hasattr(part, name)})
     differing = [
-        f"{name} is {value} in trainer.model.config, and the tokenizer has {found[name]}"
-        for name, value in said.items()
-        if value != found[name]
+        f"{name} is {value} in trainer.model.config, and the tokenizer has {of_tokenizer[name]}"
+        for name, value in stated_ids.items()
+        if value != of_tokenizer[name]
     ]
     return tuple(differing)

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 def mark_values(tensor: torch.Tensor, *, given: bool) -> None:
     """Mark a tensor whose values are given already, so that `_init_weights` leaves it alone.
 
-    Symptom: a tensor read from a file is drawn anew. Can go when transformers has a public way to
+    Symptom: a tensor read from a file is drawn again. Can go when transformers has a public way to
     say which tensors `_init_weights` fills.
     """
     tensor._is_hf_initialized = given  # type: ignore[attr-defined]

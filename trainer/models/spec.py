@@ -20,7 +20,7 @@ WHOLE = "whole"
 HEADS = "heads"
 """The style of a module that counts the heads of a rank; the other styles are transformers'."""
 ONE_FILE = 250_000_000
-"""The most parameters of an own module whose weights are saved as one file: 1 GB in float32."""
+"""The most parameters of a user's module whose weights are saved as one file: 1 GB in float32."""
 
 
 class Weights(Protocol):
@@ -29,7 +29,7 @@ class Weights(Protocol):
     def read(self, name: str) -> torch.Tensor | None: ...
 
     def release(self) -> None:
-        """Free the weights held in memory: the engine is built."""
+        """Free the weights in memory: the engine is built."""
         return
 
 
@@ -41,7 +41,7 @@ class NoWeights(Weights):
 
 
 class MadeWeights(Weights):
-    """Values that `make` returns, anew after they were released; each is read as a copy."""
+    """Values that `make` returns, again after they were released; each is read as a copy."""
 
     def __init__(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._make = make
@@ -90,7 +90,7 @@ class LanguageModel:
     """The number of parameters of experts that a token is not routed to (0 for a dense model)."""
     vocabulary: int = 0
     positions: int | None = None
-    """The most tokens of a row; None where the config sets no limit."""
+    """The most tokens of a sequence; None where the config sets no limit."""
     hidden_size: int | None = None
     layers: int = 0
     attention_width: int = 0
@@ -194,7 +194,7 @@ class ModelSpec:
         """Return the spec with the input on which it is tried."""
         return replace(self, tiny=replace(self.tiny, input=trial))
 
-    def held(self, names: Collection[str]) -> ModelSpec:
+    def with_frozen(self, names: Collection[str]) -> ModelSpec:
         """Return the spec in which the parameters called `names` get no gradient."""
 
         def build() -> nn.Module:
@@ -208,12 +208,12 @@ class ModelSpec:
 
     @property
     def one_file(self) -> bool:
-        """True if a trained model, a small own module, is saved as one file, however sharded."""
+        """True if a trained model, a user's small module, is saved as one file, however sharded."""
         return self.files.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
 def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]:
-    """Select an engine's state tensors that files hold, under their names in the files."""
+    """Select an engine's state tensors that are in files, under their names in the files."""
     saved = [entry for entry in entries if entry.name not in spec.training.unsaved]
     return renamed(saved, spec.files.published)
 

@@ -22,7 +22,7 @@ _WINDOW, _EXPERTS, _GROUPS, _HEADS, _HEAD_SIZE, _WIDTH = 8, 4, 2, 4, 8, 8
 
 
 class Sizes(NamedTuple):
-    """The limits of a copy's vocabulary and positions, on which its rows of tokens depend."""
+    """The limits of a copy's vocabulary and positions, on which its sequences depend."""
 
     vocabulary: int = VOCABULARY
     positions: int = 64
@@ -224,13 +224,13 @@ class _Resize:
 
 def windows_of(config: Any) -> set[int]:
     """Return the lengths of attention windows and chunks that a config, or a part of it, has."""
-    found = set[int]()
+    windows = set[int]()
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
-            found |= windows_of(value)
+            windows |= windows_of(value)
         elif _is_int(value) and _role(name) == "window":
-            found.add(value)
-    return found
+            windows.add(value)
+    return windows
 
 
 def _width(value: int, scale: Scale) -> int:

@@ -173,9 +173,11 @@ def in_deepspeed(
         key = '"zero_allow_untested_optimizer": true; the mesh engine runs it without'
         return No(f"DeepSpeed takes {kind} under ZeRO only with {key}")
     if library == "torch.optim.Adagrad" and sharded and grouped:
-        anew = "DeepSpeed makes Adagrad anew with one weight decay and one rate for all parameters"
-        mend = 'set trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups'
-        return No(f"under ZeRO {anew}; {mend}, or use the mesh engine")
+        anew = (
+            "DeepSpeed builds Adagrad again with one weight decay and one rate for all parameters"
+        )
+        hint = 'set trainer.weight_decay_excludes to "nothing", without trainer.parameter_groups'
+        return No(f"under ZeRO {anew}; {hint}, or use the mesh engine")
     float32 = settings.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     bfloat16 = layout.precision == "bfloat16" and layout.zero_stage <= 1
     if library == "torch.optim.Adagrad" and float32 and bfloat16:

@@ -37,13 +37,13 @@ def hidden_matrices(spec: ModelSpec) -> set[str]:
     model = spec.build()
     blocks = tuple(f"{name}." for name in spec.blocks)
     others = (nn.Embedding, nn.modules.conv._ConvNd)
-    found = set()
+    matrices = set()
     for name, module in model.named_modules():
         for key, parameter in module.named_parameters(name, recurse=False):
             matrix = parameter.ndim in (2, 3) and min(parameter.shape[-2:]) > 1
             if matrix and key.startswith(blocks) and not isinstance(module, others):
-                found.add(key)
-    return found
+                matrices.add(key)
+    return matrices
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ class OnShards(torch.optim.Optimizer):
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> Any:
-        found = super()._init_group(group, *lists)  # type: ignore[misc]
+        result = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = [local(tensor) for tensor in tensors]
-        return found
+        return result
 
 
 class SGD(OnShards, torch.optim.SGD):

@@ -43,12 +43,12 @@ def optimizer_of(
         signature(optimizer.step).bind()  # without a closure
         given = {parameter for group in optimizer.param_groups for parameter in group["params"]}
         fits = given == wanted and isinstance(optimizer, torch.optim.Optimizer)
-        seen = "" if fits else type(optimizer).__name__
+        actual = "" if fits else type(optimizer).__name__
     except Exception as error:  # whatever a user's own code raises
-        seen = named_line(error)
-    if seen:
+        actual = named_line(error)
+    if actual:
         expected = "a torch.optim.Optimizer of all that is trained, whose step needs no closure"
-        raise ConfigError(Problem(f"optimizer {builder.library}", seen, expected))
+        raise ConfigError(Problem(f"optimizer {builder.library}", actual, expected))
     return optimizer
 
 

@@ -59,13 +59,13 @@ class RunningStatistics:
                 self._take_up(micro_batches)
 
     def _take_up(self, micro_batches: int) -> None:
-        seen = [norm.weighted(micro_batches, self._ranks, self._rank) for norm in self._norms]
+        actual = [norm.weighted(micro_batches, self._ranks, self._rank) for norm in self._norms]
         if self._ranks > 1:
-            flat = torch.cat([value.flatten() for value in seen])
+            flat = torch.cat([value.flatten() for value in actual])
             self._mesh.sum(flat, "batch")
-            parts = flat.split([value.numel() for value in seen])
-            seen = [part.view_as(value) for part, value in zip(parts, seen, strict=True)]
-        for norm, value in zip(self._norms, seen, strict=True):
+            parts = flat.split([value.numel() for value in actual])
+            actual = [part.view_as(value) for part, value in zip(parts, actual, strict=True)]
+        for norm, value in zip(self._norms, actual, strict=True):
             norm.take_up(value, self._ranks)
 
 
@@ -90,8 +90,8 @@ class _NormOfStep:
         """
         passes, rest = divmod(len(self._found), micro_batches)
         if rest:
-            seen = f"{len(self._found)} forward passes in {micro_batches} micro-batches"
-            raise NumericsError(Problem("batch norm", seen, "as many in each"))
+            actual = f"{len(self._found)} forward passes in {micro_batches} micro-batches"
+            raise NumericsError(Problem("batch norm", actual, "as many in each"))
         momentum, total = self._momentum, torch.zeros_like(self._before)
         for index, value in enumerate(self._found):
             micro_batch, turn = divmod(index, passes)
@@ -158,7 +158,7 @@ def _together(
 ) -> torch.Tensor:
     def total(own: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, each of which uses the sum for a part: gradients are summed, too."""
-        return ranks.enter(ranks.leave(own))
+        return ranks.copy_to(ranks.reduce_from(own))
 
     dims = [dim for dim in range(wide.dim()) if dim != 1]
     shape = [1, -1] + [1] * (wide.dim() - 2)

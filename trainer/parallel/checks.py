@@ -33,7 +33,7 @@ def checked(
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Try a tiny copy; return the spec with the findings applied, and notes for the user.
 
-    `packed`: samples are several documents that must not see one another. Collective: the first
+    `packed`: samples are several documents that are kept apart. Collective: the first
     rank tries. Raises ConfigError, with the numbers, for a model that is not what it is taken for,
     or that this layout would train differently from one process.
     """

@@ -49,19 +49,21 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if layout.float8 == "none":
         return
     model = spec.build()
-    if not (found := layers(model, spec)):
+    if not (linear := layers(model, spec)):
         expected = f"trained linear layers in blocks, of multiples of {MULTIPLE} from {LEAST} on"
         raise ConfigError(Problem("trainer.float8", f"{spec.name}, which has none", expected))
-    for name in found if layout.float8 == "tensorwise" else ():
+    for name in linear if layout.float8 == "tensorwise" else ():
         # torchao pads no shard, and ranks would gather shards of different sizes
         if (rows := len(model.get_parameter(f"{name}.weight"))) % layout.shard:
-            seen = f"tensorwise, with {rows} rows of {name} on {layout.shard} ranks"
+            actual = f"tensorwise, with {rows} rows of {name} on {layout.shard} ranks"
             expected, hint = "as many rows on each rank", 'Take "rowwise", or another mesh.shard.'
-            raise ConfigError(Problem("trainer.float8", seen, expected, hint))
+            raise ConfigError(Problem("trainer.float8", actual, expected, hint))
     gpu = torch.cuda.is_available()
     if gpu and torch.cuda.get_device_capability() < (8, 9) and torch.version.hip is None:
-        seen = f"{layout.float8} on {torch.cuda.get_device_name()}"
-        raise ConfigError(Problem("trainer.float8", seen, "a GPU with float8: Ada, Hopper, later"))
+        actual = f"{layout.float8} on {torch.cuda.get_device_name()}"
+        raise ConfigError(
+            Problem("trainer.float8", actual, "a GPU with float8: Ada, Hopper, later")
+        )
 
 
 def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device) -> None:

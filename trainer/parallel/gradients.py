@@ -139,9 +139,9 @@ def on_both(pair: Any, names: Iterable[str]) -> list[str]:
     """Return the `names` that both first and last stage have. Collective."""
     if pair is None:
         return []
-    held: list[list[str]] = [[], []]
-    dist.all_gather_object(held, sorted(names), group=pair)
-    return [name for name in held[0] if name in held[1]]
+    by_stage: list[list[str]] = [[], []]
+    dist.all_gather_object(by_stage, sorted(names), group=pair)
+    return [name for name in by_stage[0] if name in by_stage[1]]
 
 
 def add_up(

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from trainer.distributed.context_ranks import ContextRanks, Division
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.distributed.ranks import Ranks, group_of_rows
-from trainer.distributed.shared_rows import ContextRanks, Division
 from trainer.errors import NumericsError, Problem
 from trainer.layout import AXES, Layout
 
@@ -197,8 +197,8 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Rank
     sent = [own]
     dist.broadcast_object_list(sent, first, group=group)
     if odd := ranks.lowest(None if sent[0] == own else first):
-        seen = f"other initial values on rank {odd[0]} than on rank {odd[1]}"
-        raise NumericsError(Problem("replicas", seen, "the same on all replicas")).share()
+        actual = f"other initial values on rank {odd[0]} than on rank {odd[1]}"
+        raise NumericsError(Problem("replicas", actual, "the same on all replicas")).share()
 
 
 def _checksum(values: torch.Tensor) -> torch.Tensor:

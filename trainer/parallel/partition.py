@@ -76,9 +76,9 @@ def block_ranges(
 
 
 def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
-    """Return the work of each block's attention in a row: as many parameters would be as much.
+    """Return the work of each block's attention in a sequence: as many parameters would be as much.
 
-    It is what grows with the square of a row's length, counted on two short rows; none where a
+    It is what grows with the square of its length, counted on two short sequences; none where a
     model does not run without values.
     """
     try:
@@ -90,9 +90,9 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     window = min(getattr(config, "sliding_window", None) or row, row)
     chunk = min(getattr(config, "attention_chunk_size", None) or row, row)
     # the mean number of tokens that a token sees
-    seen = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
+    actual = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
-    return [q / 2 * seen.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=True)]
+    return [q / 2 * actual.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=True)]
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:

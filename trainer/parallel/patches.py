@@ -54,7 +54,7 @@ def prepare_compiler() -> None:
 def steady_buckets() -> Iterator[None]:
     """Let DDP that is built in here keep one order of gradients, from the last parameter on.
 
-    PyTorch 2.15: DDP orders them anew after its first step, and over three or more ranks the order
+    PyTorch 2.15: DDP orders them again after its first step, and over three or more ranks the order
     decides how a sum is rounded: a resumed run would differ. So a head that is registered first is
     reduced late. Can go when DDP takes an order.
     """

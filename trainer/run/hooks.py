@@ -174,7 +174,7 @@ class RunHooks(Hooks):
         self.machine.watch.moves(86_400.0)  # tasks give no sign of life
         export(self.prepared, self.engine, folder, ranks, merges=False)
         found = ranks.await_first(lambda: scores(folder / FINAL, section))
-        ranks.on_keepers(lambda: shutil.rmtree(folder, ignore_errors=True))
+        ranks.on_node_firsts(lambda: shutil.rmtree(folder, ignore_errors=True))
         return found
 
     def save(self, state: RunState) -> None:
@@ -208,7 +208,7 @@ class RunHooks(Hooks):
             checkpoint.save(directory, position, entries, description, files, ranks, form)
             upload = self.start.upload if ranks.first else None
             remove = partial(checkpoint.prune, directory) if upload is None else upload.prune
-            ranks.on_keepers(lambda: remove(kept.keep_last, kept.keep_best) and None)
+            ranks.on_node_firsts(lambda: remove(kept.keep_last, kept.keep_best) and None)
             if upload is not None:
                 upload.soon(partial(say, self.console))
 
@@ -283,7 +283,7 @@ class Patience:
     """Ends a run after so many evaluations in a row without a lower held-out loss
     (`trainer.evaluation.patience`).
 
-    A resumed run starts counting anew.
+    A resumed run starts counting again.
     """
 
     def __init__(self, limit: int | None) -> None:

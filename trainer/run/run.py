@@ -326,7 +326,7 @@ def _write_down(
         lines = [*lines, *ranks.on_first(lambda: refuse_changed(source, description))]
     for line in lines:
         say(console, f"resume  {line}")
-    ranks.on_keepers(lambda: describe.write(folder, prepared, machine, request.overrides))
+    ranks.on_node_firsts(lambda: describe.write(folder, prepared, machine, request.overrides))
     machine.watch.plan(prepared.steps)
 
 

@@ -174,8 +174,8 @@ class Ending:
         if lines:
             last = [f"  the last collectives: torchfrtrace {records} -p rank-"]
             again = ["  run the same command again to resume"] if self.folder else []
-            said = [f"{Stalled.kind}: {lines[0]}", *lines[1:], *(last if records else []), *again]
-            self.tell("\n".join(said), Stalled.exit_code)
+            text = [f"{Stalled.kind}: {lines[0]}", *lines[1:], *(last if records else []), *again]
+            self.tell("\n".join(text), Stalled.exit_code)
         faulthandler.dump_traceback(all_threads=True)  # into the log
         if records is not None:
             with suppress(Exception):  # it is the end of the run anyway

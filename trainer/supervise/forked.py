@@ -113,7 +113,7 @@ def in_processes(work: Callable[[], T], processes: int | None, **environment: st
             raise ConfigError(Problem("processes", actual, "None under a launcher"))
         return work()
     except MeshloomError as error:
-        error.said_in_python()
+        error.reword_for_python()
         raise
 
 

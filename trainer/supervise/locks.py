@@ -14,9 +14,9 @@ from trainer.storage import disk_errors, ensure_writable
 from trainer.supervise import status_files as status
 
 LOCK = ".lock"
-HELD_SECONDS = 10.0
+LOCK_SECONDS = 10.0
 """Seconds for which forks of a dead process may hold its lock."""
-_HELD: list[int] = []
+_HANDLES: list[int] = []
 """The descriptors of this process's locks."""
 
 
@@ -26,24 +26,24 @@ def hold(folder: Path) -> bool:
     handle = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = True
+        locked = True
     except BlockingIOError:
-        held = False
+        locked = False
     except OSError:  # no locks on this file system
-        held = not status.lives(status.read(folder))
-    if held:
-        _HELD.append(handle)
+        locked = not status.lives(status.read(folder))
+    if locked:
+        _HANDLES.append(handle)
     else:
         os.close(handle)
-    return held
+    return locked
 
 
 def release() -> None:
     """Unlock all folders of this process."""
-    while _HELD:
+    while _HANDLES:
         with suppress(OSError):  # no locks on this file system; a fork may have the descriptor, too
-            fcntl.flock(_HELD[-1], fcntl.LOCK_UN)
-        os.close(_HELD.pop())
+            fcntl.flock(_HANDLES[-1], fcntl.LOCK_UN)
+        os.close(_HANDLES.pop())
 
 
 @contextmanager
@@ -72,11 +72,11 @@ def one_at_a_time(folder: Path, waits: Callable[[], object] = lambda: None) -> I
 
 def take_over(folder: Path) -> None:
     """Lock a run's folder. Raises ConfigError if another process uses it."""
-    deadline = time.monotonic() + HELD_SECONDS
+    deadline = time.monotonic() + LOCK_SECONDS
     while not hold(folder):
-        found = status.read(folder)
-        if status.lives(found) or time.monotonic() > deadline:
-            by = f"being trained by {status.whose(found)}" if found else "held by another process"
+        other = status.read(folder)
+        if status.lives(other) or time.monotonic() > deadline:
+            by = f"being trained by {status.whose(other)}" if other else "locked by another process"
             hint = (
                 "Wait for it, stop it, give this run another trainer.run.name, or start one "
                 "beside it with --fresh"

@@ -139,7 +139,7 @@ class Output:
 
     def _tell_lost(self, error: OSError) -> None:
         """Report lost output where errors go, if that can be written, and in the log."""
-        line = f"note: the output can't be written ({error.strerror}): the run goes on without"
+        line = f"note: the output can't be written ({error.strerror}): the run continues without"
         with suppress(OSError):
             os.write(self._errors, f"{line}\n".encode())
         print(line, file=sys.stderr, flush=True)

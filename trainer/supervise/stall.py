@@ -64,7 +64,7 @@ class Beat:
     busy: float | None = None
     """The share of the last minute in which it did not wait for others; None if not known yet."""
     stack: tuple[str, ...] = ()
-    """The stack of its main thread, innermost last; empty until it has stood still for long."""
+    """The stack of its main thread, innermost last; empty until it has hung for long."""
     threads: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """Names and stacks of its other threads that are at work, those in collectives last."""
     groups: tuple[Entered, ...] = ()
@@ -114,13 +114,13 @@ def waits(beats: Sequence[Beat]) -> dict[int, set[int]]:
     for beat in beats:
         for one in beat.groups:
             members.setdefault(one.group, []).append((beat.rank, one))
-    found: dict[int, set[int]] = {}
+    result: dict[int, set[int]] = {}
     for group in members.values():
         for rank, mine in group:
             absent = {other for other, theirs in group if mine.waits and not theirs.joins(mine)}
             if absent:
-                found.setdefault(rank, set()).update(absent)
-    return found
+                result.setdefault(rank, set()).update(absent)
+    return result
 
 
 def outside(beats: Sequence[Beat]) -> list[Beat]:
@@ -144,14 +144,14 @@ def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str
     """Say which rank holds the run up, and why; then list the ranks by phase, and its stack."""
     named, reason = _cause(beats, silent)
     still = min(beat.still for beat in beats)
-    head = f"the run stands still for {still:.0f} s: {reason}"
+    head = f"no progress for {still:.0f} s: {reason}"
     lines = [head, *table(beats, silent)]
     shown = [beat for beat in named if beat.stack][:MOST_NAMED]
-    stacks = [(f"rank {beat.rank} stands", beat.stack) for beat in shown]
-    stacks += [(f'its thread "{name}" stands', at) for beat in shown for name, at in beat.threads]
+    stacks = [(f"rank {beat.rank} is", beat.stack) for beat in shown]
+    stacks += [(f'its thread "{name}" is', at) for beat in shown for name, at in beat.threads]
     most = MOST_FRAMES // min(len(stacks) or 1, MOST_STACKS)
     for words, stack in stacks[:MOST_STACKS]:
-        # the innermost lines: all that is said fits on a screen
+        # the innermost lines: the whole text fits on a screen
         lines += [f"  {words} at", *(f"    {at}" for at in stack[-most:])]
     return lines
 
@@ -166,7 +166,7 @@ def _cause(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> tuple[Seque
         verb = "is" if len(late) == 1 else "are"
         return late, f"{who(late)} {verb} behind, at {late[0].place}{_thread(late[0])}"
     if out:
-        verb = "stands" if len(out) == 1 else "stand"
+        verb = "is" if len(out) == 1 else "are"
         place = "the collective that the others wait in"
         return out, f"{who(out)} {verb} outside {place}, at {_line(out[0])}"
     if apart := elsewhere(beats):
@@ -177,7 +177,7 @@ def _cause(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> tuple[Seque
     first = beats[0]
     if thread := _thread(first):
         return [first], f"{who([first])} waits, in {first.place}{thread}"
-    return [first], f"all ranks stand at the same place, {first.place}"
+    return [first], f"all ranks are at the same place, {first.place}"
 
 
 def _line(beat: Beat) -> str:
@@ -195,7 +195,7 @@ def _thread(beat: Beat) -> str:
     if not busy or not (beat.stack and idle(beat.stack[-1])):
         return ""
     name, stack = busy[0]
-    return f'; its thread "{name}" stands at {stack[-1]}'
+    return f'; its thread "{name}" is at {stack[-1]}'
 
 
 IDLE_FILES = ("threading.py", "queue.py", "futures/_base.py", "futures/thread.py", "selectors.py")
@@ -234,7 +234,7 @@ def _ties(beats: Sequence[Beat]) -> list[list[Beat]]:
 
 
 def _by_stacks(beats: Sequence[Beat]) -> list[list[Beat]]:
-    """Return the ranks that stand at one place, with their threads; the most first."""
+    """Return the ranks that are at one place, with their threads; the most first."""
     groups: dict[tuple[object, ...], list[Beat]] = {}
     for beat in beats:
         groups.setdefault((beat.stack, beat.threads), []).append(beat)

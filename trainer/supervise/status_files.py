@@ -89,15 +89,15 @@ def whose(status: Mapping[str, Any]) -> str:
 
 def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
     with suppress(OSError, ValueError):
-        found = parse_json(read_file(path))
-        return found if _is(found, kinds) else None
+        content = parse_json(read_file(path))
+        return content if _is(content, kinds) else None
     return None
 
 
-def _is(found: Any, kinds: _Kinds) -> bool:
+def _is(content: Any, kinds: _Kinds) -> bool:
     """Return True if a parsed value has these fields, of these types, with plausible numbers."""
-    fits = (_fits(found.get(name), types) for name, types in kinds.items())
-    return isinstance(found, dict) and all(fits)
+    fits = (_fits(content.get(name), types) for name, types in kinds.items())
+    return isinstance(content, dict) and all(fits)
 
 
 def _fits(value: Any, types: tuple[type, ...]) -> bool:

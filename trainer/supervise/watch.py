@@ -34,7 +34,7 @@ ANSWER_SECONDS = 8.0
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
 NEIGHBOURS = 8
-"""The ranks before its own that another one reads when it stands still, besides the first."""
+"""The ranks before its own that another one reads when it makes no progress, besides the first."""
 SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
 """Multiples of its patience for which a rank may be silent: to parse may hold the interpreter."""
 KEY = "meshloom/watch"
@@ -166,11 +166,11 @@ class Watch:
     # the threads
 
     def _limit(self, phase: Phase, step: int) -> float:
-        """Return the seconds for which a rank may stand still in `phase` of `step`."""
+        """Return the seconds that a rank may take without progress in `phase` of `step`."""
         return self._patience() * max(phase.patience, FIRST_STEP if step == self._first else 1.0)
 
     def _patience(self) -> float:
-        """Return the seconds for which a usual step may stand still, or its rank be silent."""
+        """Return the seconds that a usual step may take without progress, or its rank be silent."""
         median = statistics.median(self._steps) if self._steps else 0.0
         return self._given or max(LEAST_SECONDS, STEPS * median)
 
@@ -217,7 +217,7 @@ class Watch:
                 self._progress(self.status())
 
     def _reads_all(self, still: float) -> bool:
-        """Return True if this rank has to know all: a reader, or one that stands still, if those
+        """Return True if this rank has to know all: a reader, or one that hangs, if those
         that would report before it are silent. The store could not serve all ranks all beats."""
         if self._rank in READERS or still <= self._limit(self._phase, self._step) / 2:
             return self._rank in READERS
@@ -318,7 +318,7 @@ class Watch:
         """Describe a store that is gone or hangs, with the process of rank 0 or its launcher."""
         first = next(beat for beat in self._beats() if beat.rank == 0)
         reason = f"in {first.place}, {who([first])} {stall.described(first)}"
-        return [f"the run stands still: {reason}", *stall.table([self._mine()], self._silent)]
+        return [f"no progress: {reason}", *stall.table([self._mine()], self._silent)]
 
     def _verdict(self, beats: list[Beat]) -> None:
         heard = [beat.rank for beat in beats if not self._silent(beat)]
@@ -375,7 +375,7 @@ def _stack(frame: FrameType | None) -> tuple[str, ...]:
 
 def _threads() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return names and stacks of the threads that run this project's code, and do not just wait."""
-    frames, found = sys._current_frames(), []
+    frames, threads = sys._current_frames(), []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if frame is None or thread is threading.main_thread():
@@ -384,8 +384,8 @@ def _threads() -> tuple[tuple[str, tuple[str, ...]], ...]:
         works = any(file.startswith(PROJECT) and not file.startswith(SUPERVISE) for file in files)
         stack = _stack(frame)
         if works and not stall.idle(stack[-1]):
-            found.append((thread.name, stack))
-    return tuple(sorted(found, key=lambda one: stall.in_collective(one[1]))[:MOST_THREADS])
+            threads.append((thread.name, stack))
+    return tuple(sorted(threads, key=lambda one: stall.in_collective(one[1]))[:MOST_THREADS])
 
 
 def _in_time(work: Callable[[], None]) -> bool:

@@ -143,13 +143,13 @@ def launchers_above(process: psutil.Process) -> list[psutil.Process]:
 
     DeepSpeed has two, of which the upper one takes signals without passing them on.
     """
-    found = []
+    launchers = []
     with suppress(psutil.Error):
         for parent in process.parents()[:MOST_LEVELS]:
             if not is_launcher(parent.cmdline()):
                 break
-            found.append(parent)
-    return found
+            launchers.append(parent)
+    return launchers
 
 
 def cant_rejoin(environment: Mapping[str, str]) -> str | None:
@@ -159,8 +159,8 @@ def cant_rejoin(environment: Mapping[str, str]) -> str | None:
     own = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     several = environment.get("WORLD_SIZE") != environment.get("LOCAL_WORLD_SIZE")
     if own and several and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        mend = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes"
-        return f"a node that joins or comes back would end this job: {mend}"
+        hint = "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 for torchrun on all nodes"
+        return f"a node that joins or comes back would end this job: {hint}"
     return None
 
 

@@ -22,7 +22,7 @@ from torch.utils._triton import has_triton
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from trainer.distributed.shared_rows import ATTRIBUTE, ContextRanks
+from trainer.distributed.context_ranks import ATTRIBUTE, ContextRanks
 from trainer.errors import named_line
 from trainer.models.spec import ModelSpec
 from trainer.tasks.kernel_order import BACKENDS, kernels_for, prefer

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.dtensor import local
-from trainer.distributed.exchange import Words, words_of
+from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
 from trainer.tasks.task import IGNORED, Batch
 
 LossObserver = Callable[[slice, torch.Tensor], None]
@@ -37,8 +37,8 @@ class _Options:
     smoothing: float
     observe: LossObserver | None
     with_gradients: bool
-    words: Words | None
-    """This rank's words; None: all."""
+    shard: VocabularyShard | None
+    """This rank's part of the vocabulary; None: all."""
     chunk_loss: ChunkLoss | None = None
     """None: as it stands, uncompiled."""
 
@@ -65,10 +65,10 @@ def linear_cross_entropy(
     each computes its own logits.
     """
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
-    words = words_of(weight)
-    flat = flat if words is None else words.ranks.enter(flat)
+    shard = vocabulary_shard_of(weight)
+    flat = flat if shard is None else shard.ranks.copy_to(flat)
     own = local(weight), None if bias is None else local(bias)
-    options = _Options(smoothing, observe, torch.is_grad_enabled(), words, chunk_loss)
+    options = _Options(smoothing, observe, torch.is_grad_enabled(), shard, chunk_loss)
     return _CrossEntropy.apply(flat, *own, flat_targets, options)  # type: ignore[no-any-return]
 
 
@@ -80,20 +80,24 @@ def linear_measured(
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     found = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    words, weight, bias = words_of(weight), local(weight), None if bias is None else local(bias)
-    most = weight.shape[0] if words is None else words.most
+    shard, weight, bias = (
+        vocabulary_shard_of(weight),
+        local(weight),
+        None if bias is None else local(bias),
+    )
+    most = weight.shape[0] if shard is None else shard.most
     for rows in _chunks(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
-        found += count_correct(logits, flat_targets[rows], words)
-        total += _chunk_loss(logits, flat_targets[rows], words=words)[0].sum()
+        found += count_correct(logits, flat_targets[rows], shard)
+        total += _chunk_loss(logits, flat_targets[rows], shard=shard)[0].sum()
     return total, found
 
 
 def count_correct(
-    logits: torch.Tensor, targets: torch.Tensor, words: Words | None = None
+    logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard | None = None
 ) -> torch.Tensor:
     """Count the targets [...] with the highest of the logits [..., v]: the first of equal ones."""
-    best = logits.argmax(-1) if words is None else words.likeliest(logits)
+    best = logits.argmax(-1) if shard is None else shard.likeliest(logits)
     return ((best == targets) & (targets != IGNORED)).sum()
 
 
@@ -102,14 +106,14 @@ def logits_cross_entropy(
     targets: torch.Tensor,
     smoothing: float = 0.0,
     observe: LossObserver | None = None,
-    words: Words | None = None,
+    shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32.
 
-    They are those of this rank's `words`, if it has not all.
+    They are those of this rank's `shard`, if it has not all.
     """
     flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    options = _Options(smoothing, observe, torch.is_grad_enabled(), words)
+    options = _Options(smoothing, observe, torch.is_grad_enabled(), shard)
     return _CrossEntropy.apply(flat, None, None, flat_targets, options)  # type: ignore[no-any-return]
 
 
@@ -135,14 +139,14 @@ class _CrossEntropy(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias else None  # type: ignore[arg-type]
         # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
         # than that
-        width, words = given.shape[1], options.words
+        width, shard = given.shape[1], options.shard
         count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
-        loss_of = (words is None and options.chunk_loss) or _chunk_loss
-        for rows in _chunks(len(given), words.most if words else count, wide, at_least):
+        loss_of = (shard is None and options.chunk_loss) or _chunk_loss
+        for rows in _chunks(len(given), shard.most if shard else count, wide, at_least):
             part = given[rows]
             logits = part if weight is None else F.linear(part, weight, bias)
             logits = logits.to(wide, copy=weight is None)
-            losses, grad = loss_of(logits, targets[rows], options.smoothing, words)
+            losses, grad = loss_of(logits, targets[rows], options.smoothing, shard)
             total += losses.sum()
             options.report(rows, losses)
             low = grad.to(given.dtype)
@@ -183,22 +187,25 @@ def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1)
 
 
 def _chunk_loss(
-    logits: torch.Tensor, targets: torch.Tensor, smoothing: float = 0.0, words: Words | None = None
+    logits: torch.Tensor,
+    targets: torch.Tensor,
+    smoothing: float = 0.0,
+    shard: VocabularyShard | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a chunk's losses [n], and the gradient of their sum in the logits' memory [n, v]."""
     counted = targets != IGNORED
     index = targets.clamp_min(0)
-    index, own = (index, counted) if words is None else words.find(index)
+    index, own = (index, counted) if shard is None else shard.find(index)
     wanted = logits.gather(1, index.unsqueeze(1)).squeeze(1).where(own, 0)
-    total = logits.shape[1] if words is None else words.total
+    total = logits.shape[1] if shard is None else shard.total
     if smoothing:
         wanted = (1 - smoothing) * wanted + smoothing / total * logits.sum(1)
-    # this rank's words may all be ruled out, by logits of minus infinity
+    # this rank's tokens may all be ruled out, by logits of minus infinity
     largest = logits.amax(1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
     grad = logits.sub_(largest).exp_()
     log_total = grad.sum(1).log() + largest.squeeze(1)
-    if words is not None:
-        log_totals, parts = words.gathered(log_total, wanted)
+    if shard is not None:
+        log_totals, parts = shard.gathered(log_total, wanted)
         log_total, wanted = torch.logsumexp(log_totals, 0), parts.sum(0)
     losses = torch.where(counted, log_total - wanted, 0)
     grad.mul_((largest - log_total.unsqueeze(1)).exp() * counted.unsqueeze(1))

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.context_ranks import ContextRanks
 from trainer.tasks.attention import Attention, tested
 
 

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import masking_utils
 
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.tasks.attention import Borders, PackedDocuments, blocks
 from trainer.tasks.patches import masks_made_by
@@ -152,8 +152,8 @@ def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
 def _refuse(*_: Any) -> bool:
     """Refuse flash attention without borders: position ids would show them in a single row only."""
     untold = "the model's code does not tell flash attention where documents end"
-    seen = f"{untold}: they would see one another"
-    expected = "a model that hands cu_seq_lens on"
+    seen = f"{untold}: they would attend to one another"
+    expected = "a model that passes cu_seq_lens on"
     mend = 'Set trainer.model.attention to "sdpa", or trainer.data.documents to "pad".'
     raise ConfigError(Problem("trainer.data.documents", seen, expected, mend))
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.distributed.shared_rows import ATTRIBUTE, ContextRanks
+from trainer.distributed.context_ranks import ATTRIBUTE, ContextRanks
 
 
 def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import default_collate
 
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.models.spec import ModelSpec, Trial
 from trainer.tasks.task import Batch, changed

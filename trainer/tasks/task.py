@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.context_ranks import ContextRanks
 from trainer.models.spec import ModelSpec
 
 IGNORED = -100

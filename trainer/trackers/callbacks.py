@@ -64,9 +64,9 @@ class Callbacks:
         for one in callbacks:
             odd = [name for name in dir(one) if name.startswith("on_") and name not in EVENTS]
             if odd or not isinstance(one, Callback):
-                seen, events = " with ".join([type(one).__name__, *odd[:1]]), ", ".join(EVENTS)
+                actual, events = " with ".join([type(one).__name__, *odd[:1]]), ", ".join(EVENTS)
                 expected = f"an object of a subclass of trainer.Callback, with {events}"
-                raise ConfigError(Problem("callbacks", seen, expected))
+                raise ConfigError(Problem("callbacks", actual, expected))
 
     def call(self, event: str, *values: Any) -> bool:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""

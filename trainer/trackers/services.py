@@ -67,8 +67,8 @@ class MLflow:
         local = f"sqlite:///{folder.absolute() / 'mlflow.db'}"
         self._metric = Metric
         self._client = MlflowClient(None if mlflow.is_tracking_uri_set() else local)
-        found = self._client.get_experiment_by_name(_PROJECT)
-        experiment = found.experiment_id if found else self._client.create_experiment(_PROJECT)
+        known = self._client.get_experiment_by_name(_PROJECT)
+        experiment = known.experiment_id if known else self._client.create_experiment(_PROJECT)
         self._run = self._client.create_run(experiment, run_name=folder.name).info.run_id
 
     def record(self, item: Logged, /) -> None:
@@ -86,7 +86,7 @@ class MLflow:
 class Opened:
     """A tracker that `trainer.log.trackers` names. Raises ConfigError if it can't be opened.
 
-    The run goes on without one that fails later, which `say` is told.
+    The run continues without one that fails later, which `say` is told.
     """
 
     def __init__(self, name: str, folder: Path, say: Callable[[str], None]) -> None:
@@ -95,7 +95,7 @@ class Opened:
         make = NAMED["tracker"].get(name) or known
         hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""
         # a bad key, or a server that does not answer
-        with refused(name, "a login that its server takes", hint=hint):
+        with refused(name, "a login that its server accepts", hint=hint):
             self._tracker: Tracker = make(folder)
 
     def _call(self, method: str, *items: Logged) -> None:
@@ -104,7 +104,7 @@ class Opened:
                 getattr(self._tracker, method)(*items)
         except Exception as error:  # whatever its package raises
             self._works = False
-            self._say(f"note: the run goes on without {self._name}: {named_line(error)}")
+            self._say(f"note: the run continues without {self._name}: {named_line(error)}")
 
     def epoch(self, item: Logged, /) -> None:
         """Hand on an epoch, if the tracker of a plug-in takes epochs."""

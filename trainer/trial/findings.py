@@ -139,7 +139,7 @@ class Findings:
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:
     """Return the spec with unused parameters frozen, and no blocks if they do not run in order."""
     if findings.unused:
-        spec = spec.held(_matching(spec, findings.unused).keys())
+        spec = spec.with_frozen(_matching(spec, findings.unused).keys())
     blocks = spec.blocks if findings.blocks else ()
     draws = findings.draws.any or bool(findings.unproven)
     training = replace(spec.training, sparse=findings.sparse, draws=draws)

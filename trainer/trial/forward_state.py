@@ -111,7 +111,7 @@ def _compare(name: str, first: Pass, later: Pass) -> None:
             changed = _changed(first.before, later.before)
             where = f": {_shown(changed, first.before, later.before)}" if changed else ""
             seen = (
-                f"the same rows with the same random numbers give {what} after other passes, by "
+                f"the same input with the same random numbers gives {what} after other passes, by "
                 f"{moved:.1e} of {largest:.1e}: a pass leaves something behind{where}"
             )
             raise _refused(name, f"{seen}. Ranks run different rows")

@@ -1,4 +1,4 @@
-"""A check, on a tiny copy of a model, that packed documents do not see one another."""
+"""A check, on a tiny copy of a model, that packed documents do not attend to one another."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: 
         spread = float(together[0].std(0).max())
     if worst <= TOLERANCE * spread:
         return ""
-    difference = f"{where} in a row has other logits than alone, by {worst:.1e}"
+    difference = f"{where} in a sequence has logits that differ from those alone by {worst:.1e}"
     return f"{difference}; their spread is {spread:.1e}"
 
 

@@ -69,7 +69,7 @@ def _check_loss(model: nn.Module, spec: ModelSpec, task: OwnTask, batch: Batch) 
         for place, value in snapshot(model).items():
             if "without values" in value:
                 stray = f"{place} is a tensor that is neither a parameter nor a buffer"
-                expected = "one that register_buffer makes known"
+                expected = "a buffer (register_buffer)"
                 problem = Problem("model", f"{stray}, and gets no values", expected)
                 raise ConfigError(problem) from error
         raise

@@ -79,7 +79,7 @@ class ModelSection(Section):
     For images: keyword arguments of the callable that builds the model.
     """
     blocks: Annotated[str | None, Key(recipes=IMAGES)] = None
-    """The pattern of an own classifier's modules that run once each, in order: "layers.*"."""
+    """The pattern of your own classifier's modules that run once each, in order: "layers.*"."""
     weights: Annotated[str | None, Key(recipes=IMAGES)] = None
     """The pretrained weights of a torchvision model: "DEFAULT", or a name: "IMAGENET1K_V2"."""
     revision: Annotated[str | None, Key(needs="a model's name", recipes=TEXT)] = None
@@ -179,7 +179,7 @@ class _Samples(Rows):
     concatenated.
     """
     isolate: Annotated[bool, Key(needs="concatenated documents", recipes=TEXT)] = False
-    """True if concatenated documents do not see one another, as padded and packed ones never do."""
+    """True if concatenated documents do not attend to one another; padded, packed ones never do."""
 
 
 class DataSection(_Samples):
@@ -211,7 +211,7 @@ class DataSection(_Samples):
 
     @property
     def packs(self) -> bool:
-        """True if a sample may be several documents that do not see one another."""
+        """True if a sample may be several documents that do not attend to one another."""
         return self.documents == "pack" or (self.arrangement == "concatenate" and self.isolate)
 
     @property

@@ -225,8 +225,8 @@ class _Execution(Section):
     "offload" is "full" with the inputs of blocks on the host.
     """
     tiled_mlp: Annotated[Count | None, Key(unit="tokens")] = None
-    """The most tokens of a row that a block's MLP computes at a time, and again in the backward
-    pass; None: all, once. For long rows.
+    """The most tokens that a block's MLP computes at a time, and again in the backward
+    pass; None: all, once. For long sequences.
     """
     compile: Literal["auto", "none", "blocks"] = "auto"
     """The parts that `torch.compile` compiles; auto: blocks, on GPUs where the engine can."""

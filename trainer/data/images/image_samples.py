@@ -91,8 +91,8 @@ class ImageData(Pairs):
         images = self.images
         kind = "grey" if images.mode == "L" else "colour"
         count = f"{len(self.train):,} {kind} images of {images.size[0]} x {images.size[1]}"
-        held = f", {len(self.evaluation):,} held out" if self.evaluation else ""
-        return f"{self.path}: {count}, {len(images.classes)} classes{held}"
+        held_out = f", {len(self.evaluation):,} held out" if self.evaluation else ""
+        return f"{self.path}: {count}, {len(images.classes)} classes{held_out}"
 
     def lines(self) -> list[str]:
         """Describe the preparation of images for the user, a line each."""
@@ -136,10 +136,10 @@ def open_images(
     if evaluation is not None:
         image_sets.check_labels(evaluation)
         if evaluation.classes != whole.classes:
-            seen = f"{len(evaluation.classes)} classes: {', '.join(evaluation.classes[:5])}"
+            actual = f"{len(evaluation.classes)} classes: {', '.join(evaluation.classes[:5])}"
             expected = f"those of the training data: {', '.join(whole.classes[:5])}"
-            raise DataError(Problem("trainer.data.evaluation_path", seen, expected))
-    training, held = _parts(whole, evaluation, data.evaluation_fraction)
+            raise DataError(Problem("trainer.data.evaluation_path", actual, expected))
+    training, evaluated = _parts(whole, evaluation, data.evaluation_fraction)
 
     varies = own is not None and ranks.on_first(lambda: _varies(whole, training))
 
@@ -148,10 +148,10 @@ def open_images(
             return look()
 
     def look() -> tuple[Images, str]:
-        found = _look(whole, training, images)
-        if held is not None:
-            _look(*held, images)
-        return found, _fingerprint(whole, training, not varies)
+        resolved = _look(whole, training, images)
+        if evaluated is not None:
+            _look(*evaluated, images)
+        return resolved, _fingerprint(whole, training, not varies)
 
     kind, fingerprint = ranks.on_first(looked_at)
     _same_everywhere(_fingerprint(whole, range(min(2, whole.count)), not varies), ranks)
@@ -159,7 +159,9 @@ def open_images(
     fixed = transforms.for_evaluation(kind, size)
     varied = transforms.for_training(kind, size, images.augment)
     train = ImageSource(whole, training, kind, fixed, varied, seed, images)
-    held_out = None if held is None else ImageSource(*held, kind, fixed, None, seed, images)
+    held_out = (
+        None if evaluated is None else ImageSource(*evaluated, kind, fixed, None, seed, images)
+    )
     name, notes = "data" if own else str(data.path), notes_on(varies, set())
     return ImageData(train, held_out, fingerprint, name, notes=notes)
 
@@ -170,8 +172,8 @@ def _opened(
     """Open the images to train on, and those of an evaluation with a data set of its own."""
     if own is not None:
         train, evaluation = own
-        held = None if evaluation is None else image_sets.handed_in(evaluation, images.classes)
-        return image_sets.handed_in(train, images.classes), held
+        held_out = None if evaluation is None else image_sets.handed_in(evaluation, images.classes)
+        return image_sets.handed_in(train, images.classes), held_out
     if data.path is None:
         raise DataError(Problem("trainer.data.path", "nothing", KNOWN))
     train = image_sets.open_set(data.path, data, images, cache, train=True)
@@ -192,8 +194,8 @@ def _parts(
         return range(train.count), (own, range(own.count))
     if not fraction or train.count < 2:
         return range(train.count), None
-    training, held = split(train.count, fraction)
-    return training, (train, held)
+    training, held_out = split(train.count, fraction)
+    return training, (train, held_out)
 
 
 def _spaced(indices: Sequence[int], most: int) -> list[int]:
@@ -201,39 +203,39 @@ def _spaced(indices: Sequence[int], most: int) -> list[int]:
     return [indices[place] for place in places]
 
 
-def _look(found: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
+def _look(samples: Labelled, indices: Sequence[int], options: ImagesSection) -> Images:
     """Determine mode, size and normalisation from some images. Raises DataError if they differ."""
-    numbers = [number for number, _ in _readable(found, indices, LOOKED_AT, options, "RGB")]
+    numbers = [number for number, _ in _readable(samples, indices, LOOKED_AT, options, "RGB")]
     if not numbers:
-        seen = f"none of {LOOKED_AT} images can be read"
-        raise DataError(Problem("trainer.data", seen, "images"))
-    mode = _mode(found, numbers, options)
-    readable = {number: read(found, number, options.mode, mode)[0] for number in numbers}
+        actual = f"none of {LOOKED_AT} images can be read"
+        raise DataError(Problem("trainer.data", actual, "images"))
+    mode = _mode(samples, numbers, options)
+    readable = {number: read(samples, number, options.mode, mode)[0] for number in numbers}
     first = tuple(readable[numbers[0]].shape[1:])
     for number, pixels in readable.items():
         if options.size is None and tuple(pixels.shape[1:]) != first:
-            raise _other_size(found.name(number), pixels, first)
+            raise _other_size(samples.name(number), pixels, first)
     size = options.size or list(first)
     height, width = (size, size) if isinstance(size, int) else size
-    plain = Images(found.classes, mode, (height, width), (0.0,), (1.0,))
-    mean, std = _normalisation(found, indices, options, plain)
-    return Images(found.classes, mode, (height, width), mean, std)
+    plain = Images(samples.classes, mode, (height, width), (0.0,), (1.0,))
+    mean, std = _normalisation(samples, indices, options, plain)
+    return Images(samples.classes, mode, (height, width), mean, std)
 
 
-def _mode(found: Labelled, readable: Sequence[int], options: ImagesSection) -> str:
+def _mode(samples: Labelled, readable: Sequence[int], options: ImagesSection) -> str:
     if options.mode != "auto":
         return options.mode
-    kinds = [_kind(found.load(number)[0]) for number in readable]
+    kinds = [_kind(samples.load(number)[0]) for number in readable]
     return "L" if set(kinds) <= set(GREY) else "RGB"
 
 
 def _readable(
-    found: Labelled, indices: Sequence[int], most: int, options: ImagesSection, mode: str
+    samples: Labelled, indices: Sequence[int], most: int, options: ImagesSection, mode: str
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield some images, evenly spaced. Raises DataError for a bad one, unless it is skipped."""
     for number in _spaced(indices, most):
         try:
-            pixels, _ = read(found, number, options.mode, mode)
+            pixels, _ = read(samples, number, options.mode, mode)
         except DataError:
             if options.corrupt == "error":
                 raise
@@ -248,7 +250,7 @@ def _kind(image: Any) -> str:
 
 
 def _normalisation(
-    found: Labelled, indices: Sequence[int], options: ImagesSection, plain: Images
+    samples: Labelled, indices: Sequence[int], options: ImagesSection, plain: Images
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Return mean and deviation of each channel."""
     from torchvision.transforms.v2.functional import to_dtype
@@ -256,9 +258,9 @@ def _normalisation(
     channels = plain.channels
     if options.mean is not None and options.std is not None:
         if len(options.mean) != channels or len(options.std) != channels:
-            seen = f"{len(options.mean)} and {len(options.std)} numbers"
+            actual = f"{len(options.mean)} and {len(options.std)} numbers"
             expected = f"{channels}: one for each channel"
-            raise DataError(Problem("trainer.images.mean, std", seen, expected))
+            raise DataError(Problem("trainer.images.mean, std", actual, expected))
         return tuple(options.mean), tuple(options.std)
     if options.normalize == "none":
         return (0.0,) * channels, (1.0,) * channels
@@ -266,7 +268,7 @@ def _normalisation(
         mean, std = IMAGENET
         return (mean, std) if channels == 3 else ((sum(mean) / 3,), (sum(std) / 3,))
     total, squares, count = torch.zeros(channels).double(), torch.zeros(channels).double(), 0
-    for _, pixels in _readable(found, indices, MEASURED, options, plain.mode):
+    for _, pixels in _readable(samples, indices, MEASURED, options, plain.mode):
         values = to_dtype(pixels, torch.float64, scale=True).flatten(1)
         total += values.sum(1)
         squares += (values**2).sum(1)
@@ -276,7 +278,7 @@ def _normalisation(
     return tuple(round(v, 4) for v in centre.tolist()), tuple(round(v, 4) for v in spread.tolist())
 
 
-def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Tensor, int]:
+def read(samples: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Tensor, int]:
     """Read image `number` as uint8 [channels, height, width], with its label. Raises DataError.
 
     A tensor of floats from 0 to 1 stays one. `mode` is the mode of the result; `wanted` is the
@@ -286,24 +288,26 @@ def read(found: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.Te
 
     start, hint = "can't be read: ", 'Remove it, or set trainer.images.corrupt="skip"'
     more: Any = {"start": start, "hint": hint, "raises": DataError}
-    with refused(found.name(number), "an image", named=True, **more):  # whatever decoders raise
-        image, label = found.load(number)
+    with refused(samples.name(number), "an image", named=True, **more):  # whatever decoders raise
+        image, label = samples.load(number)
         if torch.is_tensor(image):
             return _of_tensor(image, mode), int(label)
         kind = image.mode
         pixels = pil_to_tensor(image.convert(mode))
     if kind.startswith(("I", "F")):
-        seen = f"an image with values of more than 8 bits (Pillow's mode {kind})"
-        raise DataError(Problem(found.name(number), seen, "8 bits a channel", "Convert it first"))
+        actual = f"an image with values of more than 8 bits (Pillow's mode {kind})"
+        raise DataError(
+            Problem(samples.name(number), actual, "8 bits a channel", "Convert it first")
+        )
     if wanted == "auto" and mode == "L" and kind not in GREY:
-        seen = f"a colour image (Pillow's mode {kind}) among grey ones"
-        mend = "Set trainer.images.mode"
-        raise DataError(Problem(found.name(number), seen, "images of one kind", mend))
+        actual = f"a colour image (Pillow's mode {kind}) among grey ones"
+        hint = "Set trainer.images.mode"
+        raise DataError(Problem(samples.name(number), actual, "images of one kind", hint))
     return pixels, int(label)
 
 
 def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
-    """Convert a tensor of an own data set: uint8, or float from 0 to 1; one channel or three."""
+    """Convert a tensor of a user's data set: uint8, or float from 0 to 1; one channel or three."""
     from torchvision.transforms.v2.functional import grayscale_to_rgb, rgb_to_grayscale
 
     image = image[None] if image.ndim == 2 else image
@@ -321,37 +325,37 @@ def _of_tensor(image: torch.Tensor, mode: str) -> torch.Tensor:
 
 
 def _other_size(name: str, pixels: torch.Tensor, size: tuple[int, ...]) -> DataError:
-    seen = f"{pixels.shape[1]} x {pixels.shape[2]}, where others are {size[0]} x {size[1]}"
-    mend = "Set trainer.images.size, to which all are brought"
-    return DataError(Problem(name, seen, "images of one size", mend))
+    actual = f"{pixels.shape[1]} x {pixels.shape[2]}, where others are {size[0]} x {size[1]}"
+    hint = "Set trainer.images.size, to which all are brought"
+    return DataError(Problem(name, actual, "images of one size", hint))
 
 
-def _fingerprint(found: Labelled, indices: Sequence[int], pixels: bool) -> str:
+def _fingerprint(samples: Labelled, indices: Sequence[int], pixels: bool) -> str:
     """Hash classes, labels and some images: it shows that data changed, though not every change.
 
     Without `pixels` images do not count: they differ from reading to reading.
     """
-    digest = hashlib.sha256(json.dumps([found.count, len(indices), found.classes]).encode())
-    digest.update(np.asarray(found.labels or (), np.int64).tobytes())
+    digest = hashlib.sha256(json.dumps([samples.count, len(indices), samples.classes]).encode())
+    digest.update(np.asarray(samples.labels or (), np.int64).tobytes())
     for number in _spaced(indices, 16) if pixels else ():
-        digest.update(_pixels(found, number))
+        digest.update(_pixels(samples, number))
     return digest.hexdigest()
 
 
-def _pixels(found: Labelled, number: int) -> bytes:
+def _pixels(samples: Labelled, number: int) -> bytes:
     try:
-        return read(found, number, "RGB", "RGB")[0].numpy().tobytes()
+        return read(samples, number, "RGB", "RGB")[0].numpy().tobytes()
     except DataError:
         return b"unreadable"
 
 
-def _varies(found: Labelled, indices: Sequence[int]) -> bool:
-    """Return True for an own data set that changes its images at random."""
+def _varies(samples: Labelled, indices: Sequence[int]) -> bool:
+    """Return True for a user's data set that changes its images at random."""
     looked_at = _spaced(indices, 16)
-    return digest_of_samples(lambda number: _pixels(found, number), looked_at, set()) is None
+    return digest_of_samples(lambda number: _pixels(samples, number), looked_at, set()) is None
 
 
 def _same_everywhere(fingerprint: str, ranks: Ranks) -> None:
     if others := ranks.differing(fingerprint):
-        seen = f"other images on rank {', '.join(map(str, others))} than on rank 0"
-        raise DataError(Problem("trainer.data", seen, "the same files on every machine"))
+        actual = f"other images on rank {', '.join(map(str, others))} than on rank 0"
+        raise DataError(Problem("trainer.data", actual, "the same files on every machine"))

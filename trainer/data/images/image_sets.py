@@ -59,15 +59,15 @@ def _digits() -> Labelled:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        seen, mend = "digits without the package scikit-learn", "pip install meshloom[digits]"
+        actual, hint = "digits without the package scikit-learn", "pip install meshloom[digits]"
         expected = "a data set whose package is installed"
-        raise DataError(Problem("trainer.data.path", seen, expected, mend)) from None
+        raise DataError(Problem("trainer.data.path", actual, expected, hint)) from None
     from PIL import Image
 
-    found = load_digits()
-    pixels = (found.images * 15).astype(np.uint8)
-    labels = [int(label) for label in found.target]
-    classes = tuple(str(name) for name in found.target_names)
+    digits = load_digits()
+    pixels = (digits.images * 15).astype(np.uint8)
+    labels = [int(label) for label in digits.target]
+    classes = tuple(str(name) for name in digits.target_names)
     load = lambda index: (Image.fromarray(pixels[index]), labels[index])  # noqa: E731
     return Labelled(classes, labels, len(labels), load, lambda index: f"digits: image {index}")
 
@@ -99,17 +99,17 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
     kind = getattr(datasets, TORCHVISION[name])
     start, place = "no files of it, and none came by download: ", f"{name}: {root}"
     there = f"Place them there (from {_sources(kind)})"
-    mend, expected = f"{there}, or set trainer.images.root to where they are", _files(kind)
+    hint, expected = f"{there}, or set trainer.images.root to where they are", _files(kind)
     # whatever a network, a server or a wrong file raises
-    with refused(place, expected, start=start, hint=mend, raises=DataError), _alone(root):
+    with refused(place, expected, start=start, hint=hint, raises=DataError), _alone(root):
         try:
-            found = kind(root, train=train, download=False)
+            dataset = kind(root, train=train, download=False)
         except RuntimeError:  # not there yet
-            found = kind(root, train=train, download=True)
-    labels = [int(label) for label in found.targets]
+            dataset = kind(root, train=train, download=True)
+    labels = [int(label) for label in dataset.targets]
     where = f"{name}, {'training' if train else 'test'} part: image"
     named = lambda index: f"{where} {index}"  # noqa: E731
-    return Labelled(tuple(found.classes), labels, len(found), found.__getitem__, named)
+    return Labelled(tuple(dataset.classes), labels, len(dataset), dataset.__getitem__, named)
 
 
 @contextmanager
@@ -147,15 +147,15 @@ def _folder(folder: Path) -> Labelled:
     parts = [name for name in classes if name.lower() in PARTS]
     expected = "a folder for each class, with its images in it"
     if not classes:
-        found = sum(path.suffix.lower() in IMG_EXTENSIONS for path in folder.iterdir())
-        seen = f"a folder without classes: no folders in it, {found} images"
-        mend = "Put each image into a folder named like its class"
-        raise DataError(Problem(str(folder), seen, expected, mend))
+        images = sum(path.suffix.lower() in IMG_EXTENSIONS for path in folder.iterdir())
+        actual = f"a folder without classes: no folders in it, {images} images"
+        hint = "Put each image into a folder named like its class"
+        raise DataError(Problem(str(folder), actual, expected, hint))
     if len(parts) == len(classes):
-        seen = f"the parts of a data set: {', '.join(parts)}"
-        mend = f"Set trainer.data.path={folder / parts[0]}"
-        mend += f" and trainer.data.evaluation_path={folder / parts[1]}" if len(parts) > 1 else ""
-        raise DataError(Problem(str(folder), seen, expected, mend))
+        actual = f"the parts of a data set: {', '.join(parts)}"
+        hint = f"Set trainer.data.path={folder / parts[0]}"
+        hint += f" and trainer.data.evaluation_path={folder / parts[1]}" if len(parts) > 1 else ""
+        raise DataError(Problem(str(folder), actual, expected, hint))
     numbers = {name: label for label, name in enumerate(classes)}
     files = make_dataset(folder, numbers, IMG_EXTENSIONS, allow_empty=True)
     labels = [label for _, label in files]
@@ -171,9 +171,9 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
     from datasets import load_dataset
 
     location = locate(path, data.format)
-    start, mend = "can't be opened: ", "Mend path, name or split in trainer.data"
+    start, hint = "can't be opened: ", "Correct path, name or split in trainer.data"
     # datasets, pyarrow and huggingface_hub raise a dozen kinds
-    with refused(str(location), KNOWN, start=start, hint=mend, raises=DataError):
+    with refused(str(location), KNOWN, start=start, hint=hint, raises=DataError):
         if location.hub:
             rows = load_dataset(location.hub, data.name, split=data.split)
         else:
@@ -188,17 +188,17 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
 
     for key in ("image_column", "label_column"):
         if (column := getattr(images, key)) not in rows.column_names:
-            seen = f'no column "{column}"'
+            actual = f'no column "{column}"'
             expected = "one of " + ", ".join(f'"{name}"' for name in rows.column_names)
-            raise DataError(Problem(table, seen, expected, f"Set trainer.images.{key}"))
+            raise DataError(Problem(table, actual, expected, f"Set trainer.images.{key}"))
     given = list(rows[images.label_column])
     names = getattr(rows.features[images.label_column], "names", None)
     kind = str if given and isinstance(given[0], str) else int
     if strange := [index for index, label in enumerate(given) if not isinstance(label, kind)]:
         label = given[strange[0]]
-        seen = f'column "{images.label_column}" holds {type(label).__name__} {label!r}'[:100]
+        actual = f'column "{images.label_column}" holds {type(label).__name__} {label!r}'[:100]
         expected = "numbers from 0, or names, in every row"
-        raise DataError(Problem(f"{table}: row {strange[0]}", seen, expected))
+        raise DataError(Problem(f"{table}: row {strange[0]}", actual, expected))
     if kind is str:
         names = sorted(set(given))
         number = {name: index for index, name in enumerate(names)}
@@ -212,25 +212,26 @@ def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
 
 
 def handed_in(data: Any, classes: int | None) -> Labelled:
-    """Wrap an own data set of pairs (image, label). Raises DataError if it names no classes."""
+    """Wrap a user's data set of pairs (image, label). Raises DataError if it names no classes."""
     check_data_set("data", data)
     labels = getattr(data, "targets", None)
     labels = None if labels is None else [int(label) for label in labels]
     names = getattr(data, "classes", None)
     if names is None and classes is None and labels is None:
-        seen, mend = "neither `classes` nor `targets`", "Set trainer.images.classes to their number"
-        raise DataError(Problem("data", seen, "a data set that says what its classes are", mend))
+        actual = "neither `classes` nor `targets`"
+        hint = "Set trainer.images.classes to their number"
+        raise DataError(Problem("data", actual, "a data set that says what its classes are", hint))
     names = names or [str(index) for index in range(classes or max(labels or [0]) + 1)]
     own = tuple(str(name) for name in names)
     return Labelled(own, labels, len(data), data.__getitem__, lambda index: f"data: sample {index}")
 
 
-def check_labels(found: Labelled) -> None:
+def check_labels(samples: Labelled) -> None:
     """Raise DataError if there are no images, or for a label that is not a class."""
-    if not found.count:
+    if not samples.count:
         raise DataError(Problem("trainer.data.path", "no images", "at least one"))
-    last = len(found.classes) - 1
-    strange = [(i, label) for i, label in enumerate(found.labels or ()) if not 0 <= label <= last]
+    last = len(samples.classes) - 1
+    strange = [(i, label) for i, label in enumerate(samples.labels or ()) if not 0 <= label <= last]
     if strange:
-        seen = listed([f"{found.name(index)} has label {label}" for index, label in strange], 3)
-        raise DataError(Problem("trainer.data", seen, f"labels from 0 to {last}"))
+        actual = listed([f"{samples.name(index)} has label {label}" for index, label in strange], 3)
+        raise DataError(Problem("trainer.data", actual, f"labels from 0 to {last}"))

@@ -57,12 +57,12 @@ class Varied:
         """Transform sample `index` as it looks in the given epoch."""
         drawing = DrawFrom(derive("augment", seed, epoch, index))
         with drawing:
-            found = self.steps(image)
-        found = self.normal(found)
+            tensor = self.steps(image)
+        tensor = self.normal(tensor)
         if self.last is not None:
             with drawing:
-                found = self.last(found)
-        return found
+                tensor = self.last(tensor)
+        return tensor
 
 
 def sized(size: Sequence[int] | None) -> list[Any]:
@@ -125,8 +125,8 @@ class Normal:
     def __call__(self, image: torch.Tensor) -> torch.Tensor:
         from torchvision.transforms.v2.functional import normalize_image, to_dtype_image
 
-        found = to_dtype_image(image, torch.float32, scale=True)
-        return found if self._plain else normalize_image(found, self._mean, self._std)
+        tensor = to_dtype_image(image, torch.float32, scale=True)
+        return tensor if self._plain else normalize_image(tensor, self._mean, self._std)
 
 
 class OpenedClassifier(NamedTuple):

@@ -30,13 +30,15 @@ def arranged(options: DataSection, refusal: Callable[[], str], ranks: Ranks) -> 
         return Arranged(options.documents)
     if options.isolate or not ranks.await_first(lambda: holds_chats(options)):
         if options.too_long != "truncate":
-            seen = f'"{options.too_long}", with documents that are concatenated: they are no chats'
-            mend = 'Set trainer.data.documents to "pack" or "pad"'
+            actual = (
+                f'"{options.too_long}", with documents that are concatenated: they are no chats'
+            )
+            hint = 'Set trainer.data.documents to "pack" or "pad"'
             expected = "documents that are not cut wherever a window ends"
-            raise ConfigError(Problem("trainer.data.too_long", seen, expected, mend)).share()
+            raise ConfigError(Problem("trainer.data.too_long", actual, expected, hint)).share()
         return Arranged("concatenate")
     if reason := refusal():
-        return Arranged("pad", f"the data are chats, and packed ones would not do: {reason}")
+        return Arranged("pad", f"the data are chats, and they can't be packed: {reason}")
     return Arranged("pack", "the data are chats, which the model keeps apart in a sample")
 
 
@@ -54,5 +56,5 @@ def _documents(options: DataSection) -> Iterator[object]:
     paths = [options.path] if isinstance(options.path, str) else options.path
     if paths is None or any("://" in path for path in paths):
         return
-    found = read_documents(locate(options.path, options.format), options)
-    yield from (one for one in found if one is not None and not isinstance(one, DataError))
+    documents = read_documents(locate(options.path, options.format), options)
+    yield from (one for one in documents if one is not None and not isinstance(one, DataError))

@@ -82,11 +82,13 @@ class Template:
         """
         if not getattr(self.tokenizer, "is_fast", False):
             kind = type(self.tokenizer).__name__
-            seen = f"{kind}, which does not say which characters a token stands for"
-            raise DataError(Problem("trainer.data.tokenizer", seen, "a fast tokenizer, for chats"))
+            actual = f"{kind}, which does not say which characters a token stands for"
+            raise DataError(
+                Problem("trainer.data.tokenizer", actual, "a fast tokenizer, for chats")
+            )
         rendered = [self.render(chat) for chat in chats]
-        found = tokens_of(self.tokenizer, [text for text, *_ in rendered], offsets=True)
-        tokens = zip(found["input_ids"], found["offset_mapping"], strict=True)
+        encoding = tokens_of(self.tokenizer, [text for text, *_ in rendered], offsets=True)
+        tokens = zip(encoding["input_ids"], encoding["offset_mapping"], strict=True)
         for chat, (_, spans, unseen), (ids, offsets) in zip(chats, rendered, tokens, strict=True):
             characters = np.array(offsets, np.int64).reshape(-1, 2)
             yield Encoded(ids, _overlapping(characters, spans), chat.place, unseen)
@@ -108,8 +110,10 @@ class Template:
         if marked:
             if len(generated) != len(answers):
                 blocks = f"{len(generated)} blocks of {{% generation %}}"
-                seen = f"{blocks} for {len(answers)} of the assistant's turns"
-                raise DataError(Problem(chat.place, seen, "one for each", "Mend the chat template"))
+                actual = f"{blocks} for {len(answers)} of the assistant's turns"
+                raise DataError(
+                    Problem(chat.place, actual, "one for each", "Correct the chat template")
+                )
             of_turn = dict(zip(answers, generated, strict=True))
             spans = {turn: of_turn[turn] for turn in learned}
         else:
@@ -170,8 +174,8 @@ class Template:
             return None
         parts = self._ended(text, text.rfind("b") + 1)
         kept = [part for part in parts[::-1] if more.startswith(part)] or parts
-        found = [token for part in kept[:1] for token in self._special if part.endswith(token)]
-        return max(found, key=len, default="")
+        special = [token for part in kept[:1] for token in self._special if part.endswith(token)]
+        return max(special, key=len, default="")
 
     def _is_ended(self, text: str) -> bool:
         """True if an answer's text ends with a token that ends its turn.
@@ -204,18 +208,18 @@ class Template:
     def _rewrites(self, chat: Chat, turn: int, one: str, other: str, when: str) -> None:
         at = len(commonprefix([one, other]))
         before, after = (short(repr(text[at : at + 24])) for text in (one, other))
-        seen = f"the template rewrites turn {turn} {when}: {before} becomes {after}"
+        actual = f"the template rewrites turn {turn} {when}: {before} becomes {after}"
         expected = "a template that keeps what it has written"
         ways = ["mark answers in it with {% generation %}"]
         if name := shipped.recognised(self._template(chat), self._special):
             ways.insert(0, f'set trainer.data.chat_template to "{name}"')
         if self.loss_on != "last_assistant" and when == MORE:
             ways.append('set trainer.data.loss_on to "last_assistant"')
-        mend = ", or ".join(ways)
-        raise DataError(Problem(chat.place, seen, expected, mend[0].upper() + mend[1:]))
+        hint = ", or ".join(ways)
+        raise DataError(Problem(chat.place, actual, expected, hint[0].upper() + hint[1:]))
 
     def _attempt(self, chat: Chat) -> str | None:
-        """Render another version of a chat; None if the template refuses it."""
+        """Render another version of a chat; None if the template rejects it."""
         try:
             return self._rendered(chat, len(chat.messages))[0]
         except DataError:
@@ -246,12 +250,16 @@ class Template:
                 raise MemoryError
         except (MemoryError, TimeoutError) as error:
             limits = f"more than {room:,} characters of it, or takes too much memory or time"
-            seen, expected = f"{self.origin} makes {limits}", "a template that ends soon"
-            raise DataError(Problem(chat.place, seen, expected, "Mend the template")) from error
+            actual, expected = f"{self.origin} makes {limits}", "a template that ends soon"
+            raise DataError(
+                Problem(chat.place, actual, expected, "Correct the template")
+            ) from error
         except Exception as error:  # a template raises whatever it likes
             roles = ", ".join(message["role"] for message in messages[:12])
-            seen = f"the chat template refuses it: {first_line(error)} (roles: {roles})"
-            raise DataError(Problem(chat.place, seen, "a chat that the template takes")) from error
+            actual = f"the chat template rejects it: {first_line(error)} (roles: {roles})"
+            raise DataError(
+                Problem(chat.place, actual, "a chat that the template accepts")
+            ) from error
         return texts[0], [(first, last) for first, last in spans[0]] if marks else []
 
 
@@ -270,7 +278,9 @@ def _compiled(template: str, place: str) -> None:
 
 def _overlapping(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
     """Mark the tokens, by their characters [tokens, 2], that overlap a span: bool [tokens]."""
-    found = np.zeros(len(offsets), np.bool_)
+    overlapping = np.zeros(len(offsets), np.bool_)
     for first, last in spans:
-        found |= (offsets[:, 1] > first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])
-    return found
+        overlapping |= (
+            (offsets[:, 1] > first) & (offsets[:, 0] < last) & (offsets[:, 1] > offsets[:, 0])
+        )
+    return overlapping

@@ -34,9 +34,9 @@ def documents() -> Iterator[str]:
 
 
 def _sources(root: Path) -> list[Path]:
-    found = []
+    paths = []
     for folder, folders, files in os.walk(root):
         folders[:] = [name for name in folders if name not in _PACKAGES | _TABLES]
-        found += [Path(folder, file) for file in files if file.endswith(".py")]
+        paths += [Path(folder, file) for file in files if file.endswith(".py")]
     # _sysconfigdata has paths of the machine that built this Python
-    return sorted(path for path in found if not path.name.startswith("_sysconfigdata"))
+    return sorted(path for path in paths if not path.name.startswith("_sysconfigdata"))

@@ -33,7 +33,7 @@ class Tokenised(NamedTuple):
 
     documents: int
     train: CutDocuments
-    held: CutDocuments
+    held_out: CutDocuments
     error: DataError | None
     """The error of the first document that is in neither part."""
 
@@ -77,18 +77,18 @@ class Tokenising:
     """True if documents that can't be rendered are left out and counted."""
 
     def __call__(self, chunk: Chunk) -> Tokenised:
-        train, held, error = CutDocuments(), CutDocuments(), chunk.error
+        train, evaluated, error = CutDocuments(), CutDocuments(), chunk.error
         try:
-            found = encode(chunk.documents, self.template, self.skips)
-            for number, encoded in enumerate(found, chunk.first):
+            pairs = encode(chunk.documents, self.template, self.skips)
+            for number, encoded in enumerate(pairs, chunk.first):
                 if isinstance(encoded, DataError):
                     train.counts.skip(encoded)
                     continue
-                part = held if held_out(number, self.fraction) else train
+                part = evaluated if held_out(number, self.fraction) else train
                 part.add(encoded, self.cut)
         except DataError as earlier:
             error = earlier
-        return Tokenised(len(chunk.documents), train, held, error)
+        return Tokenised(len(chunk.documents), train, evaluated, error)
 
 
 def encode(

@@ -16,8 +16,8 @@ import numpy as np
 def pack(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Pack documents into samples by their lengths alone, int64 [documents], each 1 to `capacity`.
 
-    Returns `order` int64 [documents], their numbers sample by sample, and `borders` int64 [samples
-    + 1]: sample s has the documents order[borders[s]:borders[s + 1]], in their original order.
+    Returns `order` int64 [documents], their numbers sample by sample, and `starts` int64 [samples
+    + 1]: sample s has the documents order[starts[s]:starts[s + 1]], in their original order.
     Samples are sorted by their first documents. Of samples with equal room, the one begun first is
     filled first; so are documents of equal length.
     """

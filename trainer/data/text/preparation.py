@@ -28,7 +28,7 @@ from trainer.data.stream import Stream, stream_files
 from trainer.data.text import corpus
 from trainer.data.text.chat import Template
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
-from trainer.data.text.records import Document, Found, read_documents
+from trainer.data.text.records import Document, RowsRead, read_documents
 from trainer.data.text.token_files import (
     Counts,
     Cut,
@@ -101,12 +101,12 @@ class Data:
         counts = Counts()
         for part in (*(share.source for share in self.shares), *self.evaluations.values()):
             counts.note(part.summary.counts.unrendered)
-        held = [
+        held_out = [
             f"{key} ({count:,} {'chats' if key == 'tools' else 'messages'})"
             for key, count in counts.unrendered.items()
         ]
         start = "the chat template does not render all that the chats hold: left out are"
-        return (f"{start} {', '.join(held)}",) if held else ()
+        return (f"{start} {', '.join(held_out)}",) if held_out else ()
 
     def describe(self) -> str:
         """Describe the data for the user, on one line."""
@@ -115,8 +115,8 @@ class Data:
             return f"{self.train.files:,} files, each prepared when it is needed; {first}"
         if len(self.shares) == 1:
             return self.summary.describe()
-        held = f"from {sum(len(share.source) for share in self.shares):,} that they have"
-        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, {held}"
+        origin = f"from {sum(len(share.source) for share in self.shares):,} that they have"
+        return f"{len(self.shares)} sources, {len(self.train):,} samples an epoch, {origin}"
 
     def lines(self) -> list[str]:
         """Describe each source of a mixture, a line each; empty for a single source."""
@@ -169,8 +169,8 @@ def open_data(
         data = opening.stream(options, files, seed)
         return replace(data, evaluations=evaluations or data.evaluations)
     if not options.sources:
-        train, held = opening.open(options)
-        held_out = {} if held is None else {"": held}
+        train, evaluated = opening.open(options)
+        held_out = {} if evaluated is None else {"": evaluated}
         share, fingerprint = Share("", train, len(train)), train.summary.fingerprint
         return Data(train, evaluations or held_out, (share,), fingerprint, opening.check())
     sources: dict[str, PreparedSource] = {}
@@ -178,8 +178,8 @@ def open_data(
     for source in options.sources:
         label = source.label or str(source.path)
         own = source.model_dump(exclude={"label", "weight", "epochs"})
-        sources[label], held = opening.open(options.model_copy(update=own))
-        held_out |= {} if held is None else {label: held}
+        sources[label], evaluated = opening.open(options.model_copy(update=own))
+        held_out |= {} if evaluated is None else {label: evaluated}
     counts = samples_an_epoch(options.sources, [len(source) for source in sources.values()])
     each = zip(sources.items(), counts, strict=True)
     shares = tuple(Share(label, source, count) for (label, source), count in each)
@@ -220,8 +220,8 @@ class _Opening:
         names = list(files)
 
         def source(file: int) -> DataSection:
-            held = options.evaluation_fraction if file == 0 else 0.0
-            return options.model_copy(update={"path": names[file], "evaluation_fraction": held})
+            held_out = options.evaluation_fraction if file == 0 else 0.0
+            return options.model_copy(update={"path": names[file], "evaluation_fraction": held_out})
 
         moved = RawArray("d", 1)
         """When the process that prepares the next file has last made progress."""
@@ -243,16 +243,19 @@ class _Opening:
             return PreparedSource(folder / "train")
 
         def awaits(file: int, since: float) -> None:
-            self._own.note(f"note: the next samples are of {names[file]}, which is still prepared")
+            self._own.note(
+                f"note: the next samples are of {names[file]}; it is still being prepared"
+            )
             self._own.moves(max(moved[0], since) + _SILENT_SECONDS - time.monotonic())
 
         def skips(file: int) -> None:
             self._own.note(f"note: {names[file]} has no samples and is left out")
 
-        first, held = self.open(source(0))
+        first, evaluated = self.open(source(0))
         train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits, skips)
         known = [(Path(name).name, size) for name, size in files.items()]
-        whole, held_out = json.dumps([known, first.summary.fingerprint]), {"": held} if held else {}
+        whole = json.dumps([known, first.summary.fingerprint])
+        held_out = {"": evaluated} if evaluated else {}
         fingerprint = hashlib.sha256(whole.encode()).hexdigest()
         return Data(train, held_out, (Share("", first, len(first)),), fingerprint, self.check())
 
@@ -289,8 +292,8 @@ def prepare(
 ) -> Path:
     """Return the folder of a prepared source, `train` and `evaluation`; it is written if missing.
 
-    Deterministic; the folder appears whole or not at all, and a killed process's work is begun
-    anew. Its name is a digest of the input: the files' content (of one at an address, what its file
+    Deterministic; the folder appears whole or not at all, and a killed process's work starts
+    over. Its name is a digest of the input: the files' content (of one at an address, what its file
     system knows of it), the tokenizer, the options. A data set of the hub is prepared once, even if
     it changes there later.
     """
@@ -325,8 +328,8 @@ def prepare(
             return shutil.rmtree(folder / "away")
         _write(folder, location, options, work, progress)
         if stamps(location.files) != before:
-            seen = "changed while it was read"
-            raise DataError(Problem(str(location), seen, "files that do not change"))
+            actual = "changed while it was read"
+            raise DataError(Problem(str(location), actual, "files that do not change"))
 
     try:
         return cached_folder(cache_folder, name, write, progress)
@@ -346,39 +349,39 @@ def _settings(options: DataSection, work: Tokenising) -> list[list[Any]]:
 def _write(
     folder: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress
 ) -> None:
-    found, done = Found(), 0
+    rows_read, done = RowsRead(), 0
     names = ("train", "evaluation") if work.fraction else ("train",)
     parts = [PartWriter(folder / name) for name in names]
-    given = chunks(_documents(location, options, found))
+    given = chunks(_documents(location, options, rows_read))
     results: Generator[Tokenised, None, None] = in_order(work, given, options.workers)
     with closing(results):
         for result in results:
-            for part, documents in zip(parts, (result.train, result.held), strict=False):
+            for part, documents in zip(parts, (result.train, result.held_out), strict=False):
                 part.append(documents)
             if result.error is not None:
                 raise result.error
             done += result.documents
-            progress.at(found.share, done, sum(part.tokens for part in parts))
+            progress.at(rows_read.share, done, sum(part.tokens for part in parts))
     progress.say("arranging samples")
-    summaries = [part.finish(work.cut, _origin(found, work.template)) for part in parts]
+    summaries = [part.finish(work.cut, _origin(rows_read, work.template)) for part in parts]
     _check_samples(location, summaries[0])
     if work.fraction and not summaries[1].samples:
         shutil.rmtree(folder / "evaluation")
 
 
-def _origin(found: Found, template: Template) -> Origin:
-    if not found.roles:
-        return Origin(found.describe(), empty=found.empty)
+def _origin(rows_read: RowsRead, template: Template) -> Origin:
+    if not rows_read.roles:
+        return Origin(rows_read.describe(), empty=rows_read.empty)
     parts = {"assistant": "the answers", "last_assistant": "the last answer", "all": "all tokens"}
-    kind = f"{found.describe()}, by {template.origin}, loss on {parts[template.loss_on]}"
-    return Origin(kind, True, found.empty)
+    kind = f"{rows_read.describe()}, by {template.origin}, loss on {parts[template.loss_on]}"
+    return Origin(kind, True, rows_read.empty)
 
 
-def _documents(location: Location, options: DataSection, found: Found) -> Iterator[Document]:
+def _documents(location: Location, options: DataSection, rows_read: RowsRead) -> Iterator[Document]:
     """Yield the documents, and the errors of skipped ones. Raises DataError if all are empty."""
     rows = used = 0
     skipped: DataError | None = None
-    for document in read_documents(location, options, found):
+    for document in read_documents(location, options, rows_read):
         rows += 1
         if document is None:
             continue
@@ -390,12 +393,12 @@ def _documents(location: Location, options: DataSection, found: Found) -> Iterat
     if not used and skipped is not None:  # no document is left
         raise NoSamples(*skipped.problems)
     if not used:
-        seen = f"{rows} documents, all of them empty" if rows else "no documents"
-        raise NoSamples(Problem(str(location), seen, "at least one with text in it"))
+        actual = f"{rows} documents, all of them empty" if rows else "no documents"
+        raise NoSamples(Problem(str(location), actual, "at least one with text in it"))
 
 
 def _check_samples(location: Location, summary: Summary) -> None:
     if not summary.samples:
-        seen = f"nothing to learn in {summary.describe_documents()}"
-        mend = "Raise trainer.data.sequence_length, or add data"
-        raise NoSamples(Problem(str(location), seen, "at least one sample", mend))
+        actual = f"nothing to learn in {summary.describe_documents()}"
+        hint = "Raise trainer.data.sequence_length, or add data"
+        raise NoSamples(Problem(str(location), actual, "at least one sample", hint))

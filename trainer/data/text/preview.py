@@ -24,7 +24,7 @@ def preview(
     """Decode samples: a line of at most `width` characters for each run; `in_full` shows all.
 
     `+` marks label tokens, which count in the loss, `.` those that are only read. A line separates
-    documents that do not see one another.
+    documents that do not attend to one another.
     """
     samples = (_sample(source, index, tokenizer, width, in_full) for index in numbers)
     return "\n".join(line for lines in samples for line in lines)
@@ -38,15 +38,15 @@ def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: boo
     if "documents" in sample:
         size += f" in {len(lengths)} documents"
     lines = [f"sample {index}: {size}, {(targets != IGNORED).sum()} count in the loss (+)"]
-    borders = np.cumsum(lengths)[:-1]
-    documents = zip(np.split(inputs, borders), np.split(targets, borders), strict=True)
+    ends = np.cumsum(lengths)[:-1]
+    documents = zip(np.split(inputs, ends), np.split(targets, ends), strict=True)
     for number, parts in enumerate(documents):
         if number == _DOCUMENTS and not in_full:
             return [*lines, f"  ── {len(lengths) - number} more documents"]
         lines += [f"  ── document {number + 1}"] if number else []
-        found = _document(*parts, tokenizer, width)
-        more = [f"    {len(found) - _LINES} more runs"] if len(found) > _LINES else []
-        lines += found if in_full else [*found[:_LINES], *more]
+        shown = _document(*parts, tokenizer, width)
+        more = [f"    {len(shown) - _LINES} more runs"] if len(shown) > _LINES else []
+        lines += shown if in_full else [*shown[:_LINES], *more]
     return lines
 
 

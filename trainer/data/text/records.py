@@ -37,8 +37,8 @@ Document = Text | Chat | DataError
 """A document, or the error of a row that is skipped."""
 
 
-class Found:
-    """The kind of rows that was found, for the user."""
+class RowsRead:
+    """The kind, roles and turns of the rows that were read, for the user."""
 
     def __init__(self) -> None:
         self.kind = "text"
@@ -91,9 +91,9 @@ class Kind:
 
 
 def read_documents(
-    location: Location, options: Any, found: Found | None = None
+    location: Location, options: Any, rows_read: RowsRead | None = None
 ) -> Iterator[Document | None]:
-    """Yield the documents in order, None for a row with nothing to train on; fill in `found`.
+    """Yield the documents in order, None for a row with nothing to train on; fill in `rows_read`.
 
     A row that can't be read, lacks a column, is of another kind than the first, or is no chat,
     raises DataError, or is yielded as that error if corrupt rows are skipped
@@ -102,23 +102,23 @@ def read_documents(
     if not location.hub and not location.files:
         yield from map(Text, corpus.documents())
         return
-    found = found or Found()
+    rows_read = rows_read or RowsRead()
     kinds = _kinds(options)
     columns = list(dict.fromkeys(name for kind in kinds for name in (*kind.columns, *kind.also)))
     chosen: Kind | None = kinds[0] if len(kinds) == 1 else None
-    for row in islice(rows_of(location, options, columns, found.progress), options.max_rows):
+    for row in islice(rows_of(location, options, columns, rows_read.progress), options.max_rows):
         try:
             if row.error is not None:
                 raise row.error
             if chosen is None or (len(kinds) > 1 and not chosen.fits(row)):
-                chosen = _kind_of(row, kinds, chosen, found)
+                chosen = _kind_of(row, kinds, chosen, rows_read)
             document = None if chosen is None else chosen.read(row)
         except DataError as error:
             if options.corrupt == "error":
                 raise
             yield error
             continue
-        found.add(row, chosen, document)
+        rows_read.add(row, chosen, document)
         yield document
 
 
@@ -151,16 +151,18 @@ def _chats_in(column: str) -> Kind:
     return Kind("chats", (column,), partial(_chat, column), ("tools", "system"))
 
 
-def _kind_of(row: Row, kinds: Sequence[Kind], chosen: Kind | None, found: Found) -> Kind | None:
+def _kind_of(
+    row: Row, kinds: Sequence[Kind], chosen: Kind | None, rows_read: RowsRead
+) -> Kind | None:
     """Choose the kind of a row. Raises DataError if several fit, none, or another than before."""
     fitting = [kind for kind in kinds if kind.fits(row)]
     if len(fitting) > 1:
-        seen = " and ".join(map(str, fitting))
-        raise DataError(Problem(row.place, seen, "one of them", "Set trainer.data.records"))
+        actual = " and ".join(map(str, fitting))
+        raise DataError(Problem(row.place, actual, "one of them", "Set trainer.data.records"))
     if chosen is not None and fitting:
-        seen = f"{fitting[0]}, where {found.first} has {chosen}"
-        mend = "Give them as two trainer.data.sources"
-        raise DataError(Problem(row.place, seen, "rows of one kind", mend))
+        actual = f"{fitting[0]}, where {rows_read.first} has {chosen}"
+        hint = "Give them as two trainer.data.sources"
+        raise DataError(Problem(row.place, actual, "rows of one kind", hint))
     if fitting:
         return fitting[0]
     text = kinds[0]
@@ -199,15 +201,15 @@ def _instruction(row: Row) -> Chat | None:
     question = "\n".join(part for part in (instruction, more.get("input")) if part)
     history = row.columns.get("history") or []
     if not isinstance(history, list | tuple):
-        seen = f'column "history" holds {short(repr(history))}'
-        raise DataError(Problem(row.place, seen, "a list of pairs of texts"))
+        actual = f'column "history" holds {short(repr(history))}'
+        raise DataError(Problem(row.place, actual, "a list of pairs of texts"))
     pairs = [*history, (question, output)]
     messages = [{"role": "system", "content": more["system"]}] if more.get("system") else []
     for turn, pair in enumerate(pairs):
         texts = list(pair) if isinstance(pair, list | tuple) else []
         if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-            seen = f'column "history", turn {turn}: {short(repr(pair))}'
-            raise DataError(Problem(row.place, seen, "a pair of texts"))
+            actual = f'column "history", turn {turn}: {short(repr(pair))}'
+            raise DataError(Problem(row.place, actual, "a pair of texts"))
         for role, text in zip(("user", "assistant"), texts, strict=True):
             messages.append({"role": role, "content": text})
     return Chat(messages, None, 0, row.place)
@@ -235,8 +237,8 @@ def _chat(column: str, row: Row) -> Chat:
     messages = _messages(row, column, row.columns[column])
     if system := row.columns.get("system"):
         if not isinstance(system, str) or messages[0]["role"] == "system":
-            seen = f'column "system": {short(repr(system))}'
-            raise DataError(Problem(row.place, seen, "one system text"))
+            actual = f'column "system": {short(repr(system))}'
+            raise DataError(Problem(row.place, actual, "one system text"))
         messages = [{"role": "system", "content": system}, *messages]
     _check_turns(row.place, messages)
     return Chat(messages, _tools(row), 0, row.place)
@@ -272,8 +274,8 @@ def _message(place: str, given: Any) -> dict[str, Any]:
     role = message.pop("from", None) if "role" not in message else message.pop("role")
     if not isinstance(role, str) or not role:
         keys = f"the keys {', '.join(map(str, given))}"
-        seen = keys if role is None else f"the role {short(repr(role))}"
-        raise DataError(Problem(place, seen, '"role" (or "from") with a name'))
+        actual = keys if role is None else f"the role {short(repr(role))}"
+        raise DataError(Problem(place, actual, '"role" (or "from") with a name'))
     content = message.pop("value", None) if "content" not in message else message.pop("content")
     if content is None and "tool_calls" in message:
         content = ""
@@ -313,14 +315,14 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
     """Return tool calls with arguments as objects, which OpenAI's data has as JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))
-    found = []
+    result = []
     for call in calls:
         kept = {key: value for key, value in call.items() if value is not None}
         if isinstance(function := call.get("function"), Mapping):
             arguments = _parsed(function.get("arguments"))
             kept["function"] = {**function, "arguments": {} if arguments is None else arguments}
-        found.append(kept)
-    return found
+        result.append(kept)
+    return result
 
 
 def _tools(row: Row) -> list[dict[str, Any]] | None:
@@ -335,8 +337,10 @@ def _tools(row: Row) -> list[dict[str, Any]] | None:
 def _check_turns(place: str, messages: list[dict[str, Any]]) -> None:
     for turn, (one, other) in enumerate(zip(messages, messages[1:], strict=False), 1):
         if one["role"] == other["role"] == "assistant":
-            seen = f"the turns {turn - 1} and {turn} are both the assistant's"
-            raise DataError(Problem(place, seen, "one answer to each turn of another", "Join them"))
+            actual = f"the turns {turn - 1} and {turn} are both the assistant's"
+            raise DataError(
+                Problem(place, actual, "one answer to each turn of another", "Join them")
+            )
 
 
 def _parsed(value: Any) -> Any:
@@ -356,8 +360,8 @@ def _text(row: Row, column: str) -> str | None:
     if (value := row.columns[column]) is None:
         return None
     if not isinstance(value, str):
-        seen = f'column "{column}" holds {type(value).__name__} {short(repr(value))}'
-        raise DataError(Problem(row.place, seen, "text"))
+        actual = f'column "{column}" holds {type(value).__name__} {short(repr(value))}'
+        raise DataError(Problem(row.place, actual, "text"))
     return checked_text(row.place, value, f'column "{column}" holds ')
 
 
@@ -367,14 +371,14 @@ def checked_text(place: str, value: str, holds: str = "") -> str:
         try:
             value.encode()
         except UnicodeEncodeError as error:
-            seen = f"{holds}half of a surrogate pair at character {error.start}"
-            raise DataError(Problem(place, seen, "valid Unicode")) from error
+            actual = f"{holds}half of a surrogate pair at character {error.start}"
+            raise DataError(Problem(place, actual, "valid Unicode")) from error
     return value
 
 
 def missing(row: Row, column: str) -> DataError:
     names = [str(name) for name in row.columns]
     columns = "text_column, chat_column, or prompt_column and completion_column"
-    mend = f"{suggestion(column, names)} Set trainer.data.{columns}".lstrip()
+    hint = f"{suggestion(column, names)} Set trainer.data.{columns}".lstrip()
     expected = "one of " + ", ".join(f'"{name}"' for name in names)
-    return DataError(Problem(row.place, f'no column "{column}"', expected, mend))
+    return DataError(Problem(row.place, f'no column "{column}"', expected, hint))

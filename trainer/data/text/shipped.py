@@ -38,9 +38,9 @@ def check_name(path: str, place: str) -> None:
     """Raise ConfigError, with the names that are shipped, for a name that is no file."""
     if Path(path).expanduser().exists() or "/" in path:
         return
-    mend = f"{suggestion(path, list(NAMES))} Shipped are {', '.join(NAMES)}".lstrip()
+    hint = f"{suggestion(path, list(NAMES))} Shipped are {', '.join(NAMES)}".lstrip()
     expected = "a file with a Jinja template, or the name of a shipped one"
-    raise ConfigError(Problem(place, "no such file, and no such name", expected, mend))
+    raise ConfigError(Problem(place, "no such file, and no such name", expected, hint))
 
 
 def recognised(template: str, special: Iterable[str] = ()) -> str | None:

@@ -39,7 +39,7 @@ class Sample(TypedDict):
     targets: np.ndarray
     """The targets, int64 [n]."""
     documents: NotRequired[np.ndarray]
-    """The lengths of documents that must not see one another, int64 [documents]."""
+    """The lengths of documents that must not attend to one another, int64 [documents]."""
 
 
 class Encoded(NamedTuple):
@@ -126,7 +126,7 @@ class Summary:
     fingerprint: str
     """SHA-256 of the samples; the same wherever the same data is prepared."""
     fill: float | None
-    """The filled share of samples of documents that must not see one another; None for others."""
+    """The filled share of samples of documents that are kept apart; None for others."""
 
     @classmethod
     def read(cls, folder: Path) -> Summary:
@@ -346,10 +346,10 @@ def write_part(folder: Path, documents: Iterable[Encoded], cut: Cut) -> Summary:
 
 
 def _too_long(document: Encoded, longest: int) -> DataError:
-    seen = f"{len(document.tokens) - 1:,} tokens"
+    actual = f"{len(document.tokens) - 1:,} tokens"
     expected = f"at most {longest:,} (trainer.data.sequence_length)"
-    mend = 'Raise it, or set trainer.data.too_long to "truncate" or "drop"'
-    return DataError(Problem(document.place or "a document", seen, expected, mend))
+    hint = 'Raise it, or set trainer.data.too_long to "truncate" or "drop"'
+    return DataError(Problem(document.place or "a document", actual, expected, hint))
 
 
 def _documents(edges: np.ndarray, capacity: int | None) -> tuple[np.ndarray, np.ndarray]:

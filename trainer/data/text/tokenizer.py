@@ -25,8 +25,8 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     if offsets:
         options["return_offsets_mapping"] = True
-    expected, mend = "a tokenizer that takes every text", "Set another trainer.data.tokenizer"
-    with refused(_name(tokenizer), expected, named=True, hint=mend, raises=DataError):
+    expected, hint = "a tokenizer that takes every text", "Set another trainer.data.tokenizer"
+    with refused(_name(tokenizer), expected, named=True, hint=hint, raises=DataError):
         return tokenizer(list(texts), **options)
 
 
@@ -38,10 +38,10 @@ def load_tokenizer(
 
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
     expected, start = "a folder with a tokenizer, or a hub id", "no tokenizer could be loaded: "
-    mend = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
+    hint = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
     check_folder(Path(name_or_path))
     # a dozen libraries raise what they like
-    with refused(name_or_path, expected, start=start, hint=mend, raises=DataError):
+    with refused(name_or_path, expected, start=start, hint=hint, raises=DataError):
         tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
     end_of_text(tokenizer)
     return tokenizer
@@ -64,9 +64,9 @@ def embedded_tokenizer(
 def end_of_text(tokenizer: Any) -> int:
     """Return the id of the token that ends a document. Raises DataError if there is none."""
     if tokenizer.eos_token_id is None:
-        seen = "a tokenizer without an end-of-text token"
-        mend = "Set eos_token in its tokenizer_config.json"
-        raise DataError(Problem(_name(tokenizer), seen, "eos_token", mend))
+        actual = "a tokenizer without an end-of-text token"
+        hint = "Set eos_token in its tokenizer_config.json"
+        raise DataError(Problem(_name(tokenizer), actual, "eos_token", hint))
     return int(tokenizer.eos_token_id)
 
 

@@ -21,7 +21,7 @@ _OTHER = " (another text)"
 
 Span = tuple[int, int]
 Renders = Callable[[Chat], str | None]
-"""Renders a chat; returns None if the template refuses it."""
+"""Renders a chat; returns None if the template rejects it."""
 
 
 def unrendered(chat: Chat, text: str, renders: Renders) -> dict[str, int]:
@@ -31,7 +31,7 @@ def unrendered(chat: Chat, text: str, renders: Renders) -> dict[str, int]:
     another value: a template that makes the same text of both does not show it. Raises DataError
     for a content or a tool call that is not shown.
     """
-    return _Comparison(chat, text, renders).found()
+    return _Comparison(chat, text, renders).counts()
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class _Comparison:
     text: str
     renders: Renders
 
-    def found(self) -> dict[str, int]:
+    def counts(self) -> dict[str, int]:
         places = self._places()
         if places is None:
             self._check_contents()
@@ -73,8 +73,8 @@ class _Comparison:
                 self._lost(turn, "content beside tool calls")
             else:
                 turned = f'turn {turn} of the role "{message["role"]}"'
-                seen = f"{turned} is not in what the chat template renders"
-                raise DataError(Problem(self.chat.place, seen, "roles that the template knows"))
+                actual = f"{turned} is not in what the chat template renders"
+                raise DataError(Problem(self.chat.place, actual, "roles that the template knows"))
 
     def _check_calls(self, places: list[Span] | None) -> None:
         for turn, message in enumerate(self.chat.messages):
@@ -92,9 +92,9 @@ class _Comparison:
                     self._lost(turn, f"tool call {number} ({short(_name(call))})")
 
     def _lost(self, turn: int, what: str) -> None:
-        seen = f"turn {turn}: its {what} is not in what the chat template renders"
-        mend = "Set trainer.data.chat_template to one that renders it, or take it out of the data"
-        raise DataError(Problem(self.chat.place, seen, "a template that renders it", mend))
+        actual = f"turn {turn}: its {what} is not in what the chat template renders"
+        hint = "Set trainer.data.chat_template to one that renders it, or take it out of the data"
+        raise DataError(Problem(self.chat.place, actual, "a template that renders it", hint))
 
     def _unseen_reasoning(self, places: list[Span] | None) -> Iterator[str]:
         roles = [message["role"] for message in self.chat.messages]

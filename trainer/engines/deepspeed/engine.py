@@ -48,12 +48,12 @@ def refusal(layout: Layout) -> str | None:
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
-    found = Version(version("deepspeed"))
-    if (split or (flat and layout.averaging_ranks > 1)) and found < OLDEST:
+    actual = Version(version("deepspeed"))
+    if (split or (flat and layout.averaging_ranks > 1)) and actual < OLDEST:
         needs = "Pipelines, tensor parallelism and ZeRO-1 and 2 over several ranks need"
-        return f"{needs} DeepSpeed {OLDEST}; this is {found}."
-    if layout.expert > 1 and found < WITH_EXPERTS:
-        return f"Experts over several ranks need DeepSpeed {WITH_EXPERTS}; this is {found}."
+        return f"{needs} DeepSpeed {OLDEST}; this is {actual}."
+    if layout.expert > 1 and actual < WITH_EXPERTS:
+        return f"Experts over several ranks need DeepSpeed {WITH_EXPERTS}; this is {actual}."
     if layout.tensor > 1 and (reason := tensor.refusal(layout)):
         return reason
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):
@@ -71,10 +71,10 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     if spec.training.sparse:
         # under ZeRO-2 and 3 a missing gradient may also hang
         place, hint = f"engine deepspeed: {spec.name}", 'Set trainer.engine to "mesh"'
-        seen = f"some tokens leave parameters without a gradient ({spec.training.sparse[0]}, ...)"
+        actual = f"some tokens leave parameters without a gradient ({spec.training.sparse[0]}, ...)"
         zeros = "DeepSpeed takes a missing one for zeros, and decays the weight"
         expected = f"a gradient of each: {zeros}"
-        raise ConfigError(Problem(place, seen, expected, hint))
+        raise ConfigError(Problem(place, actual, expected, hint))
     if layout.expert > 1:
         check_experts(spec, layout)
     if layout.tensor > 1:

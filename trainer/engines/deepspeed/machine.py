@@ -34,10 +34,10 @@ def check_precision(layout: Layout) -> None:
     """Raise ConfigError if this machine can't compute in the layout's precision."""
     get_accelerator = imported("deepspeed.accelerator", "engine deepspeed").get_accelerator
     if layout.precision == "float16" and not get_accelerator().is_fp16_supported():
-        seen = "true on a processor without float16 arithmetic"
+        actual = "true on a processor without float16 arithmetic"
         expected = "a GPU, or a processor with AVX512-FP16 or AMX"
         hint = 'Set bf16.enabled, or trainer.device="cuda"'
-        raise ConfigError(Problem("fp16.enabled", seen, expected, hint))
+        raise ConfigError(Problem("fp16.enabled", actual, expected, hint))
 
 
 def has_plain_optimizer(layout: Layout) -> bool:
@@ -81,12 +81,12 @@ def check_compiler(layout: Layout, device: torch.device, optimizer: str = "") ->
             tools.append((f"{CUDA_HOME}/bin/nvcc" if CUDA_HOME else "nvcc", "nvidia-cuda-toolkit"))
         for tool, package in tools:
             if shutil.which(tool) is None:
-                seen = f"no {tool} in PATH, by which DeepSpeed compiles its operator {name}"
+                actual = f"no {tool} in PATH, by which DeepSpeed compiles its operator {name}"
                 cuda = " and CUDA's nvcc" if len(tools) > 2 else ""
                 expected = f"a C++ compiler and ninja{cuda}"
                 engines = 'set trainer.engine to "mesh" or "accelerate"'
                 hint = f"Install it (apt install {package}), or {engines}"
-                raise ConfigError(Problem("engine deepspeed", seen, expected, hint))
+                raise ConfigError(Problem("engine deepspeed", actual, expected, hint))
 
 
 def announce(layout: Layout, machine: Machine, optimizer: str = "") -> None:

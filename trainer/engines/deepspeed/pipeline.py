@@ -75,8 +75,8 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
         for parameter in copies:
             dist.broadcast(parameter.data, group=pair, group_src=0)
 
-    held = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
-    copies = [held[name] for name in on_both(pair, held)]
+    trained = {name: p for name, p in stage.named_parameters() if name in tied and p.requires_grad}
+    copies = [trained[name] for name in on_both(pair, trained)]
     # stages are cut, and recomputed, here
     without = {key: value for key, value in config.items() if key != "pipeline"}
     engine = initialize(module, stage.named_parameters(), job, without)
@@ -88,9 +88,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
 def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
     if not any(parameter.requires_grad for parameter in stage.parameters()):
         place = f"engine deepspeed: {spec.name}"
-        seen = f"pipeline stage {rank} is frozen as a whole"
+        actual = f"pipeline stage {rank} is frozen as a whole"
         expected = "a trained parameter in each stage: DeepSpeed makes no optimizer without one"
-        raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
+        raise ConfigError(Problem(place, actual, expected, 'Set trainer.engine to "mesh".'))
 
 
 def _check_groups(optimizer: Any, mesh: ParallelMesh, spec: ModelSpec) -> None:
@@ -98,9 +98,11 @@ def _check_groups(optimizer: Any, mesh: ParallelMesh, spec: ModelSpec) -> None:
     dist.all_gather_object(counts, len(optimizer.param_groups), group=mesh.axis("pipeline"))
     if len(set(counts)) > 1 and hasattr(optimizer, "scaled_global_norm"):
         place = f"engine deepspeed: {spec.name}"
-        seen = f"pipeline stages of {', '.join(map(str, counts))} parameter groups (experts, decay)"
+        actual = (
+            f"pipeline stages of {', '.join(map(str, counts))} parameter groups (experts, decay)"
+        )
         expected = "as many on each: stages add up their norms group by group, and would hang"
-        raise ConfigError(Problem(place, seen, expected, 'Set trainer.engine to "mesh".'))
+        raise ConfigError(Problem(place, actual, expected, 'Set trainer.engine to "mesh".'))
 
 
 class _StageLayer(nn.Module):

@@ -63,10 +63,10 @@ class MasterState:
         named = self._module.named_parameters()
         learned = {bare_name(name): p for name, p in named if p.requires_grad}
         metas = blank.named_parameters()
-        held: dict[torch.Tensor, Any] = {meta: learned.get(name) for name, meta in metas}
+        states: dict[torch.Tensor, Any] = {meta: learned.get(name) for name, meta in metas}
 
         def rows(meta: torch.Tensor) -> range:
-            own = held.get(meta)
+            own = states.get(meta)
             if own is not None and own in self._split:
                 return rows_of(self._split.own(own, meta))
             return rows_of_partition(meta) if self._partitioned else own_rows(meta)
@@ -82,19 +82,19 @@ class MasterState:
 
     def state_tensors(self) -> list[StateTensor]:
         """List weights, float32 masters, optimizer state and persistent buffers. Collective."""
-        held: dict[Kind, torch.Tensor] = {}
+        states: dict[Kind, torch.Tensor] = {}
         # a tied parameter comes once, under its first name
         for full_name, parameter in self._module.named_parameters():
             name, shape = bare_name(full_name), self._split.shape(parameter)
-            held[name, WEIGHT, shape, parameter.dtype] = parameter
+            states[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
                 if self.low_precision:
-                    held[name, MASTER, shape, torch.float32] = parameter
+                    states[name, MASTER, shape, torch.float32] = parameter
                 for key, value in self._states.of(self._updated(parameter)[0]).items():
-                    held[name, key, shape if value.ndim else (), value.dtype] = parameter
+                    states[name, key, shape if value.ndim else (), value.dtype] = parameter
         for name, buffer in persistent_buffers(self._module):
-            held[bare_name(name), WEIGHT, tuple(buffer.shape), buffer.dtype] = buffer
-        return state_tensors_of(held, self._mesh, self._state_tensor)
+            states[bare_name(name), WEIGHT, tuple(buffer.shape), buffer.dtype] = buffer
+        return state_tensors_of(states, self._mesh, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
         """Implement `TrainingState.gradients`, before `engine.step`."""
@@ -121,21 +121,21 @@ class MasterState:
     # Reading and writing one tensor
 
     def _state_tensor(
-        self, kind: Kind, held: torch.Tensor | None, is_source: bool, owner: int
+        self, kind: Kind, states: torch.Tensor | None, is_source: bool, owner: int
     ) -> StateTensor:
         name, key = kind[:2]
 
         def parts() -> list[Part]:
-            return [] if held is None or not is_source else self._parts(held, key, owner)
+            return [] if states is None or not is_source else self._parts(states, key, owner)
 
         def write(value: torch.Tensor) -> None:
-            if isinstance(held, nn.Parameter):
-                self._write(name, held, key, value)
-            elif held is not None:
-                _copy(held, value)
+            if isinstance(states, nn.Parameter):
+                self._write(name, states, key, value)
+            elif states is not None:
+                _copy(states, value)
 
-        still = held is not None and not held.requires_grad
-        keep = partial(self._keep, name, held) if key == WEIGHT and not still else None
+        still = states is not None and not states.requires_grad
+        keep = partial(self._keep, name, states) if key == WEIGHT and not still else None
         return StateTensor(*kind, owner, parts, write, keep)
 
     def _keep(
@@ -161,10 +161,10 @@ class MasterState:
                 write(torch.zeros(shape))
         return entries
 
-    def _parts(self, held: Any, key: str, owner: int) -> list[Part]:
+    def _parts(self, states: Any, key: str, owner: int) -> list[Part]:
         """Return what this rank writes of a parameter, of its state, or of a buffer."""
-        value, start = self._own(held, key)
-        split = self._split if value.ndim and held in self._split else None
+        value, start = self._own(states, key)
+        split = self._split if value.ndim and states in self._split else None
         along = split.mesh if split else self._mesh.device_mesh
         at, own = (coordinate_in(along, rank) or () for rank in (owner, self._ranks.rank))
         # ranks that differ along these hold other values
@@ -173,35 +173,35 @@ class MasterState:
         for axis, *places in zip(along.mesh_dim_names or (), at, own, strict=True):
             if axis not in others and places[0] != places[1]:
                 return []
-        place = split.place(held) if split else (0, None)
-        return [Part(value, *place)] if start is None else ranges(value, start, held, *place)
+        place = split.place(states) if split else (0, None)
+        return [Part(value, *place)] if start is None else ranges(value, start, states, *place)
 
-    def _own(self, held: Any, key: str) -> tuple[torch.Tensor, int | None]:
+    def _own(self, states: Any, key: str) -> tuple[torch.Tensor, int | None]:
         """Return this rank's values, and where in the flat tensor they begin; None: all it has."""
-        if key == WEIGHT and not (self._partitioned and isinstance(held, nn.Parameter)):
-            return held.detach(), None
+        if key == WEIGHT and not (self._partitioned and isinstance(states, nn.Parameter)):
+            return states.detach(), None
         if key not in (WEIGHT, MASTER):
-            value = self._states.of(self._updated(held)[0])[key]
+            value = self._states.of(self._updated(states)[0])[key]
             if self._flat is None or not value.ndim:
                 return value, None
         if self._partitioned:
-            start = held.ds_tensor.ds_numel * dist.get_rank(held.ds_process_group)
-            return self._partition(held, key).detach()[: max(0, held.ds_numel - start)], start
-        if (fragment := held._hp_mapping) is None:
+            start = states.ds_tensor.ds_numel * dist.get_rank(states.ds_process_group)
+            return self._partition(states, key).detach()[: max(0, states.ds_numel - start)], start
+        if (fragment := states._hp_mapping) is None:
             return torch.empty(0), 0
         value = fragment.get_hp_fragment(None if key == MASTER else key)
         return value.detach(), fragment.lp_fragment_address.start
 
-    def _partition(self, held: Any, key: str) -> torch.Tensor:
+    def _partition(self, states: Any, key: str) -> torch.Tensor:
         """Return this rank's partition under ZeRO-3, with the padding at its end."""
         if key == WEIGHT:
-            own: torch.Tensor = held.ds_tensor
-            if held.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE:  # on a disk
-                own = torch.empty(held.ds_tensor.ds_numel, dtype=held.dtype)
-                held.nvme_swapper.swap_into_buffer(held, own)
+            own: torch.Tensor = states.ds_tensor
+            if states.ds_tensor.status == PartitionedParamStatus.NOT_AVAILABLE:  # on a disk
+                own = torch.empty(states.ds_tensor.ds_numel, dtype=states.dtype)
+                states.nvme_swapper.swap_into_buffer(states, own)
             return own
         get = utils.safe_get_local_optimizer_state
-        value = utils.safe_get_local_fp32_param(held) if key == MASTER else get(held, key)
+        value = utils.safe_get_local_fp32_param(states) if key == MASTER else get(states, key)
         # the buffer of what is on a disk is the next tensor's
         return value.clone() if self._optimizer.swap_optimizer else value
 
@@ -245,10 +245,10 @@ class MasterState:
             known = self._scalars.get(key)
             if known is not None and known != float(value):
                 counts = f"{key} {float(value):g} of {name}, {known:g} of others"
-                seen = f"{counts}: it had no gradient in some steps"
+                actual = f"{counts}: it had no gradient in some steps"
                 expected = "one for all of a ZeRO partition, which is what DeepSpeed has"
                 hint = 'Set trainer.engine to "mesh"'
-                raise ConfigError(Problem("optimizer state", seen, expected, hint))
+                raise ConfigError(Problem("optimizer state", actual, expected, hint))
             if known is None and key == STEP and hasattr(self._inner, "ds_opt_adam"):
                 # it accumulates its bias correction step by step; a power would round otherwise
                 fresh_state(self._inner, tensors[0], steps=int(value))

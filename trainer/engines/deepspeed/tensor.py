@@ -57,15 +57,16 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     styles, hint = set(spec.language.tensor_plan.values()), 'Set trainer.engine to "mesh".'
     if WHOLE in styles:
         place = f"engine deepspeed: {spec.name}"
-        seen = "an adapter, and AutoTP would take each of its matrices for a layer"
-        raise ConfigError(Problem(place, seen, "no adapter in what it splits", hint))
+        actual = "an adapter, and AutoTP would take each of its matrices for a layer"
+        raise ConfigError(Problem(place, actual, "no adapter in what it splits", hint))
     is_partial, named = matrices.has_partial_gradient(spec, layout), spec.build().named_parameters()
     summed = {name.rpartition(".")[0] for name, _ in named if is_partial(name)}
     whole = summed - spec.language.tensor_plan.keys()
     styles |= {f"whole ({name.rpartition('.')[2]})" for name in whole}
     if unknown := sorted(styles - _KINDS.keys()):
-        place, seen = f"tensor_parallel.autotp_size: {spec.name}", f"split as {', '.join(unknown)}"
-        raise ConfigError(Problem(place, seen, f"one of {', '.join(_KINDS)}", hint))
+        place = f"tensor_parallel.autotp_size: {spec.name}"
+        actual = f"split as {', '.join(unknown)}"
+        raise ConfigError(Problem(place, actual, f"one of {', '.join(_KINDS)}", hint))
 
 
 def groups(layout: Layout) -> Any:
@@ -149,25 +150,25 @@ def own_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 def ranges(
     values: torch.Tensor,
     start: int,
-    held: torch.Tensor,
+    flat: torch.Tensor,
     offset: int,
     strides: tuple[int, ...] | None,
 ) -> list[Part]:
-    """Return a range, from `start` on, of a rank's flat parameter `held` as parts of the whole.
+    """Return a range, from `start` on, of a rank's parameter `flat` as parts of the whole.
 
     Between its rows the whole may have those of other ranks.
     """
-    if strides is None or strides == torch.empty(own_shape(held), device="meta").stride():
+    if strides is None or strides == torch.empty(own_shape(flat), device="meta").stride():
         return [Part(values, offset + start, (1,))] if len(values) else []
-    found, width = [], own_shape(held)[-1]
+    parts, width = [], own_shape(flat)[-1]
     while len(values):
         row, column = divmod(start, width)
         most = width - column if column or len(values) < width else len(values) // width * width
         part, values = values[:most], values[most:]
         rows = part.view(-1, min(width, len(part)))
-        found.append(Part(rows, offset + row * strides[0] + column, (strides[0], 1)))
+        parts.append(Part(rows, offset + row * strides[0] + column, (strides[0], 1)))
         start += len(part)
-    return found
+    return parts
 
 
 def check_keys(layout: Layout, settings: Mapping[str, Any]) -> None:
@@ -184,9 +185,9 @@ def mark_experts(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> list[
     if mesh.experts is None:
         return []
     layers = [model.get_submodule(name) for name in stacks(model, spec)]
-    found = [parameter for layer in layers for parameter in layer.parameters()]
-    patches.mark_experts(found, mesh.experts)
-    return found
+    experts = [parameter for layer in layers for parameter in layer.parameters()]
+    patches.mark_experts(experts, mesh.experts)
+    return experts
 
 
 def split_of_experts(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> Split:

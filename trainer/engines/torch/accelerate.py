@@ -79,9 +79,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     named = ((name, type(module).__name__) for name, module in outside)
     if other := [f"{name} ({kind})" for name, kind in named if kind in classes]:
         place, hint = f"engine accelerate: {spec.name}", 'Set trainer.engine to "mesh".'
-        seen = f"{other[0]} has a block's class but is not a block: it would be a unit of its own"
+        actual = f"{other[0]} has a block's class but is not a block: it would be a unit of its own"
         expected = "a class for blocks alone, by which Accelerate shards"
-        raise ConfigError(Problem(place, seen, expected, hint))
+        raise ConfigError(Problem(place, actual, expected, hint))
 
 
 KIND = EngineKind(refusal, in_torch, build, check, mesh_engine.ready)

@@ -66,8 +66,8 @@ def _shared(job: Job, mesh: ParallelMesh) -> Shared:
     """Return what Muon needs of the model and the mesh, or raise ConfigError. Collective."""
     if not (matrices := hidden_matrices(job.spec)):
         expected, hint = "matrices in repeated blocks, which Muon updates", 'Take "AdamW".'
-        seen = f"{job.spec.name}, which has none"
-        raise ConfigError(Problem("optimizer.type: Muon", seen, expected, hint))
+        actual = f"{job.spec.name}, which has none"
+        raise ConfigError(Problem("optimizer.type: Muon", actual, expected, hint))
     group, places = holders_of(mesh)
     rank = dist.get_rank(group) if group is not None else 0
     return Shared(matrices, job.machine.device, group, rank, places)

@@ -63,8 +63,8 @@ def refusal(layout: Layout) -> str | None:
         other = "the deepspeed engine has one."
         return f"float16 needs a loss scale, which FSDP2 does not bring; {other}"
     if layout.precision != "float32" and layout.zero_stage == 0:
-        mend = "set a ZeRO stage, or use the deepspeed engine."
-        return f"DDP in bfloat16 would keep no float32 weights; {mend}"
+        hint = "set a ZeRO stage, or use the deepspeed engine."
+        return f"DDP in bfloat16 would keep no float32 weights; {hint}"
     if "nvme" in (layout.offload_optimizer, layout.offload_param):
         return "FSDP2 offloads to the CPU only."
     if layout.offloads and layout.pipeline * layout.tensor > 1:
@@ -115,8 +115,8 @@ def build(job: Job) -> TorchEngine:
         # such a schedule accumulates gradients itself, unseen by `Used`
         key, hint = "trainer.pipeline_schedule", "Use the schedule 1F1B."
         tokens = "tokens that leave parameters without a gradient"
-        seen = f"{layout.schedule.name} with ZeRO, and {tokens}"
-        raise ConfigError(Problem(key, seen, "a gradient of each", hint))
+        actual = f"{layout.schedule.name} with ZeRO, and {tokens}"
+        raise ConfigError(Problem(key, actual, "a gradient of each", hint))
 
     ends, noted = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
 

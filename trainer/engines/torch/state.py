@@ -41,13 +41,13 @@ class TorchState:
 
     def state_tensors(self) -> list[StateTensor]:
         """List weights, the optimizer state of each, and persistent buffers. Collective."""
-        held: dict[Kind, list[torch.Tensor]] = {}
+        local: dict[Kind, list[torch.Tensor]] = {}
         for name, tensors in self._named.items():
-            held[_kind(name, WEIGHT, tensors[0])] = tensors
+            local[_kind(name, WEIGHT, tensors[0])] = tensors
             states = [self._optimizer.of(tensor) for tensor in tensors]
             for key, value in states[0].items():
-                held[_kind(name, key, value)] = [state[key] for state in states if key in state]
-        return state_tensors_of(held, self._mesh, self._state_tensor)
+                local[_kind(name, key, value)] = [state[key] for state in states if key in state]
+        return state_tensors_of(local, self._mesh, self._state_tensor)
 
     def gradients(self, observe: Observer) -> None:
         """Implement `TrainingState.gradients`."""
@@ -64,16 +64,16 @@ class TorchState:
     def _state_tensor(
         self, kind: Kind, tensors: list[torch.Tensor] | None, is_source: bool, owner: int
     ) -> StateTensor:
-        held = tensors or []
+        local = tensors or []
 
         def parts() -> list[Part]:
-            return _parts(held[0], owner, self._ranks.rank) if is_source else []
+            return _parts(local[0], owner, self._ranks.rank) if is_source else []
 
         def write(value: torch.Tensor) -> None:
-            for tensor in held:
+            for tensor in local:
                 _copy_shard(tensor, value)
 
-        still = bool(held) and not held[0].requires_grad
+        still = bool(local) and not local[0].requires_grad
         keep = partial(self._keep, kind[0]) if kind[1] == WEIGHT and not still else None
         return StateTensor(*kind, owner, parts, write, keep)
 

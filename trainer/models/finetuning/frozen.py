@@ -37,31 +37,31 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
     if problems and not copied:
         raise ConfigError(*problems)
     notes = [_note(model, names, patterns)] if names else []
-    held = replace(_holding(spec, names), notes=(*spec.notes, *notes))
+    frozen_spec = replace(_holding(spec, names), notes=(*spec.notes, *notes))
     lacking = "some of the ways in which blocks are frozen"
-    return tiny_with(held, dict.fromkeys(names, True), _holding, lacking)
+    return tiny_with(frozen_spec, dict.fromkeys(names, True), _holding, lacking)
 
 
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     """Freeze the parameters called `names`. Raises ConfigError if no other parameter learns."""
     parameters = dict(spec.build().named_parameters())
     if all(name in names or not p.requires_grad for name, p in parameters.items()):
-        seen, mend = f"all {len(parameters)} parameters", "Leave out what is to be trained."
-        raise ConfigError(Problem("trainer.freeze", seen, "some that are left to train", mend))
+        actual, hint = f"all {len(parameters)} parameters", "Leave out what is to be trained."
+        raise ConfigError(Problem("trainer.freeze", actual, "some that are left to train", hint))
     sizes = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
-    return replace(spec.held(names), training=replace(spec.training, frozen=sizes))
+    return replace(spec.with_frozen(names), training=replace(spec.training, frozen=sizes))
 
 
 def _note(model: nn.Module, names: Collection[str], patterns: Sequence[str]) -> str:
     sizes = {name: p.numel() for name, p in model.named_parameters()}
     values = sum(sizes[name] for name in names) / 1e6
-    held = f"{len(names)} of {len(sizes)} parameters ({values:,.1f} M values)"
-    return f"{held} are frozen (trainer.freeze): {listed(patterns)}"
+    counts = f"{len(names)} of {len(sizes)} parameters ({values:,.1f} M values)"
+    return f"{counts} are frozen (trainer.freeze): {listed(patterns)}"
 
 
 def tiny_with(
     spec: ModelSpec,
-    found: Mapping[str, Value],
+    of_whole: Mapping[str, Value],
     change: Callable[[ModelSpec, dict[str, Value]], ModelSpec],
     lacking: str,
 ) -> ModelSpec:
@@ -76,7 +76,7 @@ def tiny_with(
 
     def copy(layers: int = 3, split: int = 1) -> ModelSpec:
         small = tiny_copy(layers, split)
-        wanted, complete = carried(found, blocks, small.blocks, small.build())
+        wanted, complete = carried(of_whole, blocks, small.blocks, small.build())
         lacks = small.tiny.lacks if complete else (*small.tiny.lacks, lacking)
         changed = change(small, wanted)
         return replace(changed, tiny=replace(changed.tiny, lacks=lacks))
@@ -85,16 +85,16 @@ def tiny_with(
 
 
 def carried(
-    found: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
+    of_whole: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
 ) -> tuple[dict[str, Value], bool]:
     """Carry values of parameters over to a copy whose blocks are `small`.
 
     Each gets the entries of the block that it stands for. Also returns True if every kind of block
     is among them.
     """
-    wanted, kinds = dict(found), []
+    wanted, kinds = dict(of_whole), []
     for block in blocks:
-        inside = [name for name in found if name.startswith(f"{block}.")]
+        inside = [name for name in of_whole if name.startswith(f"{block}.")]
         own = ((name.removeprefix(f"{block}."), wanted.pop(name)) for name in inside)
         kinds.append(frozenset(own))
     chosen = stand_ins(kinds, len(small)) if kinds else []
@@ -121,9 +121,9 @@ def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
     names = dict.fromkeys(map(pattern_of, known))
     modules = _modules_of(names)
     parents = _modules_of(module.removesuffix(".*") for module in modules)
-    mend = suggestion(pattern, [*names, *modules, *parents], cutoff=0.5)
-    seen = f'"{pattern}" matches no parameter'
-    return Problem(place, seen, f'a name such as "{known[0]}", * for any letters', mend)
+    hint = suggestion(pattern, [*names, *modules, *parents], cutoff=0.5)
+    actual = f'"{pattern}" matches no parameter'
+    return Problem(place, actual, f'a name such as "{known[0]}", * for any letters', hint)
 
 
 def _modules_of(names: Iterable[str]) -> list[str]:

@@ -1,6 +1,6 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT, around the modules of a model's spec.
 
-The base is read under its own names and held as it is; files and checkpoints have the adapters
+The base is read under its own names and kept as it is; files and checkpoints have the adapters
 alone, under the names that PEFT gives them. Only linear layers within the blocks are adapted: so
 blocks stay what engines cut, shard and seed.
 """
@@ -96,13 +96,13 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
     published = _published(model)
     made = scalings_of(model)
     if odd := sorted(made.keys() ^ set(targets)):
-        seen = f"PEFT gives {len(made)} adapters for {len(targets)} layers: {listed(odd)}"
-        raise ConfigError(Problem("trainer.adapter.targets", seen, "one for each layer"))
+        actual = f"PEFT gives {len(made)} adapters for {len(targets)} layers: {listed(odd)}"
+        raise ConfigError(Problem("trainer.adapter.targets", actual, "one for each layer"))
     training = _training(spec, model, published)
     values = sum(parameter.numel() for parameter in model.parameters())
-    held = sum(training.frozen.values())
-    learned = f"{(values - held) / 1e6:,.2f} M values are trained"
-    still = f"the other {held / 1e6:,.1f} M of {spec.name} are frozen"
+    frozen = sum(training.frozen.values())
+    learned = f"{(values - frozen) / 1e6:,.2f} M values are trained"
+    still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
     note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
     head, plain = spec.build().get_output_embeddings(), spec.language.plain_head  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
@@ -193,10 +193,10 @@ def _published(model: nn.Module) -> dict[str, str]:
 
     named = dict(model.named_parameters(remove_duplicate=False))
     ours = {id(parameter): name for name, parameter in named.items()}
-    found = get_peft_model_state_dict(
+    state = get_peft_model_state_dict(
         model, state_dict=named, adapter_name=lora_weights.ADAPTER, save_embedding_layers=False
     )
-    return {ours[id(value)]: f"base_model.model.{name}" for name, value in found.items()}
+    return {ours[id(value)]: f"base_model.model.{name}" for name, value in state.items()}
 
 
 def _settings(options: Any, config: Any) -> dict[str, Any]:

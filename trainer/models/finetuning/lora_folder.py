@@ -66,14 +66,14 @@ def completed(options: AdapterSection) -> AdapterSection:
     if unsupported:
         expected, mend = "LoRA with the keys of trainer.adapter", "Merge it into its base."
         raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, mend))
-    found = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
-    found["modules_to_save"] = found["modules_to_save"] or []
-    _, problems = validate({"model": {"name_or_path": "any base"}, "adapter": found})
+    completed = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
+    completed["modules_to_save"] = completed["modules_to_save"] or []
+    _, problems = validate({"model": {"name_or_path": "any base"}, "adapter": completed})
     if problems:
         raise ConfigError(*(replace(one, place=f"{file}: {one.place}") for one in problems))
-    found["alpha"] = float(found["alpha"])
+    completed["alpha"] = float(completed["alpha"])
     plain = AdapterSection()
-    for key, value in found.items():
+    for key, value in completed.items():
         own = getattr(options, key)
         if not _alike(own, value) and not _alike(own, getattr(plain, key)):
             expected = f"{show(value)}, as in {file}"
@@ -81,7 +81,7 @@ def completed(options: AdapterSection) -> AdapterSection:
             problems.append(Problem(place, f"saw {show(own)}", expected, "Leave it out."))
     if problems:
         raise ConfigError(*problems)
-    return options.model_copy(update=found)
+    return options.model_copy(update=completed)
 
 
 def _with_layers(given: dict[str, Any]) -> dict[str, Any]:
@@ -107,16 +107,16 @@ def started(
     place = f"{PLACE}: {folder / STEM}.safetensors"
     with refused(place, "the adapter's safetensors", OSError, SafetensorError):
         weights = SafetensorsFolder(folder, STEM, published)
-        found = {name: tuple(weights[name].shape) for name in weights.names()}
+        there = {name: tuple(weights[name].shape) for name in weights.names()}
     differences = []
-    missing, more = sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys())
+    missing, more = sorted(shapes.keys() - there.keys()), sorted(there.keys() - shapes.keys())
     if missing:
         differences.append(f"{len(missing)} tensors are not there ({missing[0]}, ...)")
     if more:
         differences.append(f"{len(more)} have no place in the model ({more[0]}, ...)")
-    for name in sorted(shapes.keys() & found.keys()):
-        if shapes[name] != found[name]:
-            differences.append(f"{name} is {list(found[name])} and not {list(shapes[name])}")
+    for name in sorted(shapes.keys() & there.keys()):
+        if shapes[name] != there[name]:
+            differences.append(f"{name} is {list(there[name])} and not {list(shapes[name])}")
             break
     if differences:
         expected = "an adapter of this base: trainer.model.name_or_path"

@@ -90,14 +90,14 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
     from peft import get_peft_model, set_peft_model_state_dict
 
     # each tensor is one number, by which it is known wherever PEFT puts it
-    names, found = sorted(shapes), dict[str, str]()
+    names, renamed = sorted(shapes), dict[str, str]()
     tensors = {
         name: torch.tensor(float(index)).expand(shapes[name]) for index, name in enumerate(names)
     }
 
     def note(module: nn.Module, loaded: Mapping[str, torch.Tensor], *_: Any) -> None:
         for name, value in loaded.items():
-            found[name.removeprefix(_PREFIX)] = names[int(value.flatten()[0])]
+            renamed[name.removeprefix(_PREFIX)] = names[int(value.flatten()[0])]
 
     with _silent():
         with torch.device("meta"):
@@ -105,8 +105,8 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
         model.register_load_state_dict_pre_hook(note)
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
     for name in result.unexpected_keys:
-        found.pop(name.removeprefix(_PREFIX), None)
-    return Adapters(scalings_of(model, _PREFIX), found)
+        renamed.pop(name.removeprefix(_PREFIX), None)
+    return Adapters(scalings_of(model, _PREFIX), renamed)
 
 
 def loadable(
@@ -145,12 +145,12 @@ def loadable(
     if reason := difference(by_parameter):
         import peft
 
-        seen = f"PEFT {peft.__version__} would open the adapter {reason}"
+        actual = f"PEFT {peft.__version__} would open the adapter {reason}"
         expected = "one that it opens with the matrices that are trained"
-        mend = "Leave these out of trainer.adapter.targets, or take another version of PEFT"
+        hint = "Leave these out of trainer.adapter.targets, or take another version of PEFT"
         if config.use_dora and lost:
-            mend = f"Set trainer.adapter.dora to false, or leave out {listed(sorted(lost))}"
-        raise ConfigError(Problem("trainer.adapter", seen, expected, mend))
+            hint = f"Set trainer.adapter.dora to false, or leave out {listed(sorted(lost))}"
+        raise ConfigError(Problem("trainer.adapter", actual, expected, hint))
     return by_parameter
 
 
@@ -177,10 +177,12 @@ def check_folder(folder: Path, config: Any, shapes: Shapes) -> None:
     place, expected = f"{folder / STEM}.safetensors", "the adapter that is trained"
     with refused(place, expected, OSError, SafetensorError, raises=DiskError):
         weights = SafetensorsFolder(folder, STEM)
-        found = {name: tuple(weights[name].shape) for name in weights.names()}
-    if odd := [name for name in {**found, **shapes} if found.get(name) != shapes.get(name)]:
-        seen = f"{len(found)} tensors, of which {listed(sorted(odd), 2)} should not be so"
-        raise DiskError(Problem(place, seen, f"the {len(shapes)} of {expected}"))
+        shapes_there = {name: tuple(weights[name].shape) for name in weights.names()}
+    if odd := [
+        name for name in {**shapes_there, **shapes} if shapes_there.get(name) != shapes.get(name)
+    ]:
+        actual = f"{len(shapes_there)} tensors, of which {listed(sorted(odd), 2)} should not be so"
+        raise DiskError(Problem(place, actual, f"the {len(shapes)} of {expected}"))
     place = str(folder / CONFIG)
     with refused(place, expected, OSError, ValueError, TypeError, raises=DiskError):
         saved, own = LoraConfig.from_pretrained(str(folder)).to_dict(), config.to_dict()

@@ -45,13 +45,15 @@ def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]
 
     Raises ConfigError if there is none, or one that is not in `linear`.
     """
-    found = [name for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
-    others = [name for name in found if name not in linear]
-    if others or not found:
-        seen = f"{show(pattern)} matches {listed(others) if found else 'no module'}"
+    matched = [
+        name for name, module in model.named_modules() if name and re.fullmatch(pattern, name)
+    ]
+    others = [name for name in matched if name not in linear]
+    if others or not matched:
+        seen = f"{show(pattern)} matches {listed(others) if matched else 'no module'}"
         short = listed(_patterns(linear), 12)
         raise ConfigError(Problem(_TARGETS, seen, f"linear layers of the blocks alone: {short}"))
-    return found
+    return matched
 
 
 def left_out(
@@ -126,10 +128,10 @@ def check_saved(
     problems = []
     for index, name in enumerate(wanted):
         place = f"{_SAVED}[{index}]"
-        found = [module for module in modules if module.endswith(name) and name]
-        inside = [t for t in targets for m in found if f"{t}.".startswith(f"{m}.")]
-        shared = [n for n in tied for m in found if n.startswith(f"{m}.")]
-        if not any(any(True for _ in modules[module].parameters()) for module in found):
+        matching = [module for module in modules if module.endswith(name) and name]
+        inside = [t for t in targets for m in matching if f"{t}.".startswith(f"{m}.")]
+        shared = [n for n in tied for m in matching if n.startswith(f"{m}.")]
+        if not any(any(True for _ in modules[module].parameters()) for module in matching):
             mend = suggestion(name, _last_parts(module for module in modules if module))
             seen = f'"{name}" is no module with parameters'
             problems.append(Problem(place, seen, "the name of one", mend))

@@ -26,7 +26,7 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
     aliases = aliases_of(model)
     named = model.named_parameters(remove_duplicate=False)
     sizes = {name: p.numel() for name, p in named if p.requires_grad}
-    found: dict[str, Tuning] = {}
+    tunings: dict[str, Tuning] = {}
     problems, notes = list[Problem](), list[str]()
     for index, group in enumerate(groups):
         place, missed, names = f"trainer.parameter_groups[{index}].names", False, set[str]()
@@ -36,22 +36,24 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
             if not matched:
                 problems.append(unmatched(place, pattern, list(sizes)))
                 missed = True
-        names -= found.keys()
+        names -= tunings.keys()
         if names:
             notes.append(_note(group, len(names), sum(sizes[name] for name in names), index))
         elif not missed:
-            seen = "earlier groups have all that matches"
+            actual = "earlier groups have all that matches"
             expected = "a parameter that is in none of them"
-            problems.append(Problem(place, seen, expected, "The first group that matches counts."))
-        found |= dict.fromkeys(names, Tuning(group.lr_multiplier, group.weight_decay))
+            problems.append(
+                Problem(place, actual, expected, "The first group that matches counts.")
+            )
+        tunings |= dict.fromkeys(names, Tuning(group.lr_multiplier, group.weight_decay))
     if problems and not copied:
         raise ConfigError(*problems)
-    whole = _tuning(replace(spec, notes=(*spec.notes, *notes)), found)
-    return tiny_with(whole, found, _tuning, "some of trainer.parameter_groups")
+    whole = _tuning(replace(spec, notes=(*spec.notes, *notes)), tunings)
+    return tiny_with(whole, tunings, _tuning, "some of trainer.parameter_groups")
 
 
-def _tuning(spec: ModelSpec, found: Mapping[str, Tuning]) -> ModelSpec:
-    return replace(spec, training=replace(spec.training, tuned=found))
+def _tuning(spec: ModelSpec, tunings: Mapping[str, Tuning]) -> ModelSpec:
+    return replace(spec, training=replace(spec.training, tuned=tunings))
 
 
 def _note(group: ParameterGroup, count: int, values: int, index: int) -> str:

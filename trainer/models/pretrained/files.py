@@ -90,12 +90,12 @@ def stored_tensors(folder: Path, config: Any) -> StoredTensors:
         hint = f"Remove {ADAPTER}, or name a folder that the adapter was merged into"
         raise ConfigError(Problem(place, actual, "a model alone", hint))
     named = getattr(config, "transformers_weights", None)
-    found = next((name for name in SAFETENSORS if (folder / name).is_file()), None)
-    if named is not None and named != found:
-        expected = f"weights in {found or ' or '.join(SAFETENSORS)}"
+    name = next((name for name in SAFETENSORS if (folder / name).is_file()), None)
+    if named is not None and named != name:
+        expected = f"weights in {name or ' or '.join(SAFETENSORS)}"
         hint = "Save the model by transformers' save_pretrained"
         raise ConfigError(Problem(place, f"transformers_weights {named!r:.100}", expected, hint))
-    if found is not None:
+    if name is not None:
         with refused(str(folder), "safetensors files", SafetensorError, OSError):
             return SafetensorsFolder(folder)
     whole, index = (folder / name for name in PICKLES)

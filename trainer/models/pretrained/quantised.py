@@ -35,8 +35,8 @@ CODES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8
 def stored_config(config: Any) -> Mapping[str, Any] | None:
     """Return the `quantization_config` of a model's config, or of the part that is its text."""
     text = config.get_text_config(decoder=True)
-    found = getattr(config, KEY, None) or getattr(text, KEY, None)
-    return found if found is None or isinstance(found, Mapping) else found.to_dict()
+    stored = getattr(config, KEY, None) or getattr(text, KEY, None)
+    return stored if stored is None or isinstance(stored, Mapping) else stored.to_dict()
 
 
 def remove_config(config: Any) -> None:
@@ -65,9 +65,9 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
         parsed = AutoQuantizationConfig.from_dict({**values, "dequantize": True})
         if getattr(parsed, "dequantize", False) is not True:
             raise unsupported
-        found = AutoHfQuantizer.from_config(parsed, pre_quantized=True)
-        found.validate_environment()
-        if not found.get_weight_conversions():
+        quantizer = AutoHfQuantizer.from_config(parsed, pre_quantized=True)
+        quantizer.validate_environment()
+        if not quantizer.get_weight_conversions():
             raise unsupported
         reason = "a transform_config" if values.get("transform_config") else _mixed(parsed)
     except ImportError as error:
@@ -81,7 +81,7 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
     if reason:
         actual = f"{actual} with {reason}, which transformers does not dequantise"
         raise ConfigError(Problem(place, actual, expected, "Take the base before that"))
-    return found
+    return quantizer
 
 
 def _mixed(parsed: Any) -> str:

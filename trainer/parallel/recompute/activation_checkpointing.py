@@ -132,9 +132,9 @@ class _Results(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found, name = func(*args, **kwargs), getattr(func, "_opname", "")
+        result, name = func(*args, **kwargs), getattr(func, "_opname", "")
         if name in self._copied:
-            return tree_map_only(torch.Tensor, torch.clone, found)
+            return tree_map_only(torch.Tensor, torch.clone, result)
         if self._written is not None:
             for place, argument in _written_over(func):
                 given = args[place] if place < len(args) else kwargs.get(argument)
@@ -143,9 +143,9 @@ class _Results(TorchDispatchMode):
                     if kept is not None and not kept[1].expired():
                         self._written.add(kept[0])
             if is_kept(func):
-                refs = [StorageWeakRef(local(t).untyped_storage()) for t in _tensors(found)]
+                refs = [StorageWeakRef(local(t).untyped_storage()) for t in _tensors(result)]
                 self._kept |= {ref.cdata: (name, ref) for ref in refs}
-        return found
+        return result
 
 
 @cache

@@ -76,8 +76,8 @@ def _in_tiles(forward: Forward, tokens: int, parts: int, hidden: torch.Tensor) -
         run = partial(checkpoint, run, use_reentrant=False, preserve_rng_state=False)
     rows = F.pad(hidden, (0, 0, 0, -length % parts)) if parts > 1 else hidden
     given = rows.unflatten(1, (parts, -1)).chunk(count, 2)
-    found = [run(tile).unflatten(1, (-1, tile.shape[2])) for tile in given]
-    return torch.cat(found, 2).flatten(1, 2)[:, :length]
+    outputs = [run(tile).unflatten(1, (-1, tile.shape[2])) for tile in given]
+    return torch.cat(outputs, 2).flatten(1, 2)[:, :length]
 
 
 def _computed(forward: Forward, tile: torch.Tensor) -> torch.Tensor:

@@ -133,7 +133,7 @@ class ExpertLoads:
             return  # computed again, in a backward pass
         chosen, real = _chosen(args, kwargs), self._real
         if len(chosen) < real.numel():  # each tensor rank has a part of the tokens
-            real = Exchange(self._mesh.axis("tensor")).divide(real, 1)
+            real = Exchange(self._mesh.axis("tensor")).scatter(real, 1)
         elif self._mesh.rank("tensor"):  # the first has counted the same
             return
         load.scatter_add_(0, chosen.flatten(), real.reshape(-1, 1).expand_as(chosen).flatten())

@@ -62,8 +62,8 @@ def spread(experts: nn.Module, ranks: Exchange, part: Part, alike: Exchange | No
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if alike is None:
             return routed(hidden, chosen, weights)
-        parts = (alike.divide(whole, 0) for whole in (hidden, chosen, weights))
-        return alike.join(routed(*parts), 0, len(hidden))
+        parts = (alike.scatter(whole, 0) for whole in (hidden, chosen, weights))
+        return alike.gather(routed(*parts), 0, len(hidden))
 
     replace_forward(experts, forward)
 

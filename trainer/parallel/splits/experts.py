@@ -33,12 +33,12 @@ def apply(experts: nn.Module, ranks: Exchange, part: Part, tokens: bool) -> None
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if not tokens:
-            hidden, weights = ranks.enter(hidden), ranks.enter(weights)
-            return ranks.leave(_part(experts, plain, rank, hidden, chosen, weights))
+            hidden, weights = ranks.copy_to(hidden), ranks.copy_to(weights)
+            return ranks.reduce_from(_part(experts, plain, rank, hidden, chosen, weights))
         total = size * len(hidden)
-        hidden, weights = (ranks.join_entering(each, 0, total) for each in (hidden, weights))
-        given = hidden, ranks.join(chosen, 0, total), weights
-        return ranks.divide_leaving(_part(experts, plain, rank, *given), 0)
+        hidden, weights = (ranks.gather_to(each, 0, total) for each in (hidden, weights))
+        given = hidden, ranks.gather(chosen, 0, total), weights
+        return ranks.reduce_scatter(_part(experts, plain, rank, *given), 0)
 
     replace_forward(experts, forward)
 
@@ -70,5 +70,5 @@ def problems(spec: ModelSpec, ranks: int) -> Iterator[tuple[str, str]]:
         elif len(sizes) != 1 or any("." in key for key, _ in modules[name].named_parameters()):
             yield f"{name} is no stack of experts", "parameters stacked over the experts"
         elif (size := sizes.pop()) % ranks:
-            seen = f"{size} experts = {size // ranks} x {ranks} + {size % ranks}"
-            yield seen, f"a multiple of {ranks}"
+            actual = f"{size} experts = {size // ranks} x {ranks} + {size % ranks}"
+            yield actual, f"a multiple of {ranks}"

@@ -120,16 +120,16 @@ def _by_columns(
     """Return this rank's columns, or all."""
     given = entry.entered(given, style)
     output = _product(layer, given, None if layer.bias is None else local(layer.bias))
-    return ranks.join(output, -1, style.width) if style.whole else output
+    return ranks.gather(output, -1, style.width) if style.whole else output
 
 
 def _by_rows(
     layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum over the ranks, of which one with a part of the sequence keeps that part."""
-    given = ranks.divide(given, -1) if style.whole else given
+    given = ranks.scatter(given, -1) if style.whole else given
     term = _product(layer, given)
-    output = ranks.leave(term) if entry.sequence is None else ranks.divide_leaving(term, 1)
+    output = ranks.reduce_from(term) if entry.sequence is None else ranks.reduce_scatter(term, 1)
     return output if layer.bias is None else output + layer.bias
 
 
@@ -154,9 +154,9 @@ class _Entry:
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def entering(hidden: torch.Tensor) -> torch.Tensor:
             if self.sequence is not None:
-                hidden = self.sequence.join(hidden, self._terms)
+                hidden = self.sequence.gather(hidden, self._terms)
             elif self._terms:
-                hidden = self._ranks.enter(hidden)
+                hidden = self._ranks.copy_to(hidden)
             self._given, self._entered = hidden, hidden if self._terms else None
             return hidden
 
@@ -170,9 +170,9 @@ class _Entry:
         if self._terms and self._given is not None and not style.whole:
             return given
         if given is not self._given:
-            return self._ranks.enter(given)
+            return self._ranks.copy_to(given)
         if self._entered is None:
-            self._entered = self._ranks.enter(given)
+            self._entered = self._ranks.copy_to(given)
         return self._entered
 
 
@@ -242,7 +242,9 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         rows = replace(layout, sequence_parallel=False)
         if layout.sequence_parallel and not _difference(spec, rows):
             place = f"tensor_parallel.sequence_parallel: {spec.name}"
-            hint = "Set it to false: each rank then works on whole rows between the split matrices."
+            hint = (
+                "Set it to false: each rank then works on whole sequences between split matrices."
+            )
         problems = {Problem(place, seen, "what one process computes", hint): None}
     if problems:
         raise ConfigError(*problems)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.shared_rows import ContextRanks, Division
+from trainer.distributed.context_ranks import ContextRanks, Division
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
@@ -18,24 +18,26 @@ from trainer.trial.setup import TOLERANCE, batches, own_randomness, tiny
 
 
 def check(spec: ModelSpec, task: Any, layout: Layout, packed: bool) -> None:
-    """Raise ConfigError for a model that can't be trained exactly on parts of its rows."""
+    """Raise ConfigError for a model that can't be trained exactly on parts of its sequences."""
     place = f"sequence_parallel_size: {spec.name}"
-    hint = "Remove it, or set it to 1: each rank then has whole rows."
-    problems = [Problem(place, seen, expected, hint) for seen, expected in _problems(spec)]
+    hint = "Remove it, or set it to 1: each rank then has whole sequences."
+    problems = [Problem(place, actual, expected, hint) for actual, expected in _problems(spec)]
     in_groups = division_of(layout, spec.language.heads).groups > 1
-    if not problems and (seen := _difference(spec, task, packed, in_groups)):
-        problems = [Problem(place, seen, "tokens that meet in attention alone", hint)]
+    if not problems and (actual := _difference(spec, task, packed, in_groups)):
+        problems = [Problem(place, actual, "tokens that meet in attention alone", hint)]
     if problems:
         raise ConfigError(*problems)
 
 
 def _problems(spec: ModelSpec) -> Iterator[tuple[str, str]]:
     if spec.tiny.input is not None or not spec.language.vocabulary:
-        yield "it is no language model of transformers", "rows of tokens to divide"
+        yield "it is no language model of transformers", "sequences to divide"
         return
     if spec.language.own_loss:
-        seen = "the router's loss (output_router_logits) is a product of means over whole rows"
-        yield seen, "output_router_logits false"
+        actual = (
+            "the router's loss (output_router_logits) is a product of means over whole sequences"
+        )
+        yield actual, "output_router_logits false"
 
 
 class _Differs(Exception):
@@ -83,8 +85,8 @@ class _Recorded(ContextRanks):
             _compare(first, output[:, :, : first.shape[2]], "a head depends on other heads")
             for begin, end in self.sections:
                 own = query[:, :, begin:end], *(part[:, :, :end] for part in heads[1:])
-                found = compute(*own, section=(begin, end))[0]
-                _compare(found, output[:, begin:end], "a token sees later ones")
+                attention = compute(*own, section=(begin, end))[0]
+                _compare(attention, output[:, begin:end], "a token sees later ones")
             self._calls.append((*heads, output))
             return output, weights
         if self._next == len(self._calls):
@@ -119,8 +121,8 @@ def _difference(spec: ModelSpec, task: Any, packed: bool, in_groups: bool) -> st
         if rank is not None:
             ranks.take(rank)
         torch.default_generator.manual_seed(1)
-        found: torch.Tensor = own.loss_sum(model.train(), batch)
-        return found
+        total: torch.Tensor = own.loss_sum(model.train(), batch)
+        return total
 
     with own_randomness(), torch.no_grad():
         try:

@@ -37,9 +37,9 @@ class TokenParts:
         """The number of tokens of the rows in the forward pass that runs."""
 
     def apply(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Divide hidden states where they enter the first block, and join what the last gives.
+        """Divide hidden states where they enter the first block, and gather what the last returns.
 
-        In between dropout draws for whole rows, of which this rank's part counts.
+        In between dropout draws for whole sequences, of which this rank's part counts.
         """
         model.get_submodule(blocks[0]).register_forward_pre_hook(self._divided, with_kwargs=True)
         model.get_submodule(blocks[-1]).register_forward_hook(self._joined)
@@ -47,21 +47,21 @@ class TokenParts:
             if isinstance(module, nn.Dropout):
                 replace_forward(module, partial(self._dropped, module, module.forward))
 
-    def join(self, part: torch.Tensor, terms: bool) -> torch.Tensor:
-        """Return whole rows, of which each rank uses all: for its terms, or for the same."""
-        join = self._ranks.join_entering if terms else self._ranks.join
-        return join(part, 1, self._length)
+    def gather(self, part: torch.Tensor, terms: bool) -> torch.Tensor:
+        """Return whole sequences, of which each rank uses all: for its terms, or for the same."""
+        gather = self._ranks.gather_to if terms else self._ranks.gather
+        return gather(part, 1, self._length)
 
     def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         def divide(hidden: torch.Tensor) -> torch.Tensor:
             self._length = hidden.shape[1]
-            return self._ranks.divide(hidden, 1)
+            return self._ranks.scatter(hidden, 1)
 
         return with_first(divide, args, kwargs)
 
     def _joined(self, module: nn.Module, inputs: Any, output: Any) -> Any:
         part, *rest = output if isinstance(output, tuple) else (output,)
-        whole = self._ranks.join(part, 1, self._length)
+        whole = self._ranks.gather(part, 1, self._length)
         return (whole, *rest) if isinstance(output, tuple) else whole
 
     def _dropped(
@@ -71,4 +71,4 @@ class TokenParts:
         if not dropout.training or not dropout.p or given.shape[1] != parts:
             return draw(given)
         ones = given.new_ones(len(given), self._length, *given.shape[2:])
-        return given * self._ranks.divide(draw(ones), 1)
+        return given * self._ranks.scatter(draw(ones), 1)

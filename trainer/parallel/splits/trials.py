@@ -158,12 +158,12 @@ class _Pass(TorchDispatchMode):
         wrong = differing(ours, {"": whole._loss} | theirs, 10 * TOLERANCE)
         for name, output in whole._outputs.items() if wrong else ():
             given = self._outputs.get(name, output)
-            like = output if given.shape == output.shape else self._ranks.divide(output, 1)
+            like = output if given.shape == output.shape else self._ranks.scatter(output, 1)
             if given.shape == like.shape and differing({"": given}, {"": like}, 10 * TOLERANCE):
-                yield f"{pattern_of(name)} gives something else on ranks that have a part each"
+                yield f"{pattern_of(name)} computes something else when it is split over ranks"
         if wrong:
             what = f"the gradient of {pattern_of(wrong[0])}" if wrong[0] else "the loss"
-            yield f"{what} is another on ranks that have a part each, by {wrong[1]:.1e}"
+            yield f"{what} differs when it is split over ranks, by {wrong[1]:.1e}"
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
         first, name = output[0] if isinstance(output, tuple) else output, self._places.pop()

@@ -1,8 +1,8 @@
 """Table, head and loss split over the vocabulary: no tensor rank has all logits (Megatron-LM, arXiv
 1909.08053, section 3).
 
-Each rank has the same number of words, the last fewer if they do not divide. Only this rank's rows
-are looked up, and the ranks' vectors summed; `trainer/tasks/words.py` has the loss.
+Each rank's shard has the same size, the last a smaller one if they do not divide. Only this rank's
+rows are looked up, and the ranks' vectors summed; `tasks/cross_entropy.py` has the loss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.distributed.dtensor import local, part_of
-from trainer.distributed.exchange import words_of
+from trainer.distributed.exchange import vocabulary_shard_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_rows, replace_forward
 
@@ -32,7 +32,7 @@ def apply(model: nn.Module, mesh: DeviceMesh) -> None:
             module.register_parameter(name, split[parameter])
         if isinstance(module, nn.Embedding):
             replace_forward(module, partial(_looked_up, module, module.forward))
-        elif type(module) is nn.Linear:  # a head that gives the loss knows its words
+        elif type(module) is nn.Linear:  # a head that gives the loss knows its shard
             replace_forward(module, partial(_logits, module))
 
 
@@ -49,7 +49,7 @@ def whole_because(model: nn.Module, spec: ModelSpec, ranks: int) -> str | None:
         return "another module shares its table or head"
     for size in {len(parameter) for module in ends for parameter in module.parameters()}:
         if -(-size // ranks) * (ranks - 1) >= size:
-            return f"{size} words leave one of {ranks} ranks without any"
+            return f"a vocabulary of {size} leaves one of {ranks} ranks without a part"
     return None
 
 
@@ -62,18 +62,18 @@ def note_of(spec: ModelSpec, ranks: int) -> str:
 
 
 def _ends(model: nn.Module) -> list[nn.Module]:
-    """List the tables of input words and the heads, with those that an adapter wraps."""
+    """List the input embeddings and the heads, with those that an adapter wraps."""
     ends = [model.get_input_embeddings(), model.get_output_embeddings()]  # type: ignore[operator]
     inner = [module for end in ends for module in end.modules()]
     return [module for module in inner if isinstance(module, nn.Embedding | nn.Linear)]
 
 
 def _logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
-    """Return the logits of this rank's words."""
-    words, bias = words_of(head.weight), head.bias
-    assert words is not None
+    """Return the logits of this rank's shard."""
+    shard, bias = vocabulary_shard_of(head.weight), head.bias
+    assert shard is not None
     own = None if bias is None else local(bias)
-    return F.linear(words.ranks.enter(hidden), local(head.weight), own)
+    return F.linear(shard.ranks.copy_to(hidden), local(head.weight), own)
 
 
 def looks_up(module: nn.Module) -> bool:
@@ -87,13 +87,13 @@ def looks_up(module: nn.Module) -> bool:
 def _looked_up(
     table: nn.Embedding, look_up: Callable[[torch.Tensor], torch.Tensor], ids: torch.Tensor
 ) -> torch.Tensor:
-    """Return the vectors [..., h] of words [...]: the sum over the ranks, one of which has each."""
-    words = words_of(table.weight)
-    assert words is not None
-    index, own = words.find(ids)
+    """Return the vectors [..., h] of tokens [...]: the sum over ranks, one of which has each."""
+    shard = vocabulary_shard_of(table.weight)
+    assert shard is not None
+    index, own = shard.find(ids)
     padding = table.padding_idx
     if padding is not None:
-        padding = padding - words.start if words.start <= padding < words.stop else None
+        padding = padding - shard.start if shard.start <= padding < shard.stop else None
     with has_rows(table, local(table.weight), padding):
         vectors = look_up(index)
-    return words.ranks.leave(vectors.where(own.unsqueeze(-1), 0))
+    return shard.ranks.reduce_from(vectors.where(own.unsqueeze(-1), 0))

@@ -13,8 +13,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.distributed.exchange import words_of_head
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.context_ranks import ContextRanks
+from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.tasks.attention import Attention, attend, attention_of, documents_of
@@ -36,7 +36,7 @@ class CausalLM:
     follows input_ids[t].
 
     No attention mask is needed: padding is at the end, where a causal model's real tokens never
-    look. A sample of several documents that must not see one another has their lengths, `documents`
+    look. A sample of several documents that are kept apart has their lengths, `documents`
     [k]; the model's own code makes masks of them.
     """
 
@@ -187,9 +187,9 @@ class CausalLM:
         if self._fused_head:
             return _head(model)(self.hidden(model, batch), self._own(batch, "targets"))  # type: ignore[no-any-return]
         smoothing, observe = (self._smoothing, self._observe) if model.training else (0.0, None)
-        logits, words = self.logits(model, batch), words_of_head(_head(model))
+        logits, shard = self.logits(model, batch), vocabulary_shard_of_head(_head(model))
         targets = self._own(batch, "targets")
-        return logits_cross_entropy(logits, targets, smoothing, observe, words)
+        return logits_cross_entropy(logits, targets, smoothing, observe, shard)
 
     def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of the model's own `forward(labels=...)`."""
@@ -234,9 +234,9 @@ class CausalLM:
         """
         if not self._fused_head and not self._own_loss:
             logits, targets = self.logits(model, batch), self._own(batch, "targets")
-            words = words_of_head(_head(model))
-            loss = logits_cross_entropy(logits, targets, words=words)
-            return torch.stack([loss, count_correct(logits, targets, words)])
+            shard = vocabulary_shard_of_head(_head(model))
+            loss = logits_cross_entropy(logits, targets, shard=shard)
+            return torch.stack([loss, count_correct(logits, targets, shard)])
         loss = self.loss_sum(model, batch)
         if self._fused_head:
             return torch.stack([loss, _head(model).take_correct()])

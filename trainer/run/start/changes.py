@@ -37,10 +37,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     would not be the same run.
     """
     saved = checkpoint.read_description(source)
-    hint = (
-        "Undo the change, start a new run with --fresh, or resume in spite of it with "
-        "--resume-anyway"
-    )
+    hint = "Undo the change, start a new run with --fresh, or resume anyway with --resume-anyway"
     known, notes = _comparable(saved.get("data", description["data"]), description["data"])
     if data := differences(known, description["data"]):
         expected = "what the checkpoint was made with"

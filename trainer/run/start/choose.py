@@ -57,7 +57,7 @@ def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = 
     folder, state, lines = _taken(base, config.raw, request, ranks)
     if state == Earlier.FINISHED:
         return _finished(config, folder, ranks)
-    if len(set(ranks.keepers)) < 2:
+    if len(set(ranks.node_firsts)) < 2:
         folders.check_shared(folder, ranks)
     below = checkpoint.WEIGHTS_ALONE if request.weights_only else checkpoint.ALL
     source = None
@@ -66,10 +66,10 @@ def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = 
     elif state == Earlier.RESUMES:
         source, lines = _newest(folder, ranks, below)
     upload = _upload(address, folder, ranks) if address else None
-    ranks.on_keepers(lambda: status.begin(folder))  # its earlier end is forgotten
+    ranks.on_node_firsts(lambda: status.begin(folder))  # its earlier end is forgotten
     if request.script:
         lines = [in_python(line) for line in lines]
-    order = KEYED if source is None else ranks.on_keepers(lambda: _order_of(source))
+    order = KEYED if source is None else ranks.on_node_firsts(lambda: _order_of(source))
     return Start(folder, source, [*back, *lines], ranks=ranks, order=order, upload=upload)
 
 
@@ -81,8 +81,8 @@ def _finished(config: Config, folder: Path, ranks: Ranks) -> Start:
     lacks = bool(address and ranks.await_first(lambda: Upload(address, folder).lacking(own)))
     upload = None
     if lacks or pushes:
-        ranks.on_keepers(lambda: locks.take_over(folder))
-        ranks.on_keepers(lambda: status.begin(folder))
+        ranks.on_node_firsts(lambda: locks.take_over(folder))
+        ranks.on_node_firsts(lambda: status.begin(folder))
         upload = _upload(address, folder, ranks) if address and lacks else None
     return Start(folder, finished=True, ranks=ranks, upload=upload, pushes=pushes)
 
@@ -92,7 +92,7 @@ def _brought_back(
 ) -> list[str]:
     """Check an address; copy the run from there if no machine has it. Return lines. Collective.
 
-    A restore that was killed is ended, or begun anew.
+    A restore that was killed is ended, or begun again.
     """
     if address:
         progress.begin(address)  # which may not answer for a while
@@ -105,19 +105,19 @@ def _brought_back(
             wanted = address and not begins and not folders.numbers(base)
             return restore(address or "", base, progress) if wanted else []
 
-    here = any(ranks.each_keeper(lambda: folders.numbers(base)).values())
+    here = any(ranks.each_node_first(lambda: folders.numbers(base)).values())
     unsettled = ranks.on_first(lambda: has_restored(base))
     return ranks.await_first(bring) if unsettled or (address and not begins and not here) else []
 
 
 def _upload(address: str, folder: Path, ranks: Ranks) -> Upload:
     """Become the only writer of the copy at an address. Collective; raises DiskError."""
-    upload, marks = Upload(address, folder), ranks.each_keeper(lambda: mark_at(str(folder)))
+    upload, marks = Upload(address, folder), ranks.each_node_first(lambda: mark_at(str(folder)))
     mark = ranks.on_first(lambda: next(filter(None, marks.values()), {"token": uuid4().hex}))
-    ranks.on_keepers(lambda: replace_file(folder / MARK, to_json(mark)))
+    ranks.on_node_firsts(lambda: replace_file(folder / MARK, to_json(mark)))
     ranks.await_first(lambda: upload.claim(mark))
     settled = {key: value for key, value in mark.items() if key != "damaged"}
-    ranks.on_keepers(lambda: replace_file(folder / MARK, to_json(settled)))
+    ranks.on_node_firsts(lambda: replace_file(folder / MARK, to_json(settled)))
     return upload
 
 
@@ -127,7 +127,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     A machine without the run follows those that have it. Collective; raises ConfigError if they
     have different runs.
     """
-    of_machines = ranks.each_keeper(lambda: folders.numbers(base)).values()
+    of_machines = ranks.each_node_first(lambda: folders.numbers(base)).values()
     known = {number for found in of_machines for number in found}
     last = next(number for number in count() if number + 1 not in known)
     if len(of_machines) > 1:  # earlier runs may have been on machines that are gone
@@ -139,7 +139,11 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             return None
         return _state(folder, raw, request), without_place(_request(folder))
 
-    found = {keeper: one for keeper, one in ranks.each_keeper(look).items() if one is not None}
+    found = {
+        node_first: one
+        for node_first, one in ranks.each_node_first(look).items()
+        if one is not None
+    }
     states = {state for state, _ in found.values()}
     state = next(
         (one for one in (Earlier.RESUMES, Earlier.FINISHED, Earlier.ANOTHER) if one in states),
@@ -154,9 +158,9 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             expected = "one run in the folders of all"
             raise ConfigError(Problem("trainer.run.node_local", actual, expected, hint)).share()
         if state == Earlier.RESUMES:
-            ranks.on_keepers(lambda: locks.take_over(folder))
+            ranks.on_node_firsts(lambda: locks.take_over(folder))
         return folder, state, []
-    note = f"{folder} was not finished and was started otherwise; --resume auto resumes it"
+    note = f"{folder} was not finished, and had other settings; --resume auto resumes it"
     lines = [note] if state == Earlier.ANOTHER else []
     number = last + 1
     while not _held_everywhere(folders.numbered(base, number), ranks):
@@ -165,11 +169,11 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
 
 
 def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
-    return all(ranks.each_keeper(lambda: locks.hold(folder)).values())
+    return all(ranks.each_node_first(lambda: locks.hold(folder)).values())
 
 
 def _state(folder: Path, raw: Any, request: Request) -> str:
-    """Return the state of the run in a folder, by which this one goes on with it or begins."""
+    """Return the state of the run in a folder, by which this one resumes it or begins."""
     if request.fresh or request.path is not None:
         return Earlier.NONE
     finished = not folders.is_unfinished(folder)
@@ -185,10 +189,10 @@ def _state(folder: Path, raw: Any, request: Request) -> str:
 
 def _given(path: Path, ranks: Ranks, below: tuple[str, ...]) -> Path:
     """Verify the checkpoint that the user gave. Raises ConfigError or DiskError. Collective."""
-    ranks.on_keepers(lambda: _check_path(path))
+    ranks.on_node_firsts(lambda: _check_path(path))
     problems = checkpoint.verify(path, ranks, below)
     ranks.on_first(lambda: _refuse(problems))
-    check_same(path, sorted(set(ranks.keepers)), ranks)
+    check_same(path, sorted(set(ranks.node_firsts)), ranks)
     return path
 
 
@@ -196,11 +200,11 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
     """Find the run's newest good checkpoint, if any, with lines for the user. Collective."""
     directory = folder / "checkpoints"
     source, lines = checkpoint.newest(directory, ranks, below)
-    beside = ranks.each_keeper(lambda: checkpoint.leftovers(directory)).values()
+    beside = ranks.each_node_first(lambda: checkpoint.leftovers(directory)).values()
     if left := sorted({path.name for paths in beside for path in paths}):
         lines = [*lines, f"left over in {directory}: {', '.join(left)}"]
     if source is None and any(checkpoint.DAMAGED in name for name in left):
-        hint = "Repair one and give its path to --resume, or start a run of its own with --fresh"
+        hint = "Repair one and give its path to --resume, or start a new run with --fresh"
         problem = Problem(str(directory), "; ".join(lines), hint=hint)
         ranks.on_first(lambda: _refuse([problem]))
     step = checkpoint.step_of(source) if source else 0
@@ -214,12 +218,14 @@ def _newest(folder: Path, ranks: Ranks, below: tuple[str, ...]) -> tuple[Path | 
 def as_begun(config: Config, start: Start) -> Config:
     """Return the config with what the resumed run decided on its documents, if that is open.
 
-    So a run that began while chats were concatenated by default goes on so.
+    So a run that began while chats were concatenated by default resumes so.
     """
     data, source = config.trainer.data, start.source
     if source is None or data.documents is not None or config.trainer.task not in TEXT.names:
         return config
-    saved = start.ranks.on_keepers(lambda: checkpoint.read_description(source).get("config") or {})
+    saved = start.ranks.on_node_firsts(
+        lambda: checkpoint.read_description(source).get("config") or {}
+    )
     documents = at(saved, "trainer.data.documents")
     if documents not in ("concatenate", "pad", "pack"):
         return config

@@ -133,7 +133,7 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
 
 
 def kept(folder: Path, ranks: Ranks) -> Ranks:
-    """Return the ranks with the keepers of `folder`, which some machines may share. Collective.
+    """Return the ranks with the first of each `folder`, which some machines may share. Collective.
 
     Raises DiskError if it can't be written.
     """
@@ -154,16 +154,20 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
         return min(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
 
     ranks.on_own(leave)
-    keepers = tuple(ranks.on_each(look))
+    node_firsts = tuple(ranks.on_each(look))
     with suppress(OSError):
         mark.unlink(missing_ok=True)
-    if odd := [rank for rank, keeper in enumerate(keepers) if keepers[keeper] != keeper]:
-        keeper = keepers[odd[0]]
-        actual = f"what rank {odd[0]} sees is not what rank {keeper} sees, which is there for it"
+    if odd := [
+        rank for rank, node_first in enumerate(node_firsts) if node_firsts[node_first] != node_first
+    ]:
+        node_first = node_firsts[odd[0]]
+        actual = (
+            f"what rank {odd[0]} sees is not what rank {node_first} sees, which is there for it"
+        )
         expected = "folders that are the same for all who see them"
         raise DiskError(Problem(str(folder), actual, expected)).share()
-    group = dist.new_group(sorted(set(keepers)), backend="gloo")
-    return replace(ranks, keepers=keepers, among_keepers=group)
+    group = dist.new_group(sorted(set(node_firsts)), backend="gloo")
+    return replace(ranks, node_firsts=node_firsts, among_node_firsts=group)
 
 
 def _leave_mark(folder: Path) -> str:

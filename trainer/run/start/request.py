@@ -65,7 +65,7 @@ class Start:
     finished: bool = False
     """True if the model is in its folder, and what is left to do is to copy and to push it."""
     ranks: Ranks = ALONE
-    """The ranks, with the keepers of folders."""
+    """The ranks, with the first rank of each node's folder."""
     order: int = KEYED
     """The version of the order of the run's samples, from its first step to its last."""
     upload: Upload | None = None

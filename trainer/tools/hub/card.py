@@ -81,5 +81,5 @@ def read_certificate(path: Path) -> Row:
     kinds = (OSError, ValueError, KeyError, TypeError)
     expected = "the file that `meshloom verify` writes"
     with refused(f"certificate: {path}", expected, *kinds, named=True):
-        found = parse_json(read_file(path))
-        return {key: found[key] for key in ("passed", "layout", "findings")} | found  # type: ignore[no-any-return]
+        content = parse_json(read_file(path))
+        return {key: content[key] for key in ("passed", "layout", "findings")} | content  # type: ignore[no-any-return]

@@ -36,8 +36,8 @@ def _rows(draft: Draft, keys: Roles) -> None:
     """
     trains, predicts = keys["do_train"], keys["do_predict"]
     if predicts.value and not trains.value:
-        seen = "saw true without do_train: a prediction"
-        raise ConfigError(Problem("do_predict", seen, "a training"))
+        actual = "saw true without do_train: a prediction"
+        raise ConfigError(Problem("do_predict", actual, "a training"))
     draft.skip(trains, predicts)
     hub, file = keys["dataset_name"], keys["train_file"]
     source = hub if hub.key else file

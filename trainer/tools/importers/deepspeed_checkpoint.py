@@ -137,9 +137,9 @@ class _ZeroFiles:
         stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
         parts = max(count) if isinstance(count, list) else count
         if stage not in (1, 2, 3) or parts != len(states):
-            seen = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"
+            actual = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"
             expected = "stage 1, 2 or 3, with a file of each data-parallel rank"
-            raise ConfigError(Problem(str(folder), seen, expected))
+            raise ConfigError(Problem(str(folder), actual, expected))
         models = [_read(file) for file in (model_files if stage == 3 else model_files[:1])]
         version = str(shards[0].get("ds_version"))
         return cls(stage, models, states, version, *_flat_tensors(states, stage))
@@ -176,8 +176,8 @@ def _folder(path: Path) -> Path:
     latest = path / "latest"
     name = latest.read_text().strip() if latest.is_file() else ""
     if name and Path(name).name != name:
-        seen = f"a path that leaves the folder: {name!r:.200}"
-        raise DataError(Problem(str(latest), seen, "the name of a folder"))
+        actual = f"a path that leaves the folder: {name!r:.200}"
+        raise DataError(Problem(str(latest), actual, "the name of a folder"))
     folder = path / name
     if not folder.is_dir() or not list(folder.glob("*_optim_states.pt")):
         expected = (
@@ -206,8 +206,8 @@ def _read(file: Path) -> dict[str, Any]:
             check_regular(file)
             named = set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
             if strange := sorted(named - {name for _, name in _STAND_INS}):
-                seen = f"a pickle that names {', '.join(strange[:3])}"
-                raise DataError(Problem(str(file), seen, "data alone"))
+                actual = f"a pickle that names {', '.join(strange[:3])}"
+                raise DataError(Problem(str(file), actual, "data alone"))
             with torch.serialization.safe_globals(_STAND_INS):
                 content = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         except UnpicklingError as error:
@@ -293,8 +293,8 @@ def _rounded(master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Te
 def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
     """Return the model file's weight. Raises DataError unless it is the rounded master."""
     if not torch.equal(_rounded(master, known.dtype), known):
-        seen = f"other values of {name} than *_model_states.pt has"
-        raise DataError(Problem("*_optim_states.pt", seen, "the same"))
+        actual = f"other values of {name} than *_model_states.pt has"
+        raise DataError(Problem("*_optim_states.pt", actual, "the same"))
     return known
 
 

@@ -59,11 +59,11 @@ class Draft:
 
     def put(self, entry: Entry, path: str, value: Any) -> None:
         """Set `path` for a foreign key, unless the DeepSpeed file has another value."""
-        section, held = path.partition(".")[0], at(self.base, path)
-        own = section in ("optimizer", "scheduler") and section in self.base and held is None
-        if own or held not in (None, AUTO):
-            if self.explicit(entry) and not own and held != value:
-                self.lose(entry, f"the DeepSpeed file says {path} {show(held)}")
+        section, base = path.partition(".")[0], at(self.base, path)
+        own = section in ("optimizer", "scheduler") and section in self.base and base is None
+        if own or base not in (None, AUTO):
+            if self.explicit(entry) and not own and base != value:
+                self.lose(entry, f"the DeepSpeed file says {path} {show(base)}")
             elif self.explicit(entry):
                 self.keep(entry, f"the DeepSpeed file says {section if own else path}")
         elif entry.key:

@@ -33,8 +33,8 @@ def _stage(draft: Draft, keys: Roles) -> None:
         expected = "sft or pt: no other is offered"
         raise ConfigError(Problem(stage.key, f"saw {show(stage.value)}", expected))
     if not trains.value:
-        seen = f"saw {show(trains.value)}: LLaMA-Factory predicts, chats or exports with it"
-        raise ConfigError(Problem("do_train", seen, "true: a training"))
+        actual = f"saw {show(trains.value)}: LLaMA-Factory predicts, chats or exports with it"
+        raise ConfigError(Problem("do_train", actual, "true: a training"))
     draft.skip(trains, stage)
 
 

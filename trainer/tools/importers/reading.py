@@ -24,24 +24,24 @@ def read_file(path: Path) -> Json:
     """Read the keys of a YAML or JSON file: text keys, and values as in JSON."""
     if path.suffix in _SCRIPTS:
         raise ConfigError(Problem(str(path), "a script or a text", "a YAML or JSON file", _ADVICE))
-    found = parse(path, path.suffix.lower() != ".json", "a YAML or JSON file")
-    if not isinstance(found, dict):
-        advice = _ADVICE if isinstance(found, str) and _ARGUMENT.search(found) else ""
-        raise ConfigError(Problem(str(path), f"saw {show(found)}", "keys with values", advice))
-    return dict(checked(found, str(path)))
+    content = parse(path, path.suffix.lower() != ".json", "a YAML or JSON file")
+    if not isinstance(content, dict):
+        advice = _ADVICE if isinstance(content, str) and _ARGUMENT.search(content) else ""
+        raise ConfigError(Problem(str(path), f"saw {show(content)}", "keys with values", advice))
+    return dict(checked(content, str(path)))
 
 
 def read_flags(words: Sequence[str]) -> Json:
     """Parse `--key value`, `--key=value`, `--key` (true), `--no_key` (false), lists of values."""
     if not words or not _ARGUMENT.match(words[0]):
-        seen = f"saw {show(words[0])} first" if words else "saw nothing"
+        actual = f"saw {show(words[0])} first" if words else "saw nothing"
         expected = "--key value: the arguments without the command before them"
-        raise ConfigError(Problem("--", seen, expected))
+        raise ConfigError(Problem("--", actual, expected))
     flags: Json = {}
     for key, value in _pairs(words):
         if key in flags and (flags[key] != value or type(flags[key]) is not type(value)):
-            seen = f"saw {show(flags[key])} and {show(value)}"
-            raise ConfigError(Problem(f"--{key}", seen, "one value"))
+            actual = f"saw {show(flags[key])} and {show(value)}"
+            raise ConfigError(Problem(f"--{key}", actual, "one value"))
         flags[key] = value
     checked(flags, "--")
     return flags
@@ -61,7 +61,7 @@ def beside(folder: Path, name: str) -> Path | None:
     try:
         path = Path(name).expanduser()
         above = (parent / path for parent in folder.resolve().parents[:4])
-        return next((found for found in (folder / path, path, *above) if found.exists()), None)
+        return next((place for place in (folder / path, path, *above) if place.exists()), None)
     except (OSError, RuntimeError, ValueError):
         return None
 

@@ -155,8 +155,8 @@ def _least(draft: Draft, entry: Entry, share: Entry) -> float:
     least = number(options.get("min_lr", options.get("min_lr_rate", share.value or 0)))
     fits = type(least) in (int, float)
     if not fits or (absolute and not (isinstance(rate, float | int) and rate)):
-        seen = f"saw {show(least)}, and a rate of {show(rate)}"
-        raise ConfigError(Problem("min_lr", seen, "two numbers"))
+        actual = f"saw {show(least)}, and a rate of {show(rate)}"
+        raise ConfigError(Problem("min_lr", actual, "two numbers"))
     return float(least) / float(rate) if absolute else float(least)
 
 
@@ -171,8 +171,8 @@ def evaluation(draft: Draft, keys: Roles) -> None:
     patience, best = keys["early_stopping_patience"], keys["load_best_model_at_end"]
     leave = draft.lose if patience.value or best.value else draft.note
     if not has_rows_to_evaluate(draft):
-        asked = [keys[name] for name in ("eval_strategy", "eval_steps", "evals_per_epoch")]
-        for entry in asked:
+        requested = [keys[name] for name in ("eval_strategy", "eval_steps", "evals_per_epoch")]
+        for entry in requested:
             if entry.is_set and entry.value != "no":
                 leave(entry, _NO_ROWS)
             draft.skip(entry)
@@ -295,9 +295,9 @@ def sharding(draft: Draft, keys: Roles) -> None:
 def trackers(draft: Draft, keys: Roles) -> None:
     known, wanted = _VALUES["trackers"], []
     report_to = keys["report_to"]
-    asked = [(report_to, name) for name in names(report_to.value)] if report_to.is_set else []
-    asked += [(keys[role], name) for role, name in known.items() if keys[role].is_set]
-    for entry, name in asked:
+    requested = [(report_to, name) for name in names(report_to.value)] if report_to.is_set else []
+    requested += [(keys[role], name) for role, name in known.items() if keys[role].is_set]
+    for entry, name in requested:
         if name not in known.values():
             draft.skip(entry)
             continue

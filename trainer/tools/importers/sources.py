@@ -34,18 +34,18 @@ def put_sources(
         draft.put(entry, "trainer.data.sources", sources)
 
 
-def put_share(draft: Draft, held: Entry) -> None:
+def put_share(draft: Draft, held_out: Entry) -> None:
     """Set the share of the rows that is held out, unless there are data sets to evaluate on.
 
     A number of rows is no share of rows that were not counted: the default share stays.
     """
-    if held.value > 1:
+    if held_out.value > 1:
         text = "a number of rows is held out there, here evaluation_fraction, by default 0.01"
-        draft.note(held, text)
+        draft.note(held_out, text)
     elif not draft.get("trainer.data.evaluation_path"):
-        draft.put(held, "trainer.data.evaluation_fraction", held.value)
-    elif not held.value:
-        draft.skip(held)
+        draft.put(held_out, "trainer.data.evaluation_fraction", held_out.value)
+    elif not held_out.value:
+        draft.skip(held_out)
 
 
 def has_rows_to_evaluate(draft: Draft) -> bool:
@@ -66,12 +66,12 @@ def put_mixture(draft: Draft, keys: Roles) -> None:
     if entry is forms[2]:
         sets = _paired(draft, keys)
     else:
-        held, listed = keys["test_split_size"], entry.value
+        held_out, listed = keys["test_split_size"], entry.value
         if entry is forms[1]:
-            held, listed = _sections_of(entry)
+            held_out, listed = _sections_of(entry)
         sets = _listed(entry, listed)
         draft.skip(*(keys[name] for name in ("dataset_splits", "dataset_configs")))
-        _put_held_out(draft, held if held.key else Entry(entry.key, 0))
+        _put_held_out(draft, held_out if held_out.key else Entry(entry.key, 0))
     parts = [_part(draft, entry, one) for one in sets]
     if parts:
         put_sources(draft, entry, parts, [part["path"] for part in parts])
@@ -94,11 +94,13 @@ def _listed(entry: Entry, given: Any) -> list[Json]:
     return renamed
 
 
-def _put_held_out(draft: Draft, held: Entry) -> None:
-    if type(held.value) not in (int, float) or held.value < 0:
+def _put_held_out(draft: Draft, held_out: Entry) -> None:
+    if type(held_out.value) not in (int, float) or held_out.value < 0:
         expected = "a share below 1, or a number of rows"
-        raise ConfigError(Problem(held.key, f"saw {show(held.value)} to hold out", expected))
-    put_share(draft, held)
+        raise ConfigError(
+            Problem(held_out.key, f"saw {show(held_out.value)} to hold out", expected)
+        )
+    put_share(draft, held_out)
 
 
 def _paired(draft: Draft, keys: Roles) -> list[Json]:
@@ -107,13 +109,13 @@ def _paired(draft: Draft, keys: Roles) -> list[Json]:
         keys[name] for name in ("dataset_mixer", "dataset_splits", "dataset_configs")
     )
     if not isinstance(entry.value, Mapping):
-        seen = f"saw {show(entry.value)}"
-        raise ConfigError(Problem(entry.key, seen, "a section of names with shares"))
+        actual = f"saw {show(entry.value)}"
+        raise ConfigError(Problem(entry.key, actual, "a section of names with shares"))
     parts = names(splits.value) if splits.is_set else ["train", "test"]
     subsets = names(configs.value) if configs.is_set else [None] * len(entry.value)
     if len(subsets) != len(entry.value):
-        seen = f"{len(subsets)} for {len(entry.value)} data sets"
-        raise ConfigError(Problem(configs.key, seen, "one for each"))
+        actual = f"{len(subsets)} for {len(entry.value)} data sets"
+        raise ConfigError(Problem(configs.key, actual, "one for each"))
     draft.put(Entry(entry.key, 0.0), "trainer.data.evaluation_fraction", 0.0)
     draft.skip(configs)
     trained = [part for part in parts if "train" in part]

@@ -83,10 +83,10 @@ def _refusals(lost: Mapping[str, Sequence[str]], hint: str) -> list[Problem]:
     problems = []
     for line, reasons in lost.items():
         key, _, value = line.partition(" ")
-        seen = f"saw {value} ({'; '.join(reasons)})"
-        problems.append(Problem(key, seen, "something that has a key here"))
-    seen = f"{len(problems)} of theirs, which would change what is trained"
-    return [Problem("not imported", seen, "all of it", hint), *problems]
+        actual = f"saw {value} ({'; '.join(reasons)})"
+        problems.append(Problem(key, actual, "a key that has a counterpart here"))
+    actual = f"{len(problems)} of theirs, which would change what is trained"
+    return [Problem("not imported", actual, "all of it", hint), *problems]
 
 
 _FIRST = (

@@ -62,8 +62,8 @@ def candidates(
             shards = sorted(_shards(layout, ranks, stage, cluster.devices // tensor))
             sizes = {layout.expert, 1, *(EXPERTS if stage == 3 else ())}
             for shard, expert in product(shards, sorted(sizes)):
-                held = math.gcd(shard * tensor, experts or 1, cluster.devices)
-                if expert != layout.expert and held % expert:
+                divisors = math.gcd(shard * tensor, experts or 1, cluster.devices)
+                if expert != layout.expert and divisors % expert:
                     continue
                 new: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "context": context}
                 new |= {"replicate": ranks // shard, "shard": shard, "expert": expert}

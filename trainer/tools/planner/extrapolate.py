@@ -152,8 +152,8 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     """
     full = make(None, 0)
     layout, model = full.layout, full.spec.build()
-    held = blocks_held(full)
-    depths = depths_of(full, model, held) or (None,)
+    blocks_of = blocks_held(full)
+    depths = depths_of(full, model, blocks_of) or (None,)
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
     workloads = [make(*point) for point in grid]
     places = representatives(layout)
@@ -161,7 +161,7 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     traces = iter(simulate_all(jobs, cluster.devices))
     roles = []
     for name, rank in places:
-        blocks = held[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank
+        blocks = blocks_of[layout.coordinates(rank)["pipeline"]] / layout.stages_per_rank
         points = {point: next(traces) for point in grid}
         goal = blocks, layout.accumulation
         copied = _plane({point: trace.copied for point, trace in points.items()}, goal)
@@ -188,7 +188,7 @@ def blocks_held(workload: Workload) -> list[int]:
     """Count the blocks of each pipeline rank."""
     layout, ranges = workload.layout, workload.ranges if workload.spec.blocks else [range(0)]
     stages = [layout.stages_of(place) for place in range(layout.pipeline)]
-    return [sum(len(ranges[stage]) for stage in held) for held in stages]
+    return [sum(len(ranges[stage]) for stage in own_stages) for own_stages in stages]
 
 
 def loaded_at_once(workload: Workload, model: nn.Module) -> float:
@@ -202,7 +202,7 @@ def loaded_at_once(workload: Workload, model: nn.Module) -> float:
     return 4.0 * max(sizes)
 
 
-def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list[int] | None:
+def depths_of(workload: Workload, model: nn.Module, blocks_of: Sequence[int]) -> list[int] | None:
     """Choose two numbers of blocks per stage to extrapolate from; None to simulate all blocks.
 
     All are simulated if they differ, or are no more than both depths have together.
@@ -213,7 +213,7 @@ def depths_of(workload: Workload, model: nn.Module, held: Sequence[int]) -> list
     whole = [-(-least // step) * step for least in (4, 2)]
     few, more = (2 * step, step) if layout.pipeline > 1 else whole
     depths = [few, few + more]
-    gains = max(held) > sum(depths) * layout.stages_per_rank
+    gains = max(blocks_of) > sum(depths) * layout.stages_per_rank
     return depths if gains and spec.tiny.first_blocks is not None and alike(spec, model) else None
 
 

@@ -82,8 +82,10 @@ def on_cluster(config: Config, cluster: Cluster) -> Composed:
     facts = RuntimeFacts(cluster.world_size, None, None, bf16, "cuda", cluster.devices)
     composed = compose(config, facts)
     if composed.layout.float8 != "none" and cluster.device.lacks(FLOAT8):
-        seen = f"{composed.layout.float8} on {cluster.device.name}"
-        raise ConfigError(Problem("trainer.float8", seen, "a GPU with float8: Ada, Hopper, later"))
+        actual = f"{composed.layout.float8} on {cluster.device.name}"
+        raise ConfigError(
+            Problem("trainer.float8", actual, "a GPU with float8: Ada, Hopper, later")
+        )
     return composed
 
 

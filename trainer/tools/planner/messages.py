@@ -107,8 +107,8 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 def _group(args: Any) -> tuple[int, ...]:
     boxed = [(ProcessGroup.unbox, value) for value in args if isinstance(value, torch.ScriptObject)]
     named = [(_resolve_process_group, word) for word in reversed(args) if isinstance(word, str)]
-    found: list[tuple[Callable[[Any], ProcessGroup], Any]] = [*boxed, *named]
-    for group_of, value in found:
+    groups: list[tuple[Callable[[Any], ProcessGroup], Any]] = [*boxed, *named]
+    for group_of, value in groups:
         with suppress(RuntimeError, TypeError, ValueError):  # a reduction is either of them, too
             return tuple(dist.get_process_group_ranks(group_of(value)))
     return ()

@@ -23,9 +23,9 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainer.distributed.context_ranks import ContextRanks
 from trainer.distributed.dtensor import coordinate_in
 from trainer.distributed.ranks import Ranks
-from trainer.distributed.shared_rows import ContextRanks
 from trainer.engines import owners
 from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
@@ -125,7 +125,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield from _everywhere(cut, tables.cut)
     yield from _everywhere(gradients.on_both, tables.on_both)
     yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
-    own_stage = lambda held, mesh: dict.fromkeys(held, mesh.rank("pipeline"))  # noqa: E731
+    own_stage = lambda local, mesh: dict.fromkeys(local, mesh.rank("pipeline"))  # noqa: E731
     yield from _everywhere(owners.owning_stages, own_stage)
     # draws until all are within bounds
     yield nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
@@ -144,7 +144,7 @@ def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> A
 def _kernels(
     attention: Callable[[], Attention], device: torch.device, ranks: ContextRanks | None
 ) -> Callable[..., str]:
-    """Choose a GPU's kernel where the model takes one: each keeps as much as borders do."""
+    """Choose a GPU's kernel where the model takes one: each keeps as much as that by cu_seqlens."""
     with _disable_current_modes():
         kernel = "mask" if attention().refusal else "borders"
     return lambda *_: kernel
@@ -183,7 +183,7 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     yield from patches.replacements()
     yield from _everywhere(coalesced_collectives.reduce_scatter_coalesced, patches.reduce_scatter)
     yield from _everywhere(build_shm_op, lambda: None)
-    yield from _everywhere(stage3.assert_ints_same_as_other_ranks, lambda found: None)
+    yield from _everywhere(stage3.assert_ints_same_as_other_ranks, lambda values: None)
     yield from _everywhere(is_invalid_grad_norm, lambda norm: False)
     optimizers = stage3.DeepSpeedZeroOptimizer_Stage3, stage_1_and_2.DeepSpeedZeroOptimizer
     for kind in (*optimizers, CheckOverflow):

@@ -98,8 +98,8 @@ class ClosedForm:
     def _block(self, layout: Layout) -> float:
         """Return the bytes of a block's weights on a tensor rank."""
         alike = self.parameters - self.routed
-        held = alike / layout.tensor + self.routed / max(layout.tensor, layout.expert)
-        return _value(layout) * held / self.blocks
+        per_rank = alike / layout.tensor + self.routed / max(layout.tensor, layout.expert)
+        return _value(layout) * per_rank / self.blocks
 
     def _state(self, layout: Layout) -> float:
         """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3)."""
@@ -119,11 +119,11 @@ class ClosedForm:
     def _activations(self, layout: Layout) -> float:
         values = self.hidden / layout.context * layout.micro_batch * _value(layout) / 2
         block = values * (SHARED_BYTES + (BLOCK_BYTES - SHARED_BYTES) / layout.tensor)
-        held = self.blocks / layout.pipeline * min(layout.pipeline, layout.accumulation)
+        blocks = self.blocks / layout.pipeline * min(layout.pipeline, layout.accumulation)
         mode, every = layout.recompute.mode, layout.recompute.every
         if mode in ("none", "selective"):
-            return block * held * (SELECTIVE if mode == "selective" else 1)
-        return block + held * ((mode != "offload") * 2 * values + (1 - 1 / every) * block)
+            return block * blocks * (SELECTIVE if mode == "selective" else 1)
+        return block + blocks * ((mode != "offload") * 2 * values + (1 - 1 / every) * block)
 
     def seconds(self, layout: Layout) -> float:
         """Estimate the seconds of a step, midway between all messages hidden and none."""
@@ -199,16 +199,16 @@ def proposals(
     If none fits, the one that misses least comes first, and its reason says what would do.
     """
     until = time.monotonic() + seconds
-    found = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
+    ranked = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
     if plan.fits:
         most_seconds = FASTER * plan.time.middle
-        return [p for p in found if p.plan.fits and p.plan.time.middle < most_seconds][:most]
-    if not any(proposal.plan.fits for proposal in found):
-        best = min([Proposal({}, plan, ""), *found[:1]], key=lambda one: one.plan.needed)
+        return [p for p in ranked if p.plan.fits and p.plan.time.middle < most_seconds][:most]
+    if not any(proposal.plan.fits for proposal in ranked):
+        best = min([Proposal({}, plan, ""), *ranked[:1]], key=lambda one: one.plan.needed)
         nodes = nodes_enough(config, cluster, plan, until)
-        nearest = replace(best, reason=shortfall(plan, best.plan, len(found), nodes))
-        found = [nearest, *(proposal for proposal in found if proposal is not best)]
-    return found[:most]
+        nearest = replace(best, reason=shortfall(plan, best.plan, len(ranked), nodes))
+        ranked = [nearest, *(proposal for proposal in ranked if proposal is not best)]
+    return ranked[:most]
 
 
 def grid(plan: Plan, form: ClosedForm) -> list[Layout]:

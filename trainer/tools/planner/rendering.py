@@ -213,8 +213,8 @@ def _less(change: float) -> str:
 def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
     """Say by how much the best layout fails to fit, and what would make it fit."""
     missing = best.needed - best.room
-    larger = [found for found in DEVICES.values() if found.memory - RESERVED >= best.needed]
-    named = f" ({min(larger, key=lambda found: found.memory).name})" if larger else ""
+    larger = [device for device in DEVICES.values() if device.memory - RESERVED >= best.needed]
+    named = f" ({min(larger, key=lambda device: device.memory).name})" if larger else ""
     remedies = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
     remedies.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
     changes = "as it is" if best is old else words(old.workload.layout, best.workload.layout)

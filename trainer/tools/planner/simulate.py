@@ -118,8 +118,8 @@ def _received(rank: int, process: Any, pipe: Connection) -> Trace:
     process.join()
     if trace is None:
         expected = "a model and a layout that run on fake tensors"
-        mend = "Several data ranks need PyTorch 2.15." if torch.__version__ < "2.15" else ""
-        raise ConfigError(Problem(f"rank {rank}", problem, expected, mend))
+        hint = "Several data ranks need PyTorch 2.15." if torch.__version__ < "2.15" else ""
+        raise ConfigError(Problem(f"rank {rank}", problem, expected, hint))
     return trace  # type: ignore[no-any-return]
 
 

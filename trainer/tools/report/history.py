@@ -30,26 +30,26 @@ class Session:
     ended: float
     """The last sign of it."""
     first: int
-    """The step from which it went on."""
+    """The step from which it resumed."""
     last: int
     """The last step that is known to be done."""
     how: str
 
 
 def sessions(record: RunRecord) -> list[Session]:
-    found: list[Session] = []
+    result: list[Session] = []
     steps: Any = None  # of the run, as the last start says
     for row in record.timeline:
         at, step = float(row["time"]), row["step"]
         if row["event"] == "start":
             steps = row.get("steps")
-            found.append(Session(at, at, step, step, KILLED))
-        elif found:
-            how = _end(row, steps) if row["event"] == "end" else found[-1].how
-            found[-1] = replace(found[-1], ended=at, last=max(step, found[-1].last), how=how)
-    if found and found[-1].how == KILLED and status_files.lives(record.status):
-        found[-1] = replace(found[-1], ended=time.time(), how=RUNNING)
-    return found
+            result.append(Session(at, at, step, step, KILLED))
+        elif result:
+            how = _end(row, steps) if row["event"] == "end" else result[-1].how
+            result[-1] = replace(result[-1], ended=at, last=max(step, result[-1].last), how=how)
+    if result and result[-1].how == KILLED and status_files.lives(record.status):
+        result[-1] = replace(result[-1], ended=time.time(), how=RUNNING)
+    return result
 
 
 def _end(row: Row, steps: Any) -> str:
@@ -68,7 +68,7 @@ def history(record: RunRecord) -> Chapter:
     text = f"The clock of the first rank. The run was started {len(made)} time{'s' * (again > 0)}"
     lost = sum(max(0, one.last - after.first) for one, after in pairwise(made))
     text += f"; {lost:,} steps were repeated." if again else "."
-    table = [["start", "begun (UTC)", "went on from step", "to step", "how it ended"]]
+    table = [["start", "begun (UTC)", "resumed from step", "to step", "how it ended"]]
     for index, one in enumerate(made, 1):
         begun = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(one.begun))
         table.append([str(index), begun, f"{one.first:,}", f"{one.last:,}", one.how])

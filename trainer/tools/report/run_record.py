@@ -183,9 +183,9 @@ def _json(path: Path, notes: list[str]) -> Row | None:
     if not path.is_file():
         return None
     with suppress(OSError, ValueError):
-        found = parse_json(read_file(path))
-        if isinstance(found, dict):
-            return found
+        content = parse_json(read_file(path))
+        if isinstance(content, dict):
+            return content
     notes.append(f"{path.name} can't be read")
     return None
 
@@ -251,11 +251,11 @@ def _added_up(rows: list[Row]) -> list[Row]:
 
 
 def _checkpoints(folder: Path) -> list[tuple[int, float]]:
-    found = []
+    saved = []
     for path in checkpoint.published(folder / "checkpoints"):
         with suppress(OSError):
-            found.append((checkpoint.step_of(path), (path / "manifest.json").stat().st_mtime))
-    return found
+            saved.append((checkpoint.step_of(path), (path / "manifest.json").stat().st_mtime))
+    return saved
 
 
 def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, float]] | None:

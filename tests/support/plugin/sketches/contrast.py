@@ -16,7 +16,7 @@ from trainer.certify.pairs import PairsCase, PairsReference
 from trainer.certify.recording import State
 from trainer.certify.reference import Judged, MicroBatch
 from trainer.data.mixture import Source
-from trainer.distributed.shared_rows import ContextRanks
+from trainer.distributed.context_ranks import ContextRanks
 from trainer.models.spec import ModelSpec
 from trainer.tasks.supervised import Supervised
 from trainer.tasks.task import Batch

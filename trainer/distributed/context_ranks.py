@@ -1,4 +1,4 @@
-"""The ranks that share rows of tokens, each with a part of every row (context parallelism).
+"""The ranks that share sequences, each with a part of every one (context parallelism).
 
 Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509): each rank attends over whole rows
 with a part of the heads. If more ranks share a row than can divide the heads, they form groups: the
@@ -143,7 +143,7 @@ class ContextRanks:
             parts = [self._heads.swap(heads, 1, 2) for heads in parts]
         if self._rows:
             query, *others = parts
-            others = [self._rows.join_entering(part, 2, self.row) for part in others]
+            others = [self._rows.gather_to(part, 2, self.row) for part in others]
             key, value = (self.division.in_order(part, 2) for part in others)
             outputs = [
                 compute(part, key[:, :, : ends[1]], value[:, :, : ends[1]], section=ends)[0]
@@ -157,9 +157,9 @@ class ContextRanks:
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """Return whole rows, from each rank's part."""
         if self._heads:
-            part = self._heads.join(part, 1, self.row // self.division.groups)
+            part = self._heads.gather(part, 1, self.row // self.division.groups)
         if self._rows:
-            part = self.division.in_order(self._rows.join(part, 1, self.row), 1)
+            part = self.division.in_order(self._rows.gather(part, 1, self.row), 1)
         return part.narrow(1, 0, self._length)
 
     def dropped(
