@@ -111,8 +111,13 @@ class Judged(NamedTuple):
 class Reference(ABC):
     """One process with the whole tiny model in float32.
 
+    `listens` is False where it runs the micro-batches of all data ranks as one, whose modules' outputs
+    no rank has.
+
     `tops` has, for each measure of the task, the number of highest logits among which a correct
     target is."""
+
+    listens = True
 
     def __init__(
         self,
@@ -270,8 +275,9 @@ class Reference(ABC):
             loss = self._loss_sum(model, part.inputs, part.targets)
             (loss * self._scale / counted).backward()
             total += float(loss.detach())
-            for key, value in self._listener.end().items():  # a packed row is several parts
-                self._outputs[key] = self._outputs.get(key, 0) + value
+            outputs = self._listener.end()
+            for key, value in outputs.items() if self.listens else ():
+                self._outputs[key] = self._outputs.get(key, 0) + value  # of a packed row's parts
         found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return total / counted, {n: g.float().cpu() / self._scale for n, g in found.items()}
 

@@ -39,7 +39,7 @@ class Task(Protocol):
         those that have the other samples of a step; None: there are no others.
 
         Ranks of `batch` run their micro-batches at the same time. A loss that compares samples of
-        them all (contrastive) gathers with gradients, as by `torch.distributed.nn.functional`.
+        them all (contrastive) gathers with gradients, as by PyTorch's `all_gather_tensor_autograd`.
         """
 
     def prepare(self, model: nn.Module) -> nn.Module:

@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from transformers import LlamaConfig, LlamaModel
 
-from sketches.sketch import WORDS, Made, Sketch, tokens_of
+from sketches.sketch import WORDS, Last, Made, Sketch, tokens_of
 from trainer.data.mixture import Source
 from trainer.models.spec import ModelSpec
 from trainer.tasks.supervised import Supervised
@@ -25,12 +25,16 @@ class Classifier(nn.Module):
             num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2,
         )  # fmt: skip
         self.body = LlamaModel(config)
+        self.last = Last()
         self.score = nn.Linear(16, CLASSES, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the scores [batch, classes] of tokens [batch, sequence]."""
-        hidden = self.body(input_ids=tokens, use_cache=False).last_hidden_state
-        return self.score(hidden[:, -1])  # type: ignore[no-any-return]
+        length, device = tokens.shape[1], tokens.device
+        # of four dimensions, so that transformers reads no values to make one
+        mask = torch.full((length, length), -1e9, device=device).triu(1)[None, None]
+        output = self.body(input_ids=tokens, attention_mask=mask, use_cache=False)
+        return self.score(self.last(output.last_hidden_state))  # type: ignore[no-any-return]
 
 
 def samples(count: int) -> Source:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.nn.functional import all_gather
+from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.functional import cross_entropy, normalize
 
 from sketches.sketch import Body, Made, Sketch, tokens_of
@@ -55,7 +55,7 @@ class ContrastTask(Supervised):
         first = 0
         if self._group is not None and model.training:
             first = dist.get_rank(self._group) * len(keys)
-            keys = torch.cat(all_gather(keys.contiguous(), self._group))
+            keys = all_gather_tensor_autograd(keys.contiguous(), 0, self._group)
         wanted = first + torch.arange(len(queries), device=keys.device)
         total = cross_entropy(SCALE * queries @ keys.T, wanted, reduction="sum")
         return total * batch["share"]
@@ -63,6 +63,8 @@ class ContrastTask(Supervised):
 
 class ContrastReference(PairsReference):
     """One process, in which the micro-batches that data ranks run together are one."""
+
+    listens = False
 
     def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return model(torch.cat([inputs["query"], inputs["key"]]))  # type: ignore[no-any-return]
@@ -97,3 +99,21 @@ class ContrastSketch(Sketch):
 
 
 RECIPE = ContrastSketch()
+
+
+class AloneTask(ContrastTask):
+    """The planted fault: it compares with the samples of its own rank alone."""
+
+    def placed(self, context: ContextRanks | None, batch: dist.ProcessGroup | None = None) -> None:
+        self._group = None
+
+
+def alone_task(spec: ModelSpec) -> Supervised:
+    return AloneTask(loss, spec.build, spec.blocks)
+
+
+class AloneSketch(ContrastSketch):
+    task = alone_task
+
+
+ALONE = AloneSketch()

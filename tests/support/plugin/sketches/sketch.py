@@ -43,8 +43,16 @@ class Block(nn.Module):
         self.outer = nn.Linear(2 * width, width)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        mixed = hidden.cumsum(1) / torch.arange(1, hidden.shape[1] + 1)[None, :, None]
+        places = torch.arange(1, hidden.shape[1] + 1, device=hidden.device)
+        mixed = hidden.cumsum(1) / places[None, :, None]
         return hidden + self.outer(self.inner(self.norm(mixed)))  # type: ignore[no-any-return]
+
+
+class Last(nn.Module):
+    """The last token's hidden state, by a module, which stages of a pipeline but the last leave out."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden[:, -1]
 
 
 class Body(nn.Module):
@@ -54,6 +62,7 @@ class Body(nn.Module):
         super().__init__()
         self.table = nn.Embedding(WORDS, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(3))
+        self.last = Last()
         self.head = nn.Linear(width, outputs)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -61,7 +70,7 @@ class Body(nn.Module):
         hidden = self.table(tokens)
         for block in self.blocks:
             hidden = block(hidden)
-        return self.head(hidden[:, -1])  # type: ignore[no-any-return]
+        return self.head(self.last(hidden))  # type: ignore[no-any-return]
 
 
 class Sketch:

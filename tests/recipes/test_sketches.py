@@ -1,0 +1,64 @@
+"""The protocol of a recipe has room for what comes next: sketches of it are certified.
+
+Each is a recipe in `tests/support/plugin/sketches`, and trains as one process of plain PyTorch does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.commands import ROOT
+
+PACKAGE = ROOT / "tests" / "support" / "plugin"
+ZERO3 = {"zero_optimization": {"stage": 3}}
+PIPELINE = {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}}
+HSDP = ZERO3 | {"trainer": {"mesh": {"replicate": 2, "shard": 2}}}
+
+
+def verified(folder: Path, sketch: str, layout: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+    section = {"plugins": ["sketches"], "task": f"sketch:{sketch}", "device": "cpu", "steps": 6}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 2,
+        "train_batch_size": "auto",
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **layout,
+    }
+    config["trainer"] = section | layout.get("trainer", {})
+    (folder / "job.json").write_text(json.dumps(config))
+    path = {"PYTHONPATH": f"{ROOT}:{PACKAGE}", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-m", "trainer.command", "verify", "--config", "job.json"],
+        cwd=folder, env=os.environ | path, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", [ZERO3, PIPELINE], ids=["zero3", "pipeline_zero2"])
+@pytest.mark.parametrize("sketch", ["pair", "head", "image"])
+def test_a_sketch_is_certified(sketch: str, layout: dict[str, Any], tmp_path: Path) -> None:
+    found = verified(tmp_path, sketch, layout)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", [ZERO3, HSDP, PIPELINE], ids=["zero3", "hsdp", "pipeline_zero2"])
+def test_a_loss_over_all_data_ranks_is_certified(layout: dict[str, Any], tmp_path: Path) -> None:
+    found = verified(tmp_path, "contrast", layout)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+@pytest.mark.more
+def test_a_loss_of_each_rank_alone_would_be_another(tmp_path: Path) -> None:
+    """The planted fault: a contrastive loss that never gathers."""
+    found = verified(tmp_path, "contrast_alone", ZERO3)
+    assert found.returncode == 76
+    assert "FAIL" in found.stdout
