@@ -111,8 +111,8 @@ class Judged(NamedTuple):
 class Reference(ABC):
     """One process with the whole tiny model in float32.
 
-    `listens` is False where it runs the micro-batches of all data ranks as one, whose modules' outputs
-    no rank has.
+    `listens` is False where it runs the micro-batches of all data ranks as one: no rank has its
+    modules' outputs.
 
     `tops` has, for each measure of the task, the number of highest logits among which a correct
     target is."""
