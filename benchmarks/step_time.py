@@ -45,7 +45,7 @@ from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update, schedule_of
 from trainer.recipes.causal_lm.task import CausalLM
 from trainer.run.loop import Hooks, LoopPlan, train
-from trainer.run.metrics import Meter
+from trainer.run.observers.metrics import Meter
 from trainer.state import RunState
 from trainer.supervise.output import Output
 from trainer.supervise.world import environment_of, free_port, world_of
@@ -199,13 +199,14 @@ class Bench:
         loader = BatchLoader(
             self.samples, self.task.collate, batching, range(steps), seed=0, position=0
         )
-        meter = Meter(steps, device, self.world_size, 1.0, None, loader, RunState())
+        meter = Meter(steps, device, self.world_size, 1.0, None, RunState())
 
         class Timed(Hooks):
             def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
                 lines.record(meter.record(state, metrics, update, 0))
 
             def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
+                meter.note(batches)
                 turn()
 
         turn()

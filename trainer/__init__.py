@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from trainer.certify.certificate import Certificate
     from trainer.data.images.transforms import OpenedClassifier
-    from trainer.run.run import Result
+    from trainer.run.result import Result
     from trainer.tasks.supervised import Loss
     from trainer.trackers.callbacks import Callback
 
@@ -143,7 +143,7 @@ def train(options: TrainOptions) -> Result:
             open_hub=open_hub,
             callbacks=options.callbacks,
         )
-        return train_given(compiled, HandedIn(**own) if own else None, request, options.quiet)  # type: ignore[no-any-return]
+        return train_given(compiled, HandedIn(**own) if own else None, request, options.quiet)
 
     return in_processes(trained, options.processes, **hidden)
 

@@ -48,6 +48,7 @@ from trainer.layout import AXES
 from trainer.models.materialise import materialise
 from trainer.parallel.parallel_mesh import groups_of
 from trainer.run import run
+from trainer.run.session import Session
 from trainer.run.start.request import Request
 from trainer.supervise import ending, process
 from trainer.supervise.signals import NoSignals
@@ -127,7 +128,7 @@ def started(folder: Path, world_size: int, *options: str) -> tuple[Counting, int
         machine = Machine(torch.device("cpu"), ranks, 8)
         console = Console(file=StringIO())
         with pytest.raises(_FirstStep):
-            run.execute(config, Request(), machine, console, NoSignals())
+            run.execute(Session(Request(), machine, console, NoSignals()), config)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         groups = [len(of) for of in dist.distributed_c10d._world.pg_group_ranks.values()]

@@ -17,12 +17,12 @@ from tests.support.messages import raises, shows
 from tests.support.together import together
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES
+from trainer.engines import ENGINES, Machine
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
-from trainer.run import run
 from trainer.run.compose import compose
-from trainer.run.metrics import Meter
+from trainer.run.describe import device_notes
+from trainer.run.observers.metrics import Meter
 from trainer.supervise import process, world
 from trainer.supervise.world import World, drop_accelerate, gpu_count
 
@@ -174,8 +174,7 @@ def test_machines_of_other_sizes_are_no_error_before_all_are_asked(tmp_path):
 
 def test_a_slow_float32_is_said():
     def notes(precision: str, device: str) -> list[str]:
-        prepared: Any = SimpleNamespace(layout=SimpleNamespace(precision=precision))
-        return list(run._gpu_notes(prepared, run.Machine(torch.device(device), Ranks())))
+        return list(device_notes(precision, Machine(torch.device(device), Ranks())))
 
     assert "bf16.enabled=true" in notes("float32", "cuda")[0]
     assert notes("float32", "cpu") == notes("bfloat16", "cuda") == []

@@ -167,15 +167,15 @@ def train_here(
     from trainer.config import load
     from trainer.errors import MeshloomError
     from trainer.run.run import execute
+    from trainer.run.session import Session
     from trainer.run.start.request import Request
     from trainer.supervise.signals import NoSignals
 
     with open(os.devnull, "w") as nowhere:
         try:
             request = Request(resume=resume, fresh=resume is None, script=True)
-            result = execute(
-                load(path, overrides), request, machine_here(), Console(file=nowhere), NoSignals()
-            )
+            session = Session(request, machine_here(), Console(file=nowhere), NoSignals())
+            result = execute(session, load(path, overrides))
         except MeshloomError as error:
             return error.render()
     assert result is not None

@@ -56,6 +56,7 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
     from rich.console import Console
 
     from trainer.run.run import execute
+    from trainer.run.session import Session
     from trainer.run.start.request import Request
     from trainer.supervise.signals import NoSignals
     from trainer.tools.planner import memory_check
@@ -65,7 +66,7 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
     config = load(write_job(tmp_path), ["trainer.plan=refuse", "trainer.engine=mesh"])
     request = Request(fresh=True, memory_check=memory_check.check_memory)
     with open(os.devnull, "w") as nowhere, pytest.raises(ConfigError) as caught:
-        execute(config, request, machine(CPU), Console(file=nowhere), NoSignals())
+        execute(Session(request, machine(CPU), Console(file=nowhere), NoSignals()), config)
     assert caught.value.exit_code == 64 and caught.value.shared
     text = str(caught.value)
     shows(text, "fullest rank")

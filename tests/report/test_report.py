@@ -30,11 +30,11 @@ from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import ConfigError
+from trainer.run.observers.timeline import StepProfiler, Timeline
 from trainer.run.start.choose import _last_logged
-from trainer.run.timeline import StepProfiler, Timeline
 from trainer.supervise.stall import Phase
 from trainer.tools.report import page, run_record
-from trainer.tools.report.history import FINISHED, KILLED, STOPPED, sessions
+from trainer.tools.report.history import FINISHED, KILLED, STOPPED, attempts
 from trainer.tools.report.run_record import read
 from trainer.tools.report.style import drawing
 from trainer.trackers import JsonLines
@@ -386,7 +386,7 @@ def test_without_matplotlib_it_says_how_to_get_it(tmp_path, capsys, monkeypatch)
 
 
 def test_starts_and_ends(tmp_path):
-    found = sessions(read(full(tmp_path)))
+    found = attempts(read(full(tmp_path)))
     assert [(one.first, one.last, one.how) for one in found] == [
         (0, 23, KILLED),
         (20, 30, STOPPED),
@@ -394,7 +394,7 @@ def test_starts_and_ends(tmp_path):
     ]
     failed = [*TIMELINE[:5], event("end", 4, 14, error="NumericsError")]
     assert (
-        sessions(read(write_run(tmp_path, [], **{"timeline.jsonl": failed})))[0].how
+        attempts(read(write_run(tmp_path, [], **{"timeline.jsonl": failed})))[0].how
         == "failed: NumericsError"
     )
 
@@ -523,7 +523,7 @@ def test_a_real_run_leaves_what_is_drawn(real):
     kinds = [row["event"] for row in found.timeline]
     assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("logged") == 6
     assert kinds.count("saved") == kinds.count("evaluated") == 3
-    assert [(one.first, one.last, one.how) for one in sessions(found)] == [(0, 6, FINISHED)]
+    assert [(one.first, one.last, one.how) for one in attempts(found)] == [(0, 6, FINISHED)]
     seconds = [row["seconds"] for row in found.timeline if row["event"] == "logged"]
     assert all({"waiting for data", "training", "logging"} <= set(one) for one in seconds)
     assert found.device == "cpu"

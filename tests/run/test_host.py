@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.run.hooks import Garbage
+from trainer.run.observers.host import Garbage
 from trainer.supervise.process import grow_segments
 from trainer.supervise.stall import Phase
 

@@ -14,8 +14,8 @@ from trainer.engines.engine import Metrics
 from trainer.engines.owners import least_loaded
 from trainer.optim.lr_schedules import Update
 from trainer.run import run as whole_run
-from trainer.run.hooks import Patience
 from trainer.run.loop import Hooks, LoopPlan, due, train
+from trainer.run.observers.notices import Patience
 from trainer.state import RunState
 
 
@@ -135,5 +135,5 @@ def test_a_failure_before_the_first_step_closes_the_loader(monkeypatch):
     monkeypatch.setattr(whole_run, "_write_down", lambda *_: None)
     monkeypatch.setattr(whole_run, "RunHooks", MagicMock(side_effect=OSError("no log")))
     with pytest.raises(OSError, match="no log"):
-        whole_run._train(*(MagicMock() for _ in range(6)), trackers=[])
+        whole_run.train(MagicMock(), MagicMock())
     loader.__exit__.assert_called_once()

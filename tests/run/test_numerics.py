@@ -22,7 +22,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Metrics
 from trainer.errors import NumericsError
 from trainer.optim.optimizer import step_if_finite
-from trainer.run.metrics import Skipped
+from trainer.run.observers.metrics import Skipped
 
 STILL = LLAMA | {"attention_dropout": 0.0}
 MESH = Case("mesh", zero_stage=0)

@@ -30,7 +30,7 @@ from trainer.engines import Machine
 from trainer.engines.deepspeed.engine import KIND
 from trainer.engines.deepspeed.machine import OF_OPTIMIZERS, announce, check_compiler
 from trainer.errors import ConfigError
-from trainer.run.run import _gpu_notes
+from trainer.run.describe import device_notes
 from trainer.supervise import output
 from trainer.supervise.output import Signs
 from trainer.supervise.process import place_for_operators
@@ -320,9 +320,7 @@ def test_a_line_that_stays_is_printed_at_once_where_there_is_no_terminal() -> No
 
 def test_on_several_gpus_it_is_said_that_no_straggler_is_told() -> None:
     def lines(device: str, ranks: int) -> list[str]:
-        layout = SimpleNamespace(precision="bfloat16")
-        prepared: Any = SimpleNamespace(layout=layout)
-        return list(_gpu_notes(prepared, Machine(torch.device(device), Ranks(0, ranks))))
+        return list(device_notes("bfloat16", Machine(torch.device(device), Ranks(0, ranks))))
 
     assert ["a slow rank" in line for line in lines("cuda", 2)] == [True]
     assert lines("cpu", 2) == lines("cuda", 1) == []

@@ -26,6 +26,7 @@ RECORDED: list[str] = []
 """The texts that the current test has recorded."""
 TEMPORARY = re.escape(tempfile.gettempdir())
 VARIES = [
+    (r"Traceback \(most recent call last\):\n(?: +.*\n)+", "TRACEBACK\n"),
     (re.escape(str(ROOT)), "ROOT"),
     (rf"{TEMPORARY}/pytest-of-\w+/pytest-\d+(/popen-gw\d+)?/[\w.-]+", "TMP"),
     (rf"{TEMPORARY}/\w+", "TMP"),

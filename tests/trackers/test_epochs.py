@@ -20,7 +20,7 @@ from tests.support.commands import metrics, train, write_job
 from tests.support.messages import shows
 from trainer.engines.engine import Metrics
 from trainer.run.loop import LoopPlan
-from trainer.run.metrics import EpochLoss
+from trainer.run.observers.metrics import EpochLoss
 from trainer.trackers import Console, Epoch, JsonLines, services
 
 LINE = re.compile(r"^Epoch \[(\d+)/(\S+)\], Loss: (\d+\.\d{4})$", re.MULTILINE)

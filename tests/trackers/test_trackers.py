@@ -179,13 +179,13 @@ def test_in_a_pipe_slow_steps_print_nothing_once_the_first_is_made(
 def test_between_logged_steps_a_pipe_has_a_line_in_ten_minutes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from trainer.run import hooks
+    from trainer.run.observers import notices
 
     now = [0.0]
-    monkeypatch.setattr(hooks.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(notices.time, "monotonic", lambda: now[0])
     text, shown = StringIO(), StringIO()
     signs = [
-        hooks.SignOfLife(Terminal(file=file, force_terminal=there), 99)
+        notices.SignOfLife(Terminal(file=file, force_terminal=there), 99)
         for file, there in ((text, False), (shown, True))
     ]
     for step in range(1, 41):  # of 90 seconds each

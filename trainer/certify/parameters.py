@@ -24,7 +24,7 @@ from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
-from trainer.run.hooks import MERGED
+from trainer.run.final import MERGED
 from trainer.run.start.folder import FINAL
 from trainer.trial.setup import drawn
 

@@ -31,7 +31,7 @@ from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
 from trainer.parallel.parallel_mesh import division_of
 from trainer.recipe import Subject
 from trainer.run.evaluate import HeldOut, held_out_loss
-from trainer.run.hooks import export_model
+from trainer.run.final import export
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
 from trainer.supervise.stall import Phase
@@ -245,7 +245,7 @@ def _exported(engine: Engine, folder: Path) -> Path:
     ranks.on_first(folder.mkdir)
     form = checkpoint.ModelForm(stem=job.spec.files.stem)
     subject = Subject(job.spec, job.task, Pairs((), None, ""))
-    export_model(subject, engine, folder, ranks, form)
+    export(subject, engine, folder, ranks, form)
     return folder
 
 

@@ -221,7 +221,7 @@ _LIMITS = {
     "too_short": "a list that is not empty",
     "too_long": "a list of at most {max_length:,}",
 }
-"""What pydantic expects, by the beginnings of its names for errors."""
+"""The expectations of pydantic, by the beginnings of its names for errors."""
 _TYPES = {
     "int": "int",
     "float": "float",

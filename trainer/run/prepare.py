@@ -19,7 +19,7 @@ from trainer.config import Config, RuntimeFacts, support
 from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED
 from trainer.data.progress import Progress
-from trainer.engines import EngineKind, Machine
+from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.own.code import code_of
@@ -88,12 +88,30 @@ class Prepared:
     def schedule(self) -> LRSchedule:
         return schedule_of(self.config.settings)
 
+    def job(self, machine: Machine) -> Job:
+        """Return what an engine builds on this machine."""
+        config, subject = self.config, self.subject
+        return Job(
+            self.layout,
+            subject.spec,
+            subject.task,
+            config.deepspeed,
+            config.trainer.seed,
+            machine,
+            self.undecayed,
+        )
+
     @property
     def form(self) -> ModelForm:
         """The form in which checkpoints are written."""
         section, stem = self.config.trainer.checkpoint, self.subject.spec.files.stem
         dtype = getattr(torch, section.dtype) if section.dtype else None
         return ModelForm(dtype, stem, hash=section.hash)
+
+    @property
+    def exported_form(self) -> ModelForm:
+        """The form in which the final model is written."""
+        return replace(self.form, one_file=self.subject.spec.one_file)
 
 
 def prepare(

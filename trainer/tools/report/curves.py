@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, PercentFormatter
 
-from trainer.run.timeline import ALONE, PROFILE, TRACE
+from trainer.run.observers.timeline import ALONE, PROFILE, TRACE
 from trainer.supervise.stall import Phase
 from trainer.tools.report import style
 from trainer.tools.report.run_record import MOST, Row, RunRecord, finite, number

@@ -23,7 +23,7 @@ UNITS = ((86_400.0, "days"), (3_600.0, "hours"), (60.0, "minutes"), (1.0, "secon
 
 
 @dataclass(frozen=True)
-class Session:
+class Attempt:
     """The time from a start of the run to its end, in seconds since 1970."""
 
     begun: float
@@ -36,14 +36,14 @@ class Session:
     how: str
 
 
-def sessions(record: RunRecord) -> list[Session]:
-    result: list[Session] = []
+def attempts(record: RunRecord) -> list[Attempt]:
+    result: list[Attempt] = []
     steps: Any = None  # of the run, as the last start says
     for row in record.timeline:
         at, step = float(row["time"]), row["step"]
         if row["event"] == "start":
             steps = row.get("steps")
-            result.append(Session(at, at, step, step, KILLED))
+            result.append(Attempt(at, at, step, step, KILLED))
         elif result:
             how = _end(row, steps) if row["event"] == "end" else result[-1].how
             result[-1] = replace(result[-1], ended=at, last=max(step, result[-1].last), how=how)
@@ -60,7 +60,7 @@ def _end(row: Row, steps: Any) -> str:
 
 def history(record: RunRecord) -> Chapter:
     key, title = "history", "Checkpoints and interruptions"
-    if not (made := sessions(record)):
+    if not (made := attempts(record)):
         there = ", ".join(f"step {step:,}" for step, _ in record.checkpoints)
         known = f" Checkpoints that are there: {there}." if there else " There is no checkpoint."
         return Chapter(key, title, f"The run recorded no starts and saves (timeline.jsonl).{known}")
@@ -75,7 +75,7 @@ def history(record: RunRecord) -> Chapter:
     return Chapter(key, title, text, _picture(record, made), table)
 
 
-def _picture(record: RunRecord, made: Sequence[Session]) -> Figure:
+def _picture(record: RunRecord, made: Sequence[Attempt]) -> Figure:
     """Draw four rows on one clock: when the run was at work, what it saved, evaluated, its ends."""
     zero, end = made[0].begun, max(one.ended for one in made)
     unit, name = next((pair for pair in UNITS if end - zero >= 2 * pair[0]), UNITS[-1])

@@ -15,7 +15,7 @@ from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.plugins import DEFAULT
 from trainer.recipe import recipe_named
-from trainer.run import timeline
+from trainer.run.observers import timeline
 from trainer.storage import check_regular, parse_json, read_file
 from trainer.supervise import status_files
 
