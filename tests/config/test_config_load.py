@@ -62,6 +62,11 @@ def test_compiling_imports_nothing_heavy_and_takes_less_than_a_second() -> None:
     assert float(done.stdout) < 1.0
 
 
+def test_the_help_of_train_reads_no_config() -> None:
+    code = "import sys, trainer.command.train; assert 'pydantic' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=HERE.parent, check=True)
+
+
 @pytest.mark.parametrize("path", FOREIGN, ids=lambda path: path.stem)
 def test_configs_of_other_trainers_compile(path: Path) -> None:
     config = load(path)

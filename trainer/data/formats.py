@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
-from trainer.config.own_keys import honoured
 from trainer.errors import DataError, Problem, refused
 from trainer.storage import parse_json, read_file
 
@@ -88,6 +87,8 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
 
 def check_paths(section: TrainerSection) -> None:
     """Raise DataError if text files that the config names are missing; needs no torch."""
+    from trainer.config.own_keys import honoured  # `train --help` reads no config
+
     data = section.data
     reads_text = honoured("trainer.data.records", section.task)
     if not reads_text or (data.path is None and not data.sources):
