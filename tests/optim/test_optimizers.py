@@ -100,7 +100,7 @@ def test_equals_transformers(kind, warmup, total):
 
 def test_the_certificate_knows_transformers_schedules_and_finds_one_that_is_late(monkeypatch):
     """The names of transformers have its rates, not those of DeepSpeed."""
-    from trainer.certify.comparison import compare_schedule
+    from trainer.certify.comparisons.runs import compare_schedule
     from trainer.optim import lr_schedules
 
     for kind, total in (("linear", 20), ("cosine", 20), ("constant_with_warmup", None)):

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.certify.case import Case, Certified
-from trainer.certify.comparison import compare
+from trainer.certify.comparison import Comparison
 from trainer.certify.finding import Finding
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder
@@ -56,9 +56,8 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         task = subject.trained(spec, small.config.trainer).task
         run, resumed = record(small, spec, task, sources, machine, folder, case.edges)
         options = case.options(small)
-        findings, first = compare(
-            small, spec, (run, resumed), machine, options, case.edges, reference
-        )
+        comparison = Comparison(small, spec, machine, options, case.edges, reference)
+        findings, first = comparison.findings(run, resumed)
         layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
         if (base := case.base) is not None:
             findings = (base, *findings)

@@ -13,14 +13,23 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
 from trainer.certify.one_process.edges import Edge
+from trainer.certify.one_process.expected import (
+    EXACT,
+    Expected,
+    Judged,
+    MicroBatch,
+    Rounding,
+    norm_of,
+    right_of,
+)
 from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
 from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
@@ -31,81 +40,8 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 
-IGNORED = -100
 REPEATS, FEWER = 6, 3
 """The runs that measure the rounding of float8: in the first steps, and later."""
-
-
-class MicroBatch(NamedTuple):
-    data_rank: int
-    number: int
-    """Its number among the micro-batches of its data rank."""
-    inputs: Any
-    """Token ids [batch, sequence], or whatever a module takes."""
-    targets: Any
-    start: int = 0
-    row: int = 0
-    """The place of its first token in a packed row of so many tokens."""
-
-
-@dataclass(frozen=True)
-class Rounding:
-    """The largest differences of one process in the run's low precision from float32."""
-
-    loss: float
-    """Relative, as that of the norm."""
-    norm: float
-    gradients: dict[str, float]
-    outputs: dict[tuple[int, int, str], float]
-    least: float
-    """The relative rounding of one number."""
-    runs: tuple[Tensors, ...] = ()
-    """The gradients of each of these runs of one process."""
-    is_low: bool = False
-    """True if they are in low precision."""
-
-
-EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
-"""No difference: that of a run in float32."""
-
-
-@dataclass(frozen=True)
-class Expected:
-    """The expected result of one step."""
-
-    loss: float
-    norm: float
-    gradients: Tensors
-    state: State
-    """The state after the step: weights (float32) and optimizer state."""
-    targets: int
-    rounding: Rounding
-    outputs: Outputs = field(default_factory=dict)
-    biases: Tensors = field(default_factory=dict)
-    """The biases of routers after the step, which in low precision follow rounding."""
-
-    @property
-    def weights(self) -> Tensors:
-        """The weights after the step, in float32, by name."""
-        return {name: value for (name, part), value in self.state.items() if part == WEIGHT}
-
-    @property
-    def overflows(self) -> bool:
-        """True if the gradient is not finite, so that nothing may change."""
-        return not math.isfinite(self.norm)
-
-
-class Judged(NamedTuple):
-    """The expected result of an evaluation."""
-
-    loss: float
-    targets: int
-    right: tuple[int, ...]
-    """The number of correct targets, for each of the task's measures."""
-    unsure: int = 0
-    """The number of targets whose correctness may depend on rounding."""
-    rounding: float = 0.0
-    """The relative difference of the loss where float8 rounds otherwise."""
 
 
 class Reference(ABC):
@@ -424,21 +360,3 @@ class Reference(ABC):
         self._loads.move()
         if self._scheduler is not None:
             self._scheduler.step()
-
-
-def right_of(
-    logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float
-) -> tuple[int, int]:
-    """Count targets among the `most` highest logits, and those within `margin` of the edge."""
-    logits, targets = logits.float().flatten(0, -2), targets.flatten()
-    logits, targets = logits[targets != IGNORED], targets[targets != IGNORED]
-    if not len(targets):
-        return 0, 0
-    own = logits.gather(1, targets[:, None])[:, 0]
-    others = logits.scatter(1, targets[:, None], -math.inf).topk(most).values[:, -1]
-    unsure = (own - others).abs() <= margin * logits.abs().max()
-    return int((own > others).sum()), int(unsure.sum())
-
-
-def norm_of(gradients: Tensors) -> float:
-    return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())

@@ -16,8 +16,9 @@ from typing import Any
 
 import torch
 
+from trainer.certify.one_process.expected import Expected
 from trainer.certify.recording import Recording, State
-from trainer.certify.reference import Expected, Reference
+from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny
 from trainer.state import MASTER, WEIGHT
 

@@ -12,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.certify.one_process.edges import Edge, rows_at
+from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.factors import lowered
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
-from trainer.certify.reference import IGNORED, Judged, MicroBatch, Reference
+from trainer.certify.reference import Reference
 from trainer.certify.rounding import STEPS, rows_of
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.data.text.token_files import Encoded

@@ -12,9 +12,9 @@ from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.nn.functional import cross_entropy, normalize
 
 from sketches.sketch import Body, Made, Sketch, tokens_of
+from trainer.certify.one_process.expected import Judged, MicroBatch
 from trainer.certify.pairs import PairsCase, PairsReference
 from trainer.certify.recording import State
-from trainer.certify.reference import Judged, MicroBatch
 from trainer.data.mixture import Source
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.models.spec import ModelSpec

@@ -1,0 +1,1 @@
+"""The comparisons of a run with one process, each of which gives findings."""

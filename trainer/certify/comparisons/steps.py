@@ -1,0 +1,142 @@
+"""The comparison of a step: loss, gradients, norm, update, counts; and of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from trainer.certify.comparisons.differences import (
+    distance,
+    exact_value,
+    first_finding,
+    largest_value,
+    one_sided,
+    relative_error,
+    states_finding,
+    tolerance_of,
+    wrong,
+)
+from trainer.certify.finding import TOLERANCES, Finding, Order
+from trainer.certify.one_process.expected import Expected, Judged, norm_of
+from trainer.certify.outputs import Outputs, apart
+from trainer.certify.recording import Recording, Tensors
+from trainer.state import MASTER, WEIGHT
+
+LEAST_SHARE = 1e-2
+"""The share of its layer's largest entry below which a gradient is not measured against its own:
+one that is zero by symmetry (a key's bias without rotary positions) is rounding alone."""
+
+
+def compare_step(
+    run: Recording, step: int, one: Expected, order: Order, rank: int
+) -> Iterator[Finding]:
+    """Compare the loss, every gradient and the norm of a step, as each rank has seen them."""
+    norm, rounding = run.norms[step], one.rounding
+    if one.overflows:
+        if math.isfinite(norm) and not run.skipped[step]:
+            yield wrong("overflow", step, f"(a norm of {norm:.3g})", rank)
+        else:
+            yield Finding("overflow", step, 0.0, 0.0, "", rank)
+        return
+    yield compare_outputs(step, run.outputs[step], one, rank)
+    most = tolerance_of("loss", rounding.loss, one)
+    yield Finding("loss", step, relative_error(run.losses[step], one.loss), most, "", rank)
+    yield compare_gradients(step, run.gradients[step], one, order, rank)
+    most = tolerance_of("norm", rounding.norm, one)
+    yield Finding("norm", step, relative_error(norm, one.norm), most, "", rank)
+    if run.gradients[step]:  # whatever they are rounded to, the norm is theirs
+        own = relative_error(norm, norm_of(run.gradients[step]))
+        yield Finding("norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank)
+
+
+def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Finding:
+    """Return the first module, in order of execution, that gives something else."""
+    errors, tolerances, bands = dict[str, float](), dict[str, float](), one.rounding.outputs
+    usual = sum(bands.values()) / max(len(bands), 1)
+    for key, value in ours.items():
+        other = one.outputs.get(key)
+        if other is not None and value.shape == other.shape:
+            label = f"{key[2]}, micro-batch {key[1]}"
+            errors[label] = apart(value, other)
+            tolerances[label] = tolerance_of("output", max(bands.get(key, 0.0), usual), one)
+    return first_finding("output", step, errors, tolerances, errors, rank)
+
+
+def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> Finding:
+    """Compare the gradients; the finding is the last wrong one forward, where backward begins.
+
+    A gradient that one side lacks may be zeros on the other.
+    """
+    every = {**one.gradients, **ours}
+    if odd := [n for n in ours.keys() ^ one.gradients.keys() if bool(every[n].any())]:
+        last = max(odd, key=order.place)
+        return one_sided("gradient", step, last, last in ours, rank)
+    theirs = {name: value for name, value in one.gradients.items() if name in ours}
+    of_layer: dict[str, float] = {}
+    for name, value in theirs.items():
+        layer = order.layer(name)
+        of_layer[layer] = max(of_layer.get(layer, 0.0), largest_value(value))
+    errors, bands = dict[str, float](), dict[str, float]()
+    for name, value in theirs.items():
+        scale = max(largest_value(value), LEAST_SHARE * of_layer[order.layer(name)], 1e-30)
+        errors[name] = distance(ours[name], value) / scale
+        bands[name] = one.rounding.gradients.get(name, 0.0) / scale
+    usual = sum(bands.values()) / max(len(bands), 1)
+    tolerances = {n: tolerance_of("gradient", max(band, usual), one) for n, band in bands.items()}
+    backward = sorted(errors, key=order.place, reverse=True)
+    return first_finding("gradient", step, errors, tolerances, backward, rank)
+
+
+def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
+    """Compare the optimizer's state, and each weight's change, beyond its own rounding."""
+    before, after = run.states[step], run.states[step + 1]
+    if one.overflows:
+        kept = {key: after[key] for key in one.state.keys() & after.keys()}
+        yield states_finding("overflow", step, kept, one.state, order)
+        return
+    ours = {key: value for key, value in after.items() if key[1] not in (WEIGHT, MASTER)}
+    # counts may be kept for all parameters together, and moments without a gradient as zeros
+    theirs = {
+        key: v
+        for key, v in one.state.items()
+        if key[1] != WEIGHT and (key in ours or v.ndim and bool(v.any()))
+    }
+    ours = {key: value for key, value in ours.items() if key in theirs or bool(value.any())}
+    yield states_finding("moment", step, ours, theirs, order)
+    if run.skipped[step]:
+        yield wrong("update", step, "(skipped: a gradient that is not finite)")
+        return
+    errors = {}
+    for (name, part), value in one.state.items():
+        if part == WEIGHT:
+            end, start = (exact_value(state, name, value).double() for state in (after, before))
+            slack = 2 * torch.finfo(torch.float32).eps * torch.maximum(end.abs(), start.abs())
+            beyond = largest_value(((end - value).abs() - slack).clamp_min(0))
+            errors[name] = beyond / max(largest_value(value - start), 1e-30)
+    yield first_finding("update", step, errors, {}, sorted(errors, key=order.place))
+
+
+def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> Finding:
+    """Compare the targets of a step, and of all steps so far."""
+    ours = run.targets[step], run.tokens[step]
+    if ours == (targets, so_far):
+        return Finding("counts", step, 0.0, 0.0, "", rank)
+    where = f"({ours[0]} targets, {ours[1]} so far, in place of {targets} and {so_far})"
+    return wrong("counts", step, where, rank)
+
+
+def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -> Iterator[Finding]:
+    ours = run.held_out[step + 1]
+    if ours.targets != theirs.targets:
+        where = f"({ours.targets} targets in place of {theirs.targets})"
+        yield wrong("held-out loss", step, where)
+        return
+    rounding = max(one.rounding.loss, theirs.rounding)
+    tolerance = tolerance_of("held-out loss", rounding, one)
+    yield Finding("held-out loss", step, relative_error(ours.loss, theirs.loss), tolerance)
+    for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
+        off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets
+        where = f"({name} {share:.3g}, {right / ours.targets:.3g} in one process)"
+        yield Finding("accuracy", step, off, 0.0, where)
