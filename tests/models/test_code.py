@@ -10,14 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import trainer
 from tests.command.test_api import script
 from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
 from tests.support.messages import shows
 from tests.support.training import LLAMA, spec_of
+from trainer import checkpoint
 from trainer.checkpoint import save
 from trainer.errors import ConfigError
-from trainer.models.own.code import code_of
+from trainer.models.own.source import source_of
+from trainer.run import describe
+from trainer.run.prepare import Prepared
 from trainer.run.start.changes import refuse_changed
 
 OWN = '''
@@ -67,24 +73,24 @@ EDITS = {
     "a comment": ("# a comment", "# another", ""),
     "white space": ("hidden = self", "hidden   =   self", ""),
     "a docstring": ("Described.", "Described otherwise.", ""),
-    "another lambda of the line": ("rate=0.2", "rate=0.3", ""),
+    "another lambda of the line": ("rate=0.2", "rate=0.3", "model was edited"),
     "a forward": ("self.act(helper(hidden))", "self.act(helper(hidden + 1))", "Net was edited"),
     "what it inherits": ("hidden + 1", "hidden + 2", "Base was edited"),
     "a function that it calls": ("hidden * SCALE", "hidden / SCALE", "helper was edited"),
-    "a global": ("SCALE = 2.0", "SCALE = 2.5", "SCALE 2.0 -> 2.5"),
+    "a global": ("SCALE = 2.0", "SCALE = 2.5", "SCALE was edited"),
     "a gradient of its own": ("hidden ** 2", "hidden ** 3", "Square was edited"),
-    "an activation": ("hidden.tanh()", "hidden.sin()", "model.act was edited"),
+    "an activation": ("hidden.tanh()", "hidden.sin()", "Net was edited"),
     "a class of torch": (
         "nn.ReLU",
         "nn.GELU",
-        "body.*'s class Linear ReLU Dropout -> Linear GELU Dropout",
+        "Net was edited",
     ),
-    "an argument of a module": ("rate=0.1", "rate=0.15", "body.*.p 0.1 -> 0.15"),
-    "an attribute": ("self.scale = 0.5", "self.scale = 0.6", "model.scale 0.5 -> 0.6"),
-    "an argument that is bound": ("exponent=2", "exponent=3", "model.power's arguments"),
-    "a closure": ("loss_of(3.0)", "loss_of(4.0)", "weight 3.0 -> 4.0"),
-    "a default": ("power=1", "power=2", "power 1 -> 2"),
-    "a loss": (".abs()", ".square()", "loss was edited"),
+    "an argument of a module": ("rate=0.1", "rate=0.15", "Net was edited"),
+    "an attribute": ("self.scale = 0.5", "self.scale = 0.6", "Net was edited"),
+    "an argument that is bound": ("exponent=2", "exponent=3", "Net was edited"),
+    "a closure": ("loss_of(3.0)", "loss_of(4.0)", "loss was edited"),
+    "a default": ("power=1", "power=2", "loss_of was edited"),
+    "a loss": (".abs()", ".square()", "loss_of was edited"),
     "another file": ("return hidden\n", "return -hidden\n", "last was edited"),
     "how it is built": ("[lambda: Net(), ", "[lambda: Net(8), ", "model was edited"),
 }
@@ -105,7 +111,7 @@ def loaded(folder: Path, name: str, text: str) -> Any:
 def code(folder: Path, change: tuple[str, str] = ("", "")) -> dict[str, str]:
     loaded(folder, "beside", BESIDE.replace(*change))
     own = loaded(folder, "own_code", OWN.replace(*change))
-    return code_of(own.build(), loss=own.loss, model=own.build)
+    return source_of(own.build(), loss=own.loss, model=own.build)
 
 
 @pytest.mark.parametrize("name", EDITS)
@@ -116,8 +122,8 @@ def test_an_edit_is_an_error_that_names_it(tmp_path, name):
         before, now = code(tmp_path), code(tmp_path, (old, new))
     finally:
         del sys.modules["beside"], sys.modules["own_code"]
-    path = save(tmp_path, STATE, live().state_tensors(), {"code": before}, model_files, ALONE)
-    description = {"data": {}, "model": {}, "code": now}
+    path = save(tmp_path, STATE, live().state_tensors(), {"sources": before}, model_files, ALONE)
+    description = {"data": {}, "model": {}, "sources": now}
     if message:
         with pytest.raises(ConfigError) as caught:
             refuse_changed(path, description)
@@ -126,24 +132,34 @@ def test_an_edit_is_an_error_that_names_it(tmp_path, name):
         assert refuse_changed(path, description) == []
 
 
-def test_a_checkpoint_of_old_says_nothing_of_code(tmp_path):
-    path = save(tmp_path, STATE, live().state_tensors(), {}, model_files, ALONE)
-    assert refuse_changed(path, {"data": {}, "model": {}, "code": {"Net": "sha256 1"}}) == []
+OF_OLD = {
+    "Net": "sha256 0a1b2c3d4e5f6071",
+    "model": "lambda: Net()",
+    "model.scale": "0.5",
+    "body.*'s class": "Linear ReLU Dropout",
+    "loss: weight": "3.0",
+}
+"""The digests of code and values by which version 0.9 described the model above."""
 
 
-def test_what_has_no_source_is_told_by_what_it_does():
-    def typed(text: str) -> Any:
-        space: dict[str, Any] = {"__name__": "__main__"}
-        exec(
-            (
-                "from torch import nn\nclass Typed(nn.Linear):\n    def forward(self, x):\n        "
-                f"return {text}"
-            ),
-            space,
-        )
-        return code_of(space["Typed"](2, 2), model=space["Typed"])["Typed"]
+@pytest.mark.parametrize("old", [{}, {"code": OF_OLD}])
+def test_digests_of_an_earlier_version_are_not_compared(
+    tmp_path: Path, old: dict[str, dict[str, str]]
+) -> None:
+    """A checkpoint of then resumes; where it has digests, a line says so."""
+    path = save(tmp_path, STATE, live().state_tensors(), old, model_files, ALONE)
+    here = {"data": {}, "model": {}, "sources": {"Net": "sha256 1", "model": "sha256 2"}}
+    lines = refuse_changed(path, here)
+    assert len(lines) == len(old)
+    for line in lines:
+        shows(line, "code", "earlier version")
+    assert refuse_changed(path, {**here, "sources": {}}) == []
 
-    assert typed("x + 1") == typed("x + 1") != typed("x + 2")
+
+def test_what_was_typed_has_no_source() -> None:
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec("from torch import nn\nclass Typed(nn.Linear): pass", space)
+    assert source_of(space["Typed"](2, 2), model=space["Typed"]) == {}
 
 
 def test_of_a_model_of_an_installed_package_its_version_is_known(tmp_path, monkeypatch):
@@ -159,7 +175,7 @@ def test_of_a_model_of_an_installed_package_its_version_is_known(tmp_path, monke
     monkeypatch.syspath_prepend(folder)
     some_model = importlib.import_module("some_model")
 
-    assert code_of(some_model.Net(2, 2))["package some-models"] == "1.2"
+    assert source_of(some_model.Net(2, 2))["package some-models"] == "1.2"
 
 
 def test_another_version_of_a_library_is_said(tmp_path):
@@ -176,7 +192,7 @@ def test_another_version_of_a_library_is_said(tmp_path):
 
 
 def test_of_a_library_nothing_is_noted():
-    assert code_of(spec_of(LLAMA).build()) == {}
+    assert source_of(spec_of(LLAMA).build()) == {}
 
 
 @pytest.mark.more
@@ -211,8 +227,51 @@ print("WENT ON")
     result = script(tmp_path, text)
     assert result.code == 0, result.output
     caught = result.output.split("CAUGHT ")[1]
-    assert (
-        "model.scale 1.0 -> 9.0" in caught
-        and "resume_anyway=True" in caught
-        and "WENT ON" in caught
-    )
+    assert "model was edited" in caught and "resume_anyway=True" in caught and "WENT ON" in caught
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(6, 2)
+        self.drop = nn.Dropout(0.2)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.inner(self.drop(rows))
+
+
+def squared(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
+    return (output - target).square().sum(), len(target)
+
+
+def test_a_run_that_an_earlier_version_began_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its checkpoints have `code` with digests of values, and no `sources`."""
+    rows = [(torch.ones(6) * i / 64, torch.ones(2)) for i in range(64)]
+    section = {"steps": 4, "device": "cpu", "checkpoint": {"every": 2}}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+
+    def job(name: str) -> dict[str, Any]:
+        place = {"folder": str(tmp_path), "name": name}
+        trainer_section = {**section, "run": place}
+        return {"train_batch_size": 8, "optimizer": optimizer, "trainer": trainer_section}
+
+    own: dict[str, Any] = {"model": Own, "data": rows, "loss": squared}
+    now = describe.run_description
+
+    def then(prepared: Prepared) -> dict[str, Any]:
+        description = now(prepared)
+        assert description.pop("sources").keys() >= {"Own", "squared"}
+        return {**description, "code": OF_OLD}
+
+    with monkeypatch.context() as patched:
+        patched.setattr(describe, "run_description", then)
+        whole = trainer.train(job("whole"), quiet=True, **own)
+    source = whole.folder / "checkpoints" / "step-000002"
+    assert "sources" not in checkpoint.read_description(source)
+    again = trainer.train(job("again"), resume=source, **own)
+    assert "an earlier version" in capfd.readouterr().out
+    assert again.losses[-1] == whole.losses[-1]
+    name = "final/model.safetensors"
+    assert (again.folder / name).read_bytes() == (whole.folder / name).read_bytes()

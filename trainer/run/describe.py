@@ -135,7 +135,7 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
             **prepared.subject.data.description(),
         },
         "model": prepared.subject.spec.config,
-        "code": dict(prepared.code),
+        "sources": dict(prepared.sources),
         "versions": versions(),
     }
 

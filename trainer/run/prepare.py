@@ -22,7 +22,7 @@ from trainer.data.progress import Progress
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.own.code import code_of
+from trainer.models.own.source import source_of
 from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
@@ -60,8 +60,8 @@ class Prepared:
     """Processes of each rank that load samples; 0: a thread."""
     order: int = KEYED
     """The version of the samples' order."""
-    code: Mapping[str, str] = field(default_factory=dict)
-    """Digests, by name, of the user's own code with which a checkpoint was trained."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Digests, by name, of the source of the user's own model, loss and optimizer."""
 
     @property
     def saved_bytes(self) -> int:
@@ -172,15 +172,15 @@ def prepare(
         undecayed=spared(section.weight_decay_excludes, spec),
         workers=subject.workers(section, machine),
         order=order,
-        code=_code(model, config, given),
+        sources=_sources(model, config, given),
     )
 
 
-def _code(model: nn.Module, config: Config, given: HandedIn | None) -> Mapping[str, str]:
-    """Return the digests of the user's own code, by name."""
+def _sources(model: nn.Module, config: Config, given: HandedIn | None) -> Mapping[str, str]:
+    """Return the digests of the user's own source, by name."""
     optimizer: Any = NAMED["optimizer"].get(config.optimizer.type)
     own = {"loss": given.loss, "model": given.model} if given else {}
-    return code_of(model, optimizer=unwrap(optimizer), **own)
+    return source_of(model, optimizer=unwrap(optimizer), **own)
 
 
 def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:

@@ -25,6 +25,8 @@ BESIDE = {
 }
 """Keys that may differ within one run: they only decide what is reported and kept of it."""
 
+NOT_COMPARED = "not compared with the checkpoint's"
+
 SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 """Keys of a model's config that are the tokenizer's, whose changes are found in the data."""
 
@@ -51,7 +53,10 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if model := differences(before, now):
         expected = "the model of the checkpoint"
         raise ConfigError(Problem(f"model: {source}", listed(model), expected, hint))
-    if code := _recoded(saved.get("code") or {}, description.get("code") or {}):
+    sources = description.get("sources") or {}
+    if "sources" not in saved and saved.get("code") and sources:
+        notes.append(f"your code is {NOT_COMPARED}: an earlier version took other digests of it")
+    if code := _edited(saved.get("sources") or {}, sources):
         raise ConfigError(Problem(f"code: {source}", listed(code), hint=hint))
     changed = differences(_steering(saved), _steering(description)) if "config" in saved else []
     with_it = saved.get("versions") or {}  # DeepSpeed's alone, of an imported one
@@ -68,7 +73,7 @@ def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
     now, before = str(here.get("fingerprint", "")), (saved or {}).get("fingerprint")
     if not now.startswith(BY_VALUE) or str(before).startswith(BY_VALUE):
         return saved, []
-    note = "the data is not compared with the checkpoint's: an earlier version kept no hash of it"
+    note = f"the data is {NOT_COMPARED}: an earlier version kept no hash of it"
     return {**(saved or {}), "fingerprint": now}, [note]
 
 
@@ -107,11 +112,11 @@ def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _recoded(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """List code whose digest changed; code that came or went shows in the code that uses it."""
+def _edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """List what was edited; code that came or went shows in the code that uses it."""
     both = {name: (str(before[name]), now[name]) for name in sorted(before.keys() & now.keys())}
     return [
-        f"{name} {'was edited' if 'sha256' in was else f'{was} -> {is_now}'}"
+        f"{name} was edited" if "sha256" in was else f"{name} {was} -> {is_now}"
         for name, (was, is_now) in both.items()
         if was != is_now
     ]
