@@ -34,7 +34,8 @@ from transformers import (
 )
 
 from trainer.data.loader import Batching, BatchLoader
-from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
+from trainer.data.text.cutting import Cut, write_part
+from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.distributed.ranks import ALONE
 from trainer.engines import Job, Machine
 from trainer.engines.torch import mesh

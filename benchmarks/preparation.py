@@ -35,8 +35,9 @@ import numpy as np
 
 from trainer.config import DataSection
 from trainer.data.sealed import flaw, seal
+from trainer.data.text.cutting import Cut, CutDocuments, PartWriter
 from trainer.data.text.preparation import prepare
-from trainer.data.text.token_files import Cut, CutDocuments, Origin, PartWriter, PreparedSource
+from trainer.data.text.token_files import Origin, PreparedSource
 from trainer.data.text.tokenizer import embedded_tokenizer
 
 LENGTH = 1024

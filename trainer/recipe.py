@@ -22,7 +22,7 @@ from trainer.config.sections.trainer import TrainerSection
 from trainer.data.cache import NOTHING, Check
 from trainer.data.mixture import Source
 from trainer.data.progress import Progress
-from trainer.data.remote import fetched
+from trainer.data.sources.remote import fetched
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine, Metrics
 from trainer.errors import ConfigError, Problem, refused

@@ -23,9 +23,10 @@ from tests.support.commands import run, write_job
 from tests.support.messages import raises, shows, shows_each
 from tests.support.s3 import served
 from trainer.checkpoint import faults, prune, save, verify
-from trainer.checkpoint import upload as upload_module
-from trainer.checkpoint.restoration import restore
-from trainer.checkpoint.upload import Upload, check, mark_at
+from trainer.checkpoint.copies import marks
+from trainer.checkpoint.copies.marks import mark_at
+from trainer.checkpoint.copies.restoration import restore
+from trainer.checkpoint.copies.upload import Upload, check
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DiskError
 from trainer.run.start.choose import choose
@@ -237,7 +238,7 @@ def test_a_copy_that_fails_is_said_and_tried_again(tmp_path: Path) -> None:
 @pytest.fixture
 def quick() -> Iterator[None]:
     """Signs of life every 0.02 s, and death after 1.5 s without one."""
-    with patch.multiple(upload_module, SIGN_SECONDS=0.02, PATIENCE_SECONDS=1.5):
+    with patch.multiple(marks, SIGN_SECONDS=0.02, PATIENCE_SECONDS=1.5):
         yield
 
 

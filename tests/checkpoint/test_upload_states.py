@@ -23,12 +23,13 @@ from tests.run.test_resume import begun, finish
 from tests.support.checkpoint_pieces import ALONE
 from tests.support.commands import TRAIN, run, write_job
 from tests.support.messages import raises
-from trainer.checkpoint import bucket as bucket_module
 from trainer.checkpoint import faults, published, verify
-from trainer.checkpoint import upload as upload_module
-from trainer.checkpoint.bucket import Bucket
-from trainer.checkpoint.restoration import restore
-from trainer.checkpoint.upload import Upload, check, marked_at
+from trainer.checkpoint.copies import bucket as bucket_module
+from trainer.checkpoint.copies import upload as upload_module
+from trainer.checkpoint.copies.bucket import Bucket
+from trainer.checkpoint.copies.marks import marked_at
+from trainer.checkpoint.copies.restoration import restore
+from trainer.checkpoint.copies.upload import Upload, check
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DiskError
 from trainer.run.start.choose import choose

@@ -15,7 +15,7 @@ from tests.support.commands import ROOT
 from tests.support.messages import raises, shows, shows_each
 from trainer import plugins
 from trainer.config import RuntimeFacts, load
-from trainer.data.formats import locate, rows_of
+from trainer.data.sources.location import locate, rows_of
 from trainer.errors import ConfigError, DataError
 from trainer.run.compose import compose
 

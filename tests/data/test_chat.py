@@ -19,10 +19,11 @@ import pytest
 
 from tests.support.messages import raises, shows
 from trainer.config import DataSection
-from trainer.data.formats import locate
-from trainer.data.text.chat import PLAIN, Template
+from trainer.data.sources.location import locate
+from trainer.data.text.chats.chat import PLAIN, Template
+from trainer.data.text.chats.turns import Chat
 from trainer.data.text.preparation import open_data
-from trainer.data.text.records import Chat, RowsRead, read_documents
+from trainer.data.text.records import RowsRead, read_documents
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DataError
 from trainer.tasks.task import IGNORED
@@ -510,7 +511,7 @@ def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, na
     path.write_text(HOSTILE[name])
     limits = resource.getrlimit(resource.RLIMIT_AS), signal.getsignal(signal.SIGVTALRM)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with patch.multiple("trainer.data.text.chat", MEMORY=1 << 27, SECONDS=0.5):
+    with patch.multiple("trainer.data.text.chats.chat", MEMORY=1 << 27, SECONDS=0.5):
         template = Template.of(tokenizer, str(path))
         with pytest.raises(DataError) as caught:
             list(template.encode([Chat(messages(), place="a:1")]))
@@ -523,6 +524,6 @@ def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, na
 
 def test_a_long_chat_is_no_hostile_one(tokenizer: Any) -> None:
     turns = [("user", "What? " * 100), ("assistant", "That. " * 100)] * 50
-    with patch.multiple("trainer.data.text.chat", MEMORY=1 << 25):
+    with patch.multiple("trainer.data.text.chats.chat", MEMORY=1 << 25):
         [found] = Template(tokenizer, CHATML, "").encode([Chat(messages(turns), place="a:1")])
     assert len(found.tokens) > 60_000

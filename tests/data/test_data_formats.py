@@ -15,11 +15,13 @@ import pytest
 
 from tests.support.messages import raises, shows
 from trainer.config.sections.model_and_data import DataSection
-from trainer.data.formats import Location, locate
-from trainer.data.text.chat import Template
+from trainer.data.sources.location import Location, locate
+from trainer.data.text.chats.chat import Template
+from trainer.data.text.chats.turns import Chat
+from trainer.data.text.cutting import Cut
 from trainer.data.text.encode import Chunk, Tokenising
-from trainer.data.text.records import Chat, Text, read_documents
-from trainer.data.text.token_files import Cut, Encoded
+from trainer.data.text.records import Text, read_documents
+from trainer.data.text.token_files import Encoded
 from trainer.errors import DataError, Problem
 
 COLUMNS = {

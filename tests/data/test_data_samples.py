@@ -20,16 +20,11 @@ from tests.support.messages import raises, shows, shows_each
 from trainer.config import DataSection
 from trainer.data.mixture import Mixture
 from trainer.data.order import KEYED, LISTED, held_out
-from trainer.data.text.preparation import Data, open_data, prepare
+from trainer.data.text.cutting import Cut, write_part
+from trainer.data.text.preparation import open_data, prepare
+from trainer.data.text.prepared import Data
 from trainer.data.text.preview import preview
-from trainer.data.text.token_files import (
-    Arrangement,
-    Cut,
-    Encoded,
-    PreparedSource,
-    Summary,
-    write_part,
-)
+from trainer.data.text.token_files import Arrangement, Encoded, PreparedSource, Summary
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError
 from trainer.tasks.task import IGNORED
@@ -136,7 +131,7 @@ def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None
 def test_the_summary_counts_what_the_samples_hold(
     parts: list[Encoded], length: int, arrangement: Any
 ) -> None:
-    with patch("trainer.data.text.token_files._CHUNK", 5):  # many chunks in few tokens
+    with patch("trainer.data.text.cutting._CHUNK", 5):  # many chunks in few tokens
         summary, found = written(parts, length, arrangement)
     counts = Counter(target for _, targets in found for target in targets if target != IGNORED)
     total = sum(counts.values())

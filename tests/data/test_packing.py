@@ -38,8 +38,9 @@ from tests.support.training import (
 )
 from trainer.certify.tiny_run import tiny_run
 from trainer.config.validate import validate
+from trainer.data.text.cutting import Cut, write_part
 from trainer.data.text.packing import pack
-from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
+from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute

@@ -28,7 +28,8 @@ from trainer.data import digest, workers
 from trainer.data.cache import cached_folder
 from trainer.data.progress import Progress
 from trainer.data.text import preparation
-from trainer.data.text.token_files import PartWriter, PreparedSource
+from trainer.data.text.cutting import PartWriter
+from trainer.data.text.token_files import PreparedSource
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 
@@ -311,7 +312,7 @@ def test_progress_is_shown_when_it_takes_longer_than_a_moment(
     with (
         at_once["progress._MOMENT"],
         at_once["progress._BETWEEN"],
-        patch("trainer.data.formats._OFTEN", 10),
+        patch("trainer.data.sources.formats.OFTEN", 10),
     ):
         preparation.prepare(options(path), tokenizer(), tmp_path / "slow", shown)
     if terminal:  # drawn four times a second, and wiped at the end

@@ -32,10 +32,10 @@ from tests.support.pool import Pools
 from tests.support.s3 import served
 from trainer.config import DataSection, ImagesSection, load
 from trainer.config.sections.model_and_data import SourceSection
-from trainer.data.formats import check_paths
 from trainer.data.images.image_samples import open_images
 from trainer.data.progress import QUIET, Progress
-from trainer.data.remote import absent, fetched
+from trainer.data.sources.location import check_paths
+from trainer.data.sources.remote import absent, fetched
 from trainer.data.text.preparation import open_data
 from trainer.data.text.tokenizer import embedded_tokenizer
 from trainer.distributed.ranks import ALONE, Ranks
@@ -163,7 +163,7 @@ def test_each_part_of_a_large_file_is_progress(bucket: MemoryFileSystem, tmp_pat
     own = patch.multiple("trainer.data.progress", _MOMENT=0.0, _BETWEEN=0.0)
     with (
         own,
-        patch("trainer.data.remote._SHOWN_SECONDS", 0.1),
+        patch("trainer.data.sources.remote._SHOWN_SECONDS", 0.1),
         patch.object(MemoryFileSystem, "get_file", slowly),
     ):
         fetched(DataSection(path=ADDRESS), tmp_path, ALONE, progress)

@@ -34,7 +34,8 @@ from trainer.checkpoint import newest
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.progress import Progress
 from trainer.data.stream import Place
-from trainer.data.text.preparation import Data, open_data
+from trainer.data.text.preparation import open_data
+from trainer.data.text.prepared import Data
 from trainer.data.text.tokenizer import embedded_tokenizer
 from trainer.data.workers import Beside, in_order
 from trainer.distributed.ranks import ALONE

@@ -20,8 +20,8 @@ import pytest
 
 from tests.support.messages import raises
 from trainer.data.text import shipped
-from trainer.data.text.chat import Template
-from trainer.data.text.records import Chat
+from trainer.data.text.chats.chat import Template
+from trainer.data.text.chats.turns import Chat
 from trainer.errors import ConfigError, DataError
 
 FOLDER = Path(__file__).parent / "renderings"

@@ -11,7 +11,7 @@ from tests.support.foreign import PAGE, PLAIN, Config, Result, configs, page, re
 from trainer.config import Config as Ours
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.config.read import at
-from trainer.data.text import chat
+from trainer.data.text.chats import chat
 from trainer.tools.importers.chat_formats import PLACE
 from trainer.tools.importers.tables import read_table
 from trainer.tools.importers.translate import decides

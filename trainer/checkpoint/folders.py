@@ -84,7 +84,11 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
     kinds = {kind_of(digest) for record in records.values() for _, digest in record.parts}
     ranks.on_own(lambda: [new_hash(kind) for kind in kinds])  # this machine may lack a package
     ranks.on_node_firsts(prepare)
-    here = path if ranks.rank == giver else partial if wants and at_work else None
+    here: Path | None = None
+    if ranks.rank == giver:
+        here = path
+    elif wants and at_work:
+        here = partial
     with removed_on_error(partial, wants and at_work):
         writers = {name: [giver] * len(record.parts) for name, record in records.items()}
         spread(here, records, writers, ranks)

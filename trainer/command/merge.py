@@ -28,28 +28,46 @@ def main(arguments: Sequence[str], name: str) -> int:
     options = parser.parse_intermixed_args(arguments)
     if options.out.exists():
         raise ConfigError(Problem(str(options.out), "it is there already", "a new folder"))
-    from trainer import checkpoint
-    from trainer.config.sections.model_and_data import AdapterSection, ModelSection
-    from trainer.data.text.tokenizer import load_tokenizer
-    from trainer.distributed.ranks import ALONE
-    from trainer.models.door import check_folder, opening
-    from trainer.models.finetuning.lora import adapted
-    from trainer.models.finetuning.lora_folder import CONFIG, read_config
-    from trainer.models.huggingface import read_config as read_architecture
-    from trainer.models.huggingface import spec_of
-    from trainer.models.spec import given_tensors
+    from trainer.models.door import check_folder
     from trainer.run.start.folder import model_in
 
     folder = model_in(options.adapter)
     check_folder(folder)
+    merge(folder, _base_of(folder, options.base), options.out)
+    print(f"merged: {options.out} opens with AutoModelForCausalLM.from_pretrained")
+    return 0
+
+
+def _base_of(folder: Path, requested: str | None) -> str:
+    """Return the requested base, or that which an adapter's folder names.
+
+    Raises ConfigError if the folder has no adapter, or there is no base.
+    """
+    from trainer.models.finetuning.lora_folder import CONFIG, read_config
+
     if not (folder / CONFIG).is_file():
         actual = f"no {CONFIG} in it"
         expected = "a run with trainer.adapter, or an adapter's folder"
         hint = "A model without an adapter needs no merging" if folder.is_dir() else ""
         raise ConfigError(Problem(str(folder), actual, expected, hint))
-    base = options.base or read_config(folder / CONFIG).get("base_model_name_or_path")
+    base = requested or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
         raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
+    return str(base)
+
+
+def merge(folder: Path, base: str, out: Path) -> None:
+    """Write the base with the adapter of `folder` added to its weights. Raises ConfigError."""
+    from trainer import checkpoint
+    from trainer.config.sections.model_and_data import AdapterSection, ModelSection
+    from trainer.data.text.tokenizer import load_tokenizer
+    from trainer.distributed.ranks import ALONE
+    from trainer.models.door import opening
+    from trainer.models.finetuning.lora import adapted
+    from trainer.models.huggingface import read_config as read_architecture
+    from trainer.models.huggingface import spec_of
+    from trainer.models.spec import given_tensors
+
     expected = "an adapter that PEFT opens, and its base with a tokenizer"
     with opening(f"{folder}, {base}", expected):
         section = ModelSection(name_or_path=base)
@@ -66,11 +84,9 @@ def main(arguments: Sequence[str], name: str) -> int:
     quantised = getattr(spec.weights, "quantised_by", "")
     dtype = (quantised and stated) or entries[0].dtype
 
-    def save(out: Path) -> None:
-        spec.files.save_config(out, dtype)
-        tokenizer.save_pretrained(out)
+    def save(partial: Path) -> None:
+        spec.files.save_config(partial, dtype)
+        tokenizer.save_pretrained(partial)
 
     form = checkpoint.ModelForm(dtype if quantised else None)
-    checkpoint.export(options.out, entries, save, ALONE, form)
-    print(f"merged: {options.out} opens with AutoModelForCausalLM.from_pretrained")
-    return 0
+    checkpoint.export(out, entries, save, ALONE, form)

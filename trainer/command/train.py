@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from trainer.command import add_config, parser_of
-from trainer.data.formats import check_paths
+from trainer.data.sources.location import check_paths
 from trainer.errors import ConfigError, MeshloomError, Problem
 from trainer.supervise import world as worlds
 from trainer.supervise.launcher import start

@@ -14,9 +14,9 @@ import numpy as np
 
 from trainer.config import DataSection
 from trainer.data.cache import discard
-from trainer.data.formats import format_of, locate
 from trainer.data.order import KEYED, Shuffle
-from trainer.data.remote import listing_of
+from trainer.data.sources.location import format_of, locate
+from trainer.data.sources.remote import listing_of
 from trainer.data.workers import Beside
 from trainer.errors import DataError, Problem
 

@@ -158,13 +158,13 @@ class Muon(OnShards, torch.optim.AdamW):
             matrix = torch.empty(own.shape, dtype=LOW, device=shared.device)
             senders = shared.senders(rank, _axes(own, divided=True))
             whole = [self._part(matrix, own, r) if r in senders else matrix[:0] for r in every]
-        for target, part in zip(whole, self._exchange(sent, whole), strict=False):
+        for target, part in zip(whole, self._exchange(sent, whole), strict=True):
             target.copy_(part.view(target.shape))
         if whole:
             result = self._orthogonal(matrix)
             updated = [self._part(result, own, r) for r in every]
         received = self._exchange(updated, low)
-        return [part.view(like.shape) for part, like in zip(received, low, strict=False)]
+        return [part.view(like.shape) for part, like in zip(received, low, strict=True)]
 
     def _exchange(
         self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]
@@ -177,7 +177,7 @@ class Muon(OnShards, torch.optim.AdamW):
         given = torch.cat([none, *(part.flatten() for part in parts)])
         received = given.new_empty(sum(sizes[1]))
         dist.all_to_all_single(received, given, sizes[1], sizes[0], group=shared.group)
-        return received.split(sizes[1])
+        return received.split(sizes[1])[: len(like)]
 
     def _part(self, matrix: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
         """Return the view of a whole matrix that a rank holds of `like`."""

@@ -84,13 +84,16 @@ class GradientSync:
         copies = self._tied.get(name)
         if copies and (self._mesh.rank("pipeline") > 0 or parameter is not copies[0]):
             return False
-        split = isinstance(parameter, DTensor) and any(
-            axis in ("tensor", "expert") and placement.is_shard()
-            for axis, placement in zip(
-                parameter.device_mesh.mesh_dim_names or (), parameter.placements, strict=False
-            )
-        )
-        return split or self._mesh.rank("tensor") == 0
+        return _is_split(parameter) or self._mesh.rank("tensor") == 0
+
+
+def _is_split(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter that is split over tensor or expert ranks."""
+    if not isinstance(parameter, DTensor):
+        return False
+    axes = parameter.device_mesh.mesh_dim_names or ()
+    placed = dict(zip(axes, parameter.placements, strict=True)) if axes else {}
+    return any(axis in placed and placed[axis].is_shard() for axis in ("tensor", "expert"))
 
 
 class GradientNorm:

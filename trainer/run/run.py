@@ -19,7 +19,7 @@ from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.order import KEYED
-from trainer.data.remote import absent
+from trainer.data.sources.remote import absent
 from trainer.engines import Engine, EngineKind
 from trainer.errors import DiskError, MeshloomError, Stopped, listed
 from trainer.models.spec import stored

@@ -14,7 +14,7 @@ from filelock import FileLock
 
 from trainer.config import DataSection, ImagesSection
 from trainer.data.dataset import check_data_set
-from trainer.data.formats import locate
+from trainer.data.sources.location import locate
 from trainer.errors import DataError, Problem, listed, refused
 
 PATIENCE = 20.0

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from trainer.config import DataSection
-from trainer.data.formats import locate
-from trainer.data.text.records import Chat, read_documents
+from trainer.data.sources.location import locate
+from trainer.data.text.chats.turns import Chat
+from trainer.data.text.records import read_documents
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DataError, Problem
 

@@ -8,9 +8,11 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from trainer.data.order import held_out
-from trainer.data.text.chat import Template
-from trainer.data.text.records import Chat, Document, Text
-from trainer.data.text.token_files import Cut, CutDocuments, Encoded
+from trainer.data.text.chats.chat import Template
+from trainer.data.text.chats.turns import Chat
+from trainer.data.text.cutting import Cut, CutDocuments
+from trainer.data.text.records import Document, Text
+from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from trainer.data.formats import Location, Row, rows_of, short
+from trainer.data.sources.formats import Row, short
+from trainer.data.sources.location import Location, rows_of
 from trainer.data.text import corpus
+from trainer.data.text.chats.turns import Chat, check_turns, checked_text, messages_of, tools_of
 from trainer.errors import DataError, Problem, suggestion
-from trainer.storage import parse_json
 
 
 class Text(NamedTuple):
@@ -20,16 +20,6 @@ class Text(NamedTuple):
 
     text: str
     prompt: str | None = None
-    place: str = ""
-
-
-class Chat(NamedTuple):
-    """Messages as chat templates take them: `role`, `content`, and other keys of the data."""
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
-    learned_from: int = 0
-    """The index of the first message that may count in the loss: those of a prompt do not."""
     place: str = ""
 
 
@@ -182,10 +172,10 @@ def _plain(column: str, row: Row) -> Text | None:
 def _prompted(prompt: str, completion: str, row: Row) -> Document | None:
     given, wanted = row.columns.get(prompt), row.columns.get(completion)
     if isinstance(given, list) or isinstance(wanted, list):
-        before = _messages(row, prompt, given)
-        messages = [*before, *_messages(row, completion, wanted)]
-        _check_turns(row.place, messages)
-        return Chat(messages, _tools(row), len(before), row.place)
+        before = messages_of(row, prompt, given)
+        messages = [*before, *messages_of(row, completion, wanted)]
+        check_turns(row.place, messages)
+        return Chat(messages, tools_of(row), len(before), row.place)
     return _learned(_text(row, completion), _text(row, prompt) or "", row)
 
 
@@ -234,124 +224,14 @@ def _alpaca(row: Row) -> Text | None:
 def _chat(column: str, row: Row) -> Chat:
     if column not in row.columns:
         raise missing(row, column)
-    messages = _messages(row, column, row.columns[column])
+    messages = messages_of(row, column, row.columns[column])
     if system := row.columns.get("system"):
         if not isinstance(system, str) or messages[0]["role"] == "system":
             actual = f'column "system": {short(repr(system))}'
             raise DataError(Problem(row.place, actual, "one system text"))
         messages = [{"role": "system", "content": system}, *messages]
-    _check_turns(row.place, messages)
-    return Chat(messages, _tools(row), 0, row.place)
-
-
-# Messages
-
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "bot": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-}
-
-
-def _messages(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
-    place = f"{row.place}: {column}"
-    value = _parsed(value)
-    if not isinstance(value, list):
-        raise DataError(Problem(place, short(repr(value)), "a list of messages"))
-    if not value:
-        raise DataError(Problem(place, "an empty chat", "at least one message"))
-    return [_message(f"{place}[{turn}]", message) for turn, message in enumerate(value)]
-
-
-def _message(place: str, given: Any) -> dict[str, Any]:
-    if not isinstance(given, Mapping):
-        raise DataError(Problem(place, short(repr(given)), 'a message with "role" and "content"'))
-    message = {key: value for key, value in given.items() if value is not None}
-    role = message.pop("from", None) if "role" not in message else message.pop("role")
-    if not isinstance(role, str) or not role:
-        keys = f"the keys {', '.join(map(str, given))}"
-        actual = keys if role is None else f"the role {short(repr(role))}"
-        raise DataError(Problem(place, actual, '"role" (or "from") with a name'))
-    content = message.pop("value", None) if "content" not in message else message.pop("content")
-    if content is None and "tool_calls" in message:
-        content = ""
-    counts = _counts(place, message)
-    if "tool_calls" in message:
-        message["tool_calls"] = _calls(place, _parsed(message["tool_calls"]))
-    own = {"role": _ROLES.get(role, role), "content": _content(place, content)}
-    return {**own, **message, **counts}
-
-
-def _content(place: str, content: Any) -> str:
-    if isinstance(content, list):
-        for part in content:
-            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-            if kind != "text" or not isinstance(part.get("text"), str):
-                expected = "text: images and sounds are not trained on"
-                raise DataError(Problem(place, f"a part of type {kind}", expected))
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        other = f"{type(content).__name__} {short(repr(content))}"
-        raise DataError(Problem(place, "no content" if content is None else other, "text"))
-    return checked_text(place, content)
-
-
-def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
-    """Return a turn's own mark that it counts in the loss: OpenAI's `weight`, Axolotl's `train`."""
-    for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
-        if key in message:
-            value = message.pop(key)
-            if isinstance(value, list | dict) or value not in values:
-                raise DataError(Problem(place, f"{key} {short(repr(value))}", "0 or 1"))
-            return {"counts": values[value]}
-    return {}
-
-
-def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
-    """Return tool calls with arguments as objects, which OpenAI's data has as JSON text."""
-    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
-        raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))
-    result = []
-    for call in calls:
-        kept = {key: value for key, value in call.items() if value is not None}
-        if isinstance(function := call.get("function"), Mapping):
-            arguments = _parsed(function.get("arguments"))
-            kept["function"] = {**function, "arguments": {} if arguments is None else arguments}
-        result.append(kept)
-    return result
-
-
-def _tools(row: Row) -> list[dict[str, Any]] | None:
-    if not (tools := _parsed(row.columns.get("tools"))):
-        return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        place = f"{row.place}: tools"
-        raise DataError(Problem(place, short(repr(tools)), "a list of JSON schemas"))
-    return tools
-
-
-def _check_turns(place: str, messages: list[dict[str, Any]]) -> None:
-    for turn, (one, other) in enumerate(zip(messages, messages[1:], strict=False), 1):
-        if one["role"] == other["role"] == "assistant":
-            actual = f"the turns {turn - 1} and {turn} are both the assistant's"
-            raise DataError(
-                Problem(place, actual, "one answer to each turn of another", "Join them")
-            )
-
-
-def _parsed(value: Any) -> Any:
-    """Parse JSON text, as tables hold it; return anything else as it is."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
-        with suppress(ValueError):
-            return parse_json(value)
-    return value
-
-
-# Columns
+    check_turns(row.place, messages)
+    return Chat(messages, tools_of(row), 0, row.place)
 
 
 def _text(row: Row, column: str) -> str | None:
@@ -363,17 +243,6 @@ def _text(row: Row, column: str) -> str | None:
         actual = f'column "{column}" holds {type(value).__name__} {short(repr(value))}'
         raise DataError(Problem(row.place, actual, "text"))
     return checked_text(row.place, value, f'column "{column}" holds ')
-
-
-def checked_text(place: str, value: str, holds: str = "") -> str:
-    """Return the text; raises DataError if it is not valid Unicode."""
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            actual = f"{holds}half of a surrogate pair at character {error.start}"
-            raise DataError(Problem(place, actual, "valid Unicode")) from error
-    return value
 
 
 def missing(row: Row, column: str) -> DataError:

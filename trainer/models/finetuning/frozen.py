@@ -98,7 +98,7 @@ def carried(
         own = ((name.removeprefix(f"{block}."), wanted.pop(name)) for name in inside)
         kinds.append(frozenset(own))
     chosen = stand_ins(kinds, len(small)) if kinds else []
-    for block, index in zip(small, chosen, strict=False):
+    for block, index in zip(small if kinds else (), chosen, strict=True):
         wanted |= {f"{block}.{key}": value for key, value in kinds[index]}
     known = {name for name, _ in copy.named_parameters()}
     complete = set(kinds) == {kinds[index] for index in chosen}

@@ -143,7 +143,7 @@ def _check_blocks(
     key: str, like: torch.Tensor, scale: torch.Tensor, size: Sequence[int], place: str
 ) -> None:
     """Raise ConfigError if the last block of a row or column is smaller than the others."""
-    for length, count, block in zip(like.shape[-2:], scale.shape[-2:], size, strict=False):
+    for length, count, block in zip(like.shape[-2:], scale.shape[-2:], size, strict=True):
         if count > 1 and length % block and count == -(-length // block):
             shape = tuple(like.shape)
             actual = f"{key} of shape {shape} in blocks of {block}, the last of which is smaller"

@@ -44,7 +44,11 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 
             block = model.get_submodule(name)
             routes = spec.language.idle_parameters > 0
             biased = any(getattr(module, "has_bias", False) for module in block.modules())
-            written = {"topk", "_grouped_mm"} if biased else {"topk"} if routes else set[str]()
+            written = set[str]()
+            if routes or biased:
+                written |= {"topk"}
+            if biased:
+                written |= {"_grouped_mm"}
             kinds = spec.training.draws, written
             wrapped = partial(_recomputed, block.forward, recompute, *kinds)
             patches.replace_forward(block, wrapped)

@@ -21,7 +21,8 @@ from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
 from trainer.data.dataset import Pairs
 from trainer.data.text.arrangement import arranged
-from trainer.data.text.token_files import Cut, Encoded, PreparedSource, write_part
+from trainer.data.text.cutting import Cut, write_part
+from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface

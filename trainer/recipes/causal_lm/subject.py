@@ -15,8 +15,9 @@ from trainer.config import Config
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.stream import Place, Stream
 from trainer.data.text.arrangement import Arranged, arranged
-from trainer.data.text.chat import Template
-from trainer.data.text.preparation import Data, open_data
+from trainer.data.text.chats.chat import Template
+from trainer.data.text.preparation import open_data
+from trainer.data.text.prepared import Data
 from trainer.data.text.preview import preview
 from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
 from trainer.engines import Metrics

@@ -12,9 +12,10 @@ from typing import Any
 from uuid import uuid4
 
 from trainer import checkpoint
+from trainer.checkpoint.copies.marks import MARK, mark_at
+from trainer.checkpoint.copies.restoration import has_restored, restore, settle
+from trainer.checkpoint.copies.upload import Upload, check
 from trainer.checkpoint.directory import check_same
-from trainer.checkpoint.restoration import has_restored, restore, settle
-from trainer.checkpoint.upload import MARK, Upload, check, mark_at
 from trainer.config import Config
 from trainer.config.read import at
 from trainer.config.sections.section import TEXT

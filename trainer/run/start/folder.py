@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainer.checkpoint import published, strangers
+from trainer.checkpoint.copies.upload import identity
 from trainer.checkpoint.manifest import MANIFEST, WEIGHTS_ALONE, check_sizes
 from trainer.checkpoint.slots import MODEL
-from trainer.checkpoint.upload import identity
 from trainer.config import Config
 from trainer.config.sections.trainer import HubSection
 from trainer.distributed.ranks import Ranks

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from trainer.checkpoint.upload import Upload
+from trainer.checkpoint.copies.upload import Upload
 from trainer.config.sections.trainer import HubSection
 from trainer.data.order import KEYED
 from trainer.distributed.ranks import ALONE, Ranks

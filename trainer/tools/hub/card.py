@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from trainer import checkpoint
-from trainer.data.formats import may_be_hub_id
+from trainer.data.sources.location import may_be_hub_id
 from trainer.errors import refused
 from trainer.run.start.changes import differences, without_place
 from trainer.run.start.folder import ENVIRONMENT
@@ -67,7 +67,9 @@ def _is_hub_id(name: Any) -> bool:
 def _certificate(folder: Path, named: str | None, request: Any) -> Row | None:
     """Return the certificate of `named`, or the run's folder; else of here, if for its config."""
     beside, here = folder / CERTIFICATE, Path(CERTIFICATE)
-    path = Path(named) if named else beside if beside.exists() else here
+    path = beside if beside.exists() else here
+    if named:
+        path = Path(named)
     if not named and not path.exists():
         return None
     proof = read_certificate(path)

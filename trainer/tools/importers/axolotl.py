@@ -135,7 +135,9 @@ def _data(draft: Draft, keys: Roles) -> None:
 
 def _parts(entry: Entry) -> list[Json]:
     """Return the data sets of a list; a path alone is one, too."""
-    listed = entry.value if isinstance(entry.value, list) else [entry.value] if entry.value else []
+    listed = entry.value or []
+    if not isinstance(listed, list):
+        listed = [listed]
     parts = [{"path": part} if isinstance(part, str) else part for part in listed]
     if not all(isinstance(part, dict) and {"path", "data_files"} & part.keys() for part in parts):
         expected = "a list of sections with a path"

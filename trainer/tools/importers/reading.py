@@ -90,5 +90,7 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
         key = name.replace("-", "_")
         if not values and key.startswith("no_") and key != "no_cuda":
             yield key.removeprefix("no_"), False
+        elif not values:
+            yield key, True
         else:
-            yield key, True if not values else values[0] if len(values) == 1 else values
+            yield key, values[0] if len(values) == 1 else values

@@ -143,21 +143,22 @@ def time_of(
     layout: Layout,
     device: Device,
     flops: float,
-    inside: Traffic,
-    between: Traffic,
+    traffic: tuple[Traffic, Traffic],
     state: float,
     on_host: float,
 ) -> Time:
     """Estimate the parts of a step's time for a layout.
 
-    `flops` are those of all ranks, without recomputation; traffic is that of the rank that sends
-    longest; `state` and `on_host` are bytes of training state on a device, and offloaded.
+    `flops` are those of all ranks, without recomputation; `traffic`, inside a node and between
+    nodes, is that of the rank that sends longest; `state` and `on_host` are bytes of training
+    state on a device, and offloaded.
     """
     # float32 is counted as half the 16-bit rate: TF32, on tensor cores
     rate = device.peak / 2 if layout.precision == "float32" else device.peak
     compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
     rounds = layout.accumulation * layout.stages_per_rank
     bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
+    inside, between = traffic
     wires = inside.seconds(device, inside=True), between.seconds(device, inside=False)
     return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)
 

@@ -131,7 +131,7 @@ class Plan:
     def time(self) -> Time:
         layout, device, state = self.workload.layout, self.cluster.device, self.on_device(STATE)
         traffic = self.traffic(inside=True), self.traffic(inside=False)
-        return time_of(layout, device, self.step_flops, *traffic, state, self.on_host)
+        return time_of(layout, device, self.step_flops, traffic, state, self.on_host)
 
 
 def offloaded(workload: Workload) -> tuple[str, ...]:

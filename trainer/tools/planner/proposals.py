@@ -127,10 +127,9 @@ class ClosedForm:
 
     def seconds(self, layout: Layout) -> float:
         """Estimate the seconds of a step, midway between all messages hidden and none."""
-        inside, between = (self._traffic(layout, inside) for inside in (True, False))
-        each = 16 if layout.offload_param != "none" else 12 if layout.offloads else 0
-        host = each * self.learned / _model_ranks(layout) / layout.shard
-        return time_of(layout, self.cluster.device, self.flops, inside, between, 0.0, host).middle
+        traffic = self._traffic(layout, True), self._traffic(layout, False)
+        host = _host_bytes(layout) * self.learned / _model_ranks(layout) / layout.shard
+        return time_of(layout, self.cluster.device, self.flops, traffic, 0.0, host).middle
 
     def _traffic(self, layout: Layout, inside: bool) -> Traffic:
         sent = [one for one in self._sent(layout) if (one[0] <= self.cluster.devices) is inside]
@@ -166,6 +165,13 @@ class ClosedForm:
 def _value(layout: Layout) -> int:
     """Return the bytes of a weight in forward and backward passes."""
     return 4 if layout.precision == "float32" else 2
+
+
+def _host_bytes(layout: Layout) -> int:
+    """Return the bytes of a parameter's training state that cross to the host in a step."""
+    if layout.offload_param != "none":
+        return 16
+    return 12 if layout.offloads else 0
 
 
 def _model_ranks(layout: Layout) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import cycle
 from typing import Any
 
 from matplotlib.axes import Axes
@@ -191,7 +190,8 @@ def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
 def _by_kind(axes: Axes, kinds: Mapping[str, float], peak: float) -> None:
     left = 0.0
     largest_first = sorted(kinds.items(), key=lambda item: -item[1])
-    for (name, count), colour in zip(largest_first, cycle(style.COLOURS), strict=False):
+    for place, (name, count) in enumerate(largest_first):
+        colour = style.COLOURS[place % len(style.COLOURS)]
         size = count / 2**30
         style.bar(axes, left, size, colour, f"{style.shown(name, 24)} {size:.2f}")
         left += size

@@ -12,12 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from trainer.data.formats import short
+from trainer.data.sources.formats import short
 from trainer.data.text import shipped
-from trainer.data.text.records import Chat, checked_text
+from trainer.data.text.chats.turns import Chat, checked_text
+from trainer.data.text.chats.unrendered import unrendered
 from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import tokens_of
-from trainer.data.text.unrendered import unrendered
 from trainer.errors import ConfigError, DataError, Problem, first_line, refused
 from trainer.models.door import LONGEST, MEMORY, SECONDS, TIMES, bounded
 

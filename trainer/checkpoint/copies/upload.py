@@ -31,31 +31,31 @@ import os
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
 from typing import Any
 
-from trainer.checkpoint.bucket import Bucket, in_streams
-from trainer.checkpoint.directory import prune, published, step_of
+from trainer.checkpoint.copies import marks
+from trainer.checkpoint.copies.bucket import Bucket, in_streams
+from trainer.checkpoint.copies.marks import (
+    KEY,
+    MARK,
+    copying,
+    foreign,
+    mark_of,
+    marked_at,
+    order,
+)
+from trainer.checkpoint.directory import prune, published
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, check_sizes
-from trainer.errors import DiskError, MeshloomError, Problem, listed, named_line, refused
+from trainer.errors import MeshloomError, listed, named_line, refused
 from trainer.storage import parse_json, to_json
 
-KEY = "trainer.checkpoint.upload"
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
 """The files of a run by which it is known, and resumes where it was."""
 MODELS, MODELS_MARK = ("final", "final-merged"), "models.json"
 """The folders of the final model, and the file at a copy that says which of them are whole."""
-MARK = "upload.json"
-"""The file at a copy, with who writes it and the token of the folder that the copy is of.
-
-The run's folder has one with its own token, that of the copy it was made from, and the names of
-the checkpoints that were damaged there."""
-SIGN_SECONDS, PATIENCE_SECONDS = 10.0, 45.0
-"""Seconds between two signs of life, and without one until the writer is taken to be dead."""
-READS = 3
-"""How often a mark is read that is cut off: where files are not replaced at once, it is written."""
 ATTEMPTS = 3
 """Failures in a row, without a file that was copied, after which a newer checkpoint is taken."""
 
@@ -179,7 +179,7 @@ class Upload:
     # the writer's mark
 
     def _give_signs(self) -> None:
-        while not self._ended.wait(SIGN_SECONDS):
+        while not self._ended.wait(marks.SIGN_SECONDS):
             with suppress(Exception):  # the network's: the next one may arrive
                 self._check()
                 self._sign()
@@ -282,10 +282,10 @@ class Upload:
         whole = self._whole_there()
         if not whole & own:
             return
-        newest = max(map(_order, whole & own))
+        newest = max(map(order, whole & own))
         there = set(filter(STEP_FOLDER.fullmatch, self._bucket.names("checkpoints")))
-        for name in sorted(there - own, key=_order):
-            if _order(name) < newest and (name not in whole or len(whole) > len(own)):
+        for name in sorted(there - own, key=order):
+            if order(name) < newest and (name not in whole or len(whole) > len(own)):
                 self._bucket.remove(f"checkpoints/{name}", MANIFEST)
                 whole.discard(name)
 
@@ -321,67 +321,6 @@ def identity(folder: Path) -> str:
         for about in [(folder / name).stat()]
     ]
     return hashlib.sha256(repr(lines).encode()).hexdigest() if lines else ""
-
-
-def marked_at(bucket: Bucket) -> list[str]:
-    """List the checkpoints at a run's copy that have a manifest, oldest first."""
-    steps = filter(STEP_FOLDER.fullmatch, bucket.names("checkpoints"))
-    whole = [name for name in steps if MANIFEST in bucket.names(f"checkpoints/{name}")]
-    return sorted(whole, key=_order)
-
-
-def mark_at(address: str) -> dict[str, Any]:
-    """Return the mark of a copy, or of a run's folder; {} for none, or for no mark of ours."""
-    return mark_of(Bucket(address))
-
-
-def mark_of(bucket: Bucket) -> dict[str, Any]:
-    for attempt in range(READS):
-        time.sleep(attempt / 2)
-        try:
-            content = bucket.read(MARK)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        with suppress(ValueError, TypeError):  # a write that goes on, or was cut off by a death
-            mark = dict(parse_json(content))
-            return mark if isinstance(mark.get("token"), str) else {}
-    return {}
-
-
-def left_mark(address: str, waits: Callable[[], object]) -> dict[str, Any]:
-    """Return a copy's mark if its run has ended, or there is no sign of life; {} for none.
-
-    No clocks of two machines are compared. `waits` is called meanwhile. Raises DiskError at a sign
-    of life.
-    """
-    bucket = Bucket(address)
-    first, deadline = mark_of(bucket), time.monotonic() + PATIENCE_SECONDS
-    while not first.get("ended", not first) and time.monotonic() < deadline:
-        time.sleep(SIGN_SECONDS / 10)
-        waits()
-        if (mark := mark_of(bucket)) != first:
-            raise foreign(address, mark)
-    return first
-
-
-def foreign(address: str, mark: Mapping[str, Any]) -> DiskError:
-    own = "Set another trainer.run.name, or stop the other run"
-    hint = f"{own}; with its folder here moved away, the same command resumes from that copy"
-    expected = "a copy of this folder alone, to which nothing is written now"
-    return DiskError(Problem(f"{KEY}: {address}", last_writer(mark), expected, hint))
-
-
-def last_writer(mark: Mapping[str, Any]) -> str:
-    return f"written by {mark.get('by', 'nobody')}, last seen {time.ctime(mark.get('time', 0))}"
-
-
-def copying(address: str, hint: str) -> AbstractContextManager[None]:
-    place, expected = f"{KEY}: {address}", "a copy that is complete"
-    return refused(place, expected, named=True, hint=hint, raises=DiskError)
-
-
-def _order(name: str) -> int:
-    return step_of(Path(name))
 
 
 def _files(folder: Path) -> list[str]:

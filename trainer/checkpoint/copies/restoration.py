@@ -23,19 +23,19 @@ from pathlib import Path
 from threading import Lock
 
 from trainer.checkpoint import faults
-from trainer.checkpoint.bucket import Bucket, in_streams
-from trainer.checkpoint.directory import out_of_the_way, published
-from trainer.checkpoint.manifest import MANIFEST, read_manifest, verify
-from trainer.checkpoint.upload import (
+from trainer.checkpoint.copies.bucket import Bucket, in_streams
+from trainer.checkpoint.copies.marks import (
     KEY,
     MARK,
-    RECORDS,
     copying,
     last_writer,
     left_mark,
     mark_at,
     marked_at,
 )
+from trainer.checkpoint.copies.upload import RECORDS
+from trainer.checkpoint.directory import out_of_the_way, published
+from trainer.checkpoint.manifest import MANIFEST, read_manifest, verify
 from trainer.data.progress import QUIET, Progress
 from trainer.errors import DiskError, Problem
 from trainer.storage import (

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.formats import short
-from trainer.data.text.records import Chat
+from trainer.data.sources.formats import short
+from trainer.data.text.chats.turns import Chat
 from trainer.errors import DataError, Problem
 
 REASONING = ("reasoning_content", "reasoning", "thinking")

@@ -1,0 +1,1 @@
+"""A copy of a run at an address: making it, who writes it, and starting from it."""

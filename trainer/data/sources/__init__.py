@@ -1,0 +1,1 @@
+"""Where rows come from: finding files, reading their formats, copying them from an address."""
