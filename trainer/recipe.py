@@ -24,7 +24,7 @@ from trainer.data.mixture import Source
 from trainer.data.progress import Progress
 from trainer.data.sources.remote import fetched
 from trainer.distributed.ranks import Ranks
-from trainer.engines import Machine, Metrics
+from trainer.engines import Engine, Machine, Metrics
 from trainer.errors import ConfigError, Problem, refused
 from trainer.layout import Layout
 from trainer.models.finetuning.changed import changed_spec
@@ -137,6 +137,15 @@ class Subject:
     def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
         """Have a stream of data read from a place (`data.stream.Place`) within the context."""
         return nullcontext()
+
+    def before_training(self, engine: Engine, folder: Path) -> Subject:
+        """Return the subject with what the built engine computes of its samples before the first
+        step, such as a frozen reference's scores. Collective.
+
+        It is called at each start, also of a resumed run, whose weights have been trained: what is
+        computed once belongs into the run's `folder`.
+        """
+        return self
 
     def workers(self, section: TrainerSection, machine: Machine) -> int:
         """Return the processes of each rank that load samples; 0: a thread."""
