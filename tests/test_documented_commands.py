@@ -402,6 +402,12 @@ ELSEWHERE: dict[str, str] = {
     "meshloom train --config parity.json": "test_hooks_page.py::test_the_plugin_trains",
     "python -m tests.support.budget": "test_communication.py::test_the_docs_have_the_tables",
     "python -m tests.support.foreign": "test_public_configs.py::test_the_page_is_up_to_date",
+    "meshloom schema": (
+        "test_schema.py::test_the_schema_is_one_and_the_file_of_the_wheel_is_what_the_command_prints"
+    ),
+    "meshloom schema > trainer/config/schema.json": (
+        "test_schema.py::test_the_schema_is_one_and_the_file_of_the_wheel_is_what_the_command_prints"
+    ),
     "python -m tests.support.reference": "test_site.py::test_the_reference_is_that_of_the_code",
     f"python {TRAIN} examples/digits.json": "test_images.py::test_digits_are_learned",
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
@@ -447,6 +453,7 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    "python -m pytest --rewrite-messages": "it rewrites tests/messages.txt in place",
     "meshloom evaluate runs/NAME --tasks arc_easy,hellaswag --limit 100": (
         "their data is on the hub; test_use.py runs a task of its own"
     ),
