@@ -353,7 +353,7 @@ class Bench:
         from trainer.optim.lr_schedules import Update
         from trainer.recipes.causal_lm.task import CausalLM
         from trainer.run.compose import compose
-        from trainer.tasks.attention import notes
+        from trainer.tasks.kernel_probes import notes
 
         config, options = self.described()
         spec = huggingface.spec_of(config, options)

@@ -25,7 +25,7 @@ LEVELS = {
     "state": 3,
     "layout": 3,
     "models": 4,
-    "trial": 5,
+    "probes": 5,
     "trackers": 5,
     "tasks": 6,
     "data": 7,

@@ -102,6 +102,10 @@ def test_llms_txt_is_that_of_the_pages():
     assert reference.llms() == reference.LLMS.read_text(), reference.__doc__
 
 
+def test_the_table_of_probes_is_that_of_the_code():
+    assert reference.models() == reference.MODELS.read_text(), reference.__doc__
+
+
 def test_each_key_of_the_trainer_section_is_in_the_reference():
     from trainer.config.own_keys import OWN_KEYS
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+
+T = TypeVar("T")
 
 MOST_SHOWN = 20
 """The most problems that an error spells out; it counts the others."""
@@ -182,6 +184,26 @@ def first_line(error: BaseException) -> str:
 def named_line(error: BaseException, most: int = 300) -> str:
     """Return the first line of a library's error, after its class, shortened."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An error that the code of a model raised."""
+
+    error: Exception
+
+    @property
+    def reason(self) -> str:
+        """The first line of the error, after its class."""
+        return named_line(self.error)
+
+
+def attempt(run: Callable[[], T]) -> T | Raised:
+    """Run code that may raise anything, such as a model's own; return its result, or the error."""
+    try:
+        return run()
+    except Exception as error:  # whatever a model's own code raises
+        return Raised(error)
 
 
 @contextmanager

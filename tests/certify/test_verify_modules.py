@@ -151,10 +151,10 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     """The first layers of this one have no router, and the model's own code fails on an empty list
     of their logits.
     """
+    from tests.support.probing import findings_of
     from trainer.config.sections.model_and_data import ModelSection
     from trainer.models import huggingface
     from trainer.recipes.causal_lm.task import CausalLM
-    from trainer.trial.language import check_model
 
     sizes = {"hidden_size": 64, "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -177,4 +177,4 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     assert "gate" in {
         name.split(".")[-2] for name, _ in spec.tiny.copy().build().named_parameters()
     }
-    assert check_model(spec, CausalLM.of(spec)).unproven == ""
+    assert findings_of(spec, CausalLM.of(spec)).unproven == ""

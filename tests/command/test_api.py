@@ -18,10 +18,10 @@ from torch.nn.functional import cross_entropy
 import trainer
 from tests.support.commands import BIN, ROOT, run
 from tests.support.messages import raises, shows
+from tests.support.probing import findings_of
 from trainer.errors import ConfigError, DataError
 from trainer.models.own.module import spec_of
 from trainer.tasks.supervised import Supervised
-from trainer.trial.own_module import check_module
 
 README = (ROOT / "README.md").read_text()
 EXAMPLE = next(
@@ -244,9 +244,9 @@ def test_what_is_found_of_a_module():
         def forward(self, rows):
             return self.body(rows)
 
-    findings = check_module(*spec_and_task(Extra, blocks="body.*"))
+    findings = findings_of(*spec_and_task(Extra, blocks="body.*"))
     assert findings.unused == ("never.weight", "never.bias") and findings.blocks
-    assert not check_module(*spec_and_task(Extra, blocks="never")).blocks
+    assert not findings_of(*spec_and_task(Extra, blocks="never")).blocks
 
 
 @pytest.mark.parametrize(
@@ -273,7 +273,7 @@ def test_what_is_found_of_a_module():
 def test_what_can_not_be_trained_says_why(change, message):
     given = {"build": small, "loss": loss, "blocks": None, **change}
     with pytest.raises(ConfigError, match=re.escape(message)):
-        check_module(*spec_and_task(**given))
+        findings_of(*spec_and_task(**given))
 
 
 class Scaled(nn.Parameter):
@@ -358,7 +358,7 @@ def test_samples_that_are_no_pairs():
 
 @pytest.mark.more
 def test_a_hidden_state_that_is_no_tensor_is_refused_by_a_pipeline_alone():
-    from trainer.models.cut import check_cut
+    from trainer.probes.questions.stages import check_cut
 
     class Block(nn.Linear):
         def forward(self, pair):
@@ -373,7 +373,7 @@ def test_a_hidden_state_that_is_no_tensor_is_refused_by_a_pipeline_alone():
             return self.layers((rows, rows))[0]
 
     spec, task = spec_and_task(Pairs, blocks="layers.*")
-    assert check_module(spec, task).blocks
+    assert findings_of(spec, task).blocks
     with raises(ConfigError, "stage sends", "one tensor"):
         check_cut(spec, 2)
 
@@ -390,11 +390,11 @@ class Counter(nn.Module):
 
 
 def test_a_buffer_that_training_changes_is_one_processs():
-    from tests.trial.test_model_checks import layout
+    from tests.support.probing import layout
     from trainer.parallel.checks import check_layout
 
     spec, task = spec_and_task(lambda: nn.Sequential(nn.Linear(6, 8), Counter(), nn.Linear(8, 2)))
-    findings = check_module(spec, task)
+    findings = findings_of(spec, task)
     check_layout(spec, task, layout(), findings)
     with raises(ConfigError, "buffer 1.seen"):
         check_layout(spec, task, layout(replicate=2), findings)

@@ -120,7 +120,7 @@ def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: s
     """By borders in bfloat16, in blocks in float32; the reference is float32 on the processor."""
     from tests.data.test_packing import loss_alone, packed_samples
     from tests.models.test_masks import tiny
-    from trainer.tasks.attention import notes, tested
+    from trainer.tasks.kernel_probes import notes, tested
 
     spec, task, model = tiny(name, hidden_size=64, head_dim=16)
     own, samples = tiny(name, hidden_size=64, head_dim=16)[2], packed_samples(0, 3)

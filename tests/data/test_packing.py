@@ -25,6 +25,7 @@ from tests.support.commands import ROOT, write_job
 from tests.support.layouts import DATA, GPT2_4, HSDP, LLAMA_4, SPLIT, STAGES
 from tests.support.messages import raises, shows
 from tests.support.pool import machine_here
+from tests.support.probing import ask_about
 from tests.support.training import (
     GPT2,
     LLAMA,
@@ -44,9 +45,9 @@ from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
+from trainer.probes.questions import isolation
 from trainer.tasks.attention import documents_of
 from trainer.tasks.task import IGNORED
-from trainer.trial.isolation import check_isolation
 
 # Packing
 
@@ -352,7 +353,7 @@ LEAKING["lfm2"] = {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_
 @pytest.mark.parametrize("name", APART)
 def test_attention_stops_at_borders(name):
     spec = spec_of(APART[name])
-    check_isolation(spec, task_of(spec))
+    ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
 
 
 @pytest.mark.first("mamba")
@@ -360,7 +361,7 @@ def test_attention_stops_at_borders(name):
 def test_a_family_that_leaks_is_refused_with_the_numbers(name):
     spec = spec_of(LEAKING[name])
     with pytest.raises(ConfigError) as caught:
-        check_isolation(spec, task_of(spec))
+        ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
     shows(caught.value, f"trainer.data.documents: {LEAKING[name]['model_type']}", "tiny copy")
     shows(caught.value, "logits than alone")
     shows(caught.value, "attend to one another")
@@ -369,7 +370,7 @@ def test_a_family_that_leaks_is_refused_with_the_numbers(name):
 def test_a_routers_loss_is_refused():
     spec = spec_of({**SMALL, "model_type": "mixtral", "output_router_logits": True})
     with raises(ConfigError, "router's loss", "share", "micro-batch"):
-        check_isolation(spec, task_of(spec))
+        ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
 
 
 # Leaks that are planted
@@ -406,7 +407,7 @@ LEAKS = {leak.__name__: leak for leak in (border_off_by_one, positions_go_on)}
 def test_a_planted_leak_is_refused_at_start(name, leak):
     spec = spec_of(APART[name])
     with raises(ConfigError, "logits than alone"), LEAKS[leak]():
-        check_isolation(spec, task_of(spec))
+        ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
 
 
 # Engines

@@ -26,7 +26,7 @@ from tests.support.hub import Hub, Repository, serving
 from tests.support.marked import MARK, ended, processes, sweep
 from tests.support.messages import shows
 from trainer.certify.certificate import Certificate, write
-from trainer.certify.finding import Finding
+from trainer.certify.finding import CheckResult
 from trainer.command import push
 from trainer.errors import ConfigError, HubError
 from trainer.run.start.changes import without_place
@@ -36,7 +36,7 @@ from trainer.tools.hub import repository
 from trainer.tools.hub.card import CARD, card_of
 
 LORA = {"r": 4, "targets": ["q_proj", "down_proj"]}
-PASSED = Certificate("shard 2", "mesh", (), (Finding("loss", 0, 1e-8, 1e-5),), None)
+PASSED = Certificate("shard 2", "mesh", (), (CheckResult("loss", 0, 1e-8, 1e-5),), None)
 
 
 @pytest.fixture
@@ -234,7 +234,7 @@ def test_the_card_says_for_which_config_its_certificate_was_made(
     differs = "what was trained differs in gradient_clipping 0.25 -> "
     assert differs in certified(PASSED, other)
     shows(certified(PASSED, None), "name the config")
-    failed = replace(PASSED, first_failure=Finding("loss", 0, float("nan"), 1e-5))
+    failed = replace(PASSED, first_failure=CheckResult("loss", 0, float("nan"), 1e-5))
     assert "**FAIL**" in certified(failed, request)
     assert "None: `meshloom verify`" in section_of({CARD: card_of(base, "me/tiny")}, "Certificate")
     monkeypatch.chdir(tmp_path)  # where verify writes it, unless it is told another place

@@ -550,11 +550,12 @@ def test_an_adapter_is_no_base(tmp_path):
 
 def test_all_linear_says_which_matrices_it_leaves_out():
     """Fused experts and the router are parameters of modules of their own."""
-    from tests.trial.test_model_checks import MIXTRAL
+    from tests.support.layouts import family
 
-    said = adapted(spec_of(MIXTRAL), AdapterSection()).notes
+    mixtral = family("mixtral", num_local_experts=4, output_router_logits=True)
+    said = adapted(spec_of(mixtral), AdapterSection()).notes
     assert "model.layers.*.mlp.experts.gate_up_proj" in said[0] and "without an adapter" in said[0]
-    named = adapted(spec_of(MIXTRAL), AdapterSection(targets=["q_proj"])).notes
+    named = adapted(spec_of(mixtral), AdapterSection(targets=["q_proj"])).notes
     dense = adapted(spec_of(LLAMA), AdapterSection()).notes
     assert not any("without an adapter" in line for line in (*named, *dense))
 

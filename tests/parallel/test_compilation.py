@@ -28,6 +28,7 @@ from trainer.engines import ENGINES, Machine
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel import compilation, float8
+from trainer.parallel.probes import compiled_blocks
 from trainer.run.compose import compose
 
 CPU = torch.device("cpu")
@@ -117,11 +118,11 @@ def own(block: type[nn.Module]) -> Any:
 @pytest.mark.more
 def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
     layout = replace(layout_of(Case(world_size=1)), compile="blocks")
-    found, [note] = compilation.decided(layout, own(Sleeps), machine_of(Watched()))
+    found, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
     assert found.compile == "none"
     shows(note, "run uncompiled")
     assert "test_compilation.py:" in note
-    found, [note] = compilation.decided(layout, own(Linear), machine_of(Watched()))
+    found, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
     assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
 
 
@@ -132,7 +133,7 @@ class Linear(nn.Linear):
 
 def test_auto_compiles_nothing_on_a_cpu():
     layout = replace(layout_of(Case(world_size=1)), compile="auto")
-    found = compilation.decided(layout, spec_of(LLAMA), machine_of(Watched()))
+    found = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
     assert found == (replace(layout, compile="none"), ())
 
 
@@ -249,4 +250,4 @@ def test_a_plan_compiles_nothing(tmp_path, value):
 
 @pytest.mark.more
 def test_offload_is_the_mode_that_the_compiler_can_not_trace():
-    assert "offload.py" in (compilation.broken(spec_of(LLAMA), Recompute("offload")) or "")
+    assert "offload.py" in (compiled_blocks.broken(spec_of(LLAMA), Recompute("offload")) or "")

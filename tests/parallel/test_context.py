@@ -16,7 +16,8 @@ from tests.support.messages import shows
 from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
 from trainer.distributed.context_ranks import Division
 from trainer.errors import ConfigError
-from trainer.parallel.splits import rows
+from trainer.parallel.probes import context_parts
+from trainer.probes.question import Probed, ask
 
 CONTEXT = Case(context=2, micro_batch=4, model=TIED)
 
@@ -26,7 +27,8 @@ def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
     case = replace(CONTEXT, model=model, **axes)
     spec = spec_in(case)
     try:
-        rows.check(spec, task_of(spec, case), layout_of(case), packed)
+        about = Probed(spec, task_of(spec, case), layout_of(case), packed=packed)
+        ask(context_parts.QUESTION, about)
     except ConfigError as error:
         return str(error)
     return ""
@@ -114,7 +116,7 @@ def test_what_mixes_tokens_or_draws_for_a_part_is_found(layer, place):
         model.get_submodule(place).register_forward_hook(lambda m, i, output: layer()(output))
         return model
 
-    with patch("trainer.trial.setup.on_host", planted):
+    with patch("trainer.probes.probe.on_host", planted):
         assert "mixes tokens" in checked(TIED)
 
 
@@ -124,7 +126,7 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
 
     from tests.support.training import build
     from trainer.optim.lr_schedules import Update
-    from trainer.trial.isolation import packed_batch
+    from trainer.probes.inputs import packed_batch
 
     engine, found = build(case, dist.get_rank()), {}
     batch = packed_batch(spec_in(case), task_of(spec_in(case), case))

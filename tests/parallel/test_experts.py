@@ -24,6 +24,7 @@ from tests.support.training import (
 from trainer.config import load, mesh_sizes
 from trainer.engines.deepspeed.engine import KIND
 from trainer.errors import ConfigError
+from trainer.parallel.probes import expert_parts
 from trainer.parallel.splits import expert_ranks
 
 SPREAD = Case("mesh", expert=2, zero_stage=2, micro_batch=1, model=EXPERTS)
@@ -49,7 +50,7 @@ def checked(model: dict[str, Any], **axes: Any) -> str:
     """Return why the experts of a model can't be divided; empty if they can."""
     case = replace(SPREAD, model=model, **axes)
     try:
-        expert_ranks.check(spec_in(case), layout_of(case))
+        expert_parts.check(spec_in(case), layout_of(case))
     except ConfigError as error:
         return str(error)
     return ""
@@ -146,7 +147,7 @@ def gradients_of_routed(chosen: list[list[list[int]]]) -> list[dict[str, torch.T
     import torch.distributed as dist
 
     from trainer.distributed.exchange import Exchange
-    from trainer.trial.setup import drawn
+    from trainer.probes.probe import drawn
 
     model = drawn(spec_in(SPREAD))
     rank, size = dist.get_rank(), dist.get_world_size()

@@ -10,8 +10,8 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.probing import layout
 from tests.support.training import LLAMA, TRAIN_BATCH, samples, spec_of, task_of
-from tests.trial.test_model_checks import layout
 
 CPU = torch.device("cpu")
 

@@ -19,8 +19,9 @@ from tests.support.training import LLAMA, spec_of
 from trainer.engines.owners import owners
 from trainer.errors import ConfigError
 from trainer.layout import PIPELINE_SCHEDULES, Partition, PipelineSchedule
-from trainer.models.cut import check_cut, cut
+from trainer.models.cut import cut
 from trainer.parallel.partition import block_ranges, divide
+from trainer.probes.questions.stages import check_cut
 
 costs = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 

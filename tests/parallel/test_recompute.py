@@ -24,9 +24,9 @@ from trainer.models.materialise import materialise
 from trainer.models.names import gradients_of
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing, offload
+from trainer.probes import inputs, probe
+from trainer.probes.findings import Findings, applied
 from trainer.recipes.causal_lm.task import CausalLM
-from trainer.trial import setup
-from trainer.trial.findings import Findings, applied
 
 MOE = {
     **{"model_type": "qwen3_moe", "hidden_size": 32, "intermediate_size": 48, "head_dim": 8},
@@ -202,9 +202,9 @@ def test_nothing_is_copied_that_no_block_writes_over(
 def of_two_steps(small: Any, recompute: Recompute) -> list[dict[str, torch.Tensor]]:
     """Return the gradients of two passes of a tiny copy: the first may show what the second knows."""
     task = CausalLM.of(small)
-    model = task.prepare(setup.drawn(small)).train()
+    model = task.prepare(probe.drawn(small)).train()
     activation_checkpointing.apply(model, small, recompute)
-    row = setup.row_of(small)
+    row = inputs.sequence_of(small)
     ids, found = torch.stack([row, row.flip(0)]), []
     for _ in range(2):
         seed_generators(1)
@@ -219,12 +219,12 @@ def of_two_steps(small: Any, recompute: Recompute) -> list[dict[str, torch.Tenso
 def test_no_family_has_other_gradients_with_recomputation(family: str) -> None:
     """gemma3n_text had, by as much as they are large: it writes over a product after a view."""
     try:
-        small, _ = setup.tiny(spec_of({"model_type": family, **NEEDED.get(family, {})}))
-        with setup.own_randomness():
+        small, _ = probe.tiny(spec_of({"model_type": family, **NEEDED.get(family, {})}))
+        with probe.own_randomness():
             plain = of_two_steps(small, Recompute())
     except (ConfigError, ValueError) as error:  # it is refused
         pytest.skip(str(error))
-    with setup.own_randomness():
+    with probe.own_randomness():
         for recompute in map(
             Recompute, ("full", "selective", "selective", "offload"), (1, 1, 2, 1)
         ):

@@ -161,9 +161,9 @@ def test_one_flat_unit_is_an_error(monkeypatch):
 
 def test_blocks_that_share_parameters_are_no_units():
     """Zamba uses one hybrid block several times: FSDP2 fails in the first step."""
-    from tests.trial.test_model_checks import layout
+    from tests.support.probing import layout
     from trainer.errors import ConfigError
-    from trainer.parallel.shard import check_shardable
+    from trainer.parallel.probes.fsdp_units import check_shardable
 
     spec = spec_of({"model_type": "zamba2"}).tiny.copy()
     sharded = layout(shard=2, accumulation=1, zero_stage=3)
@@ -176,7 +176,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
     """Accelerate wraps the nested layer, and the first step mixes tensors and DTensors."""
     from torch import nn
 
-    from tests.trial.test_model_checks import layout
+    from tests.support.probing import layout
     from trainer.engines import ENGINES
     from trainer.errors import ConfigError
     from trainer.models.own.module import spec_of as spec_of_module
@@ -253,7 +253,8 @@ def head_twice(model: Any) -> None:
 
 
 def test_embedding_and_head_are_units_where_the_model_needs_their_weights_nowhere_else():
-    from trainer.parallel.shard import Ends, ends_of
+    from trainer.parallel.probes.fsdp_units import ends_of
+    from trainer.parallel.shard import Ends
 
     layout, spec = layout_of(replace(MESH, zero_stage=3)), spec_of(UNTIED)
     own = Ends(("model.embed_tokens",), ("model.norm", "lm_head"))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.messages import shows
+from tests.support.probing import layout
 from tests.support.training import (
     LLAMA,
     TRAIN_BATCH,
@@ -25,7 +26,6 @@ from tests.support.training import (
     task_of,
     whole_weights,
 )
-from tests.trial.test_model_checks import layout
 from trainer.engines.deepspeed import engine as deepspeed
 from trainer.errors import ConfigError
 from trainer.models.names import pattern_of

@@ -131,7 +131,7 @@ PLACE = "tensor_parallel.autotp_size: "
     ids=["guessed", "key-value heads", "heads", "width", "dropout", "experts", "sorted rows"],
 )
 def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, text):
-    from trainer.parallel.splits.matrices import check
+    from trainer.parallel.probes.tensor_parts import check
 
     with pytest.raises(ConfigError) as caught:
         check(spec_of(model), layout(1, 1, 1, size, 1, 1))

@@ -21,10 +21,10 @@ from tests.support.training import Case, layout_of
 from trainer.config import load
 from trainer.engines.devices import DEVICES
 from trainer.errors import DataError
+from trainer.probes import dispatch_modes
 from trainer.tools.planner import pretend
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import model_on
-from trainer.trial import setup
 
 CLASSES, SIZE = 10, 32
 MESH = Case(engine="mesh", clip=1.0, micro_batch=2)
@@ -267,7 +267,7 @@ def test_flops_are_those_that_torchvision_publishes(tmp_path, name, products):
 
 def test_a_loop_that_waits_for_a_value_ends(monkeypatch):
     """Rejection sampling, say: a pretended value never changes."""
-    monkeypatch.setattr(setup, "MOST_READS", 50)
+    monkeypatch.setattr(dispatch_modes, "MOST_READS", 50)
     with raises(RuntimeError, "loop waits"), pretend.pretending(0, 2, 2):
         drawn = torch.zeros(4).normal_()
         while (drawn > 1).any():
@@ -275,6 +275,6 @@ def test_a_loop_that_waits_for_a_value_ends(monkeypatch):
 
 
 def test_truncated_normals_are_drawn_without_end(monkeypatch):
-    monkeypatch.setattr(setup, "MOST_READS", 50)
+    monkeypatch.setattr(dispatch_modes, "MOST_READS", 50)
     with pretend.pretending(0, 2, 2):
         nn.init.trunc_normal_(torch.empty(64, 64))

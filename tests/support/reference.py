@@ -1,6 +1,6 @@
 """The pages that are made from the code and from other pages.
 
-python -m tests.support.reference        # writes docs/reference.md and llms.txt anew
+python -m tests.support.reference        # writes docs/reference.md, docs/models.md and llms.txt anew
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from trainer.config.keys.grammar import parse
 from trainer.config.keys.key import Key
 from trainer.config.own_keys import OWN_KEYS, sections_of
 from trainer.config.sections.trainer import TrainerSection
+from trainer.parallel.checks import TABLE
 
 REFERENCE, LLMS = ROOT / "docs" / "reference.md", ROOT / "llms.txt"
+MODELS = ROOT / "docs" / "models.md"
 HEAD = "| key | type | unit | default | meaning |\n| --- | --- | --- | --- | --- |"
 
 
@@ -121,6 +123,21 @@ def first_sentence(page: str) -> str:
     return title.strip("# ") + "."
 
 
+def models() -> str:
+    """Return docs/models.md with the table of probes as it is in the code."""
+    begin, end = "<!-- probes -->\n", "<!-- /probes -->"
+    before, rest = MODELS.read_text(encoding="utf-8").split(begin)
+    lines = [
+        "| what is checked | who needs it | what happens if it does not hold | time |",
+        "| --- | --- | --- | --- |",
+    ]
+    for question in TABLE:
+        words = (question.holds, question.who, question.otherwise, question.cost)
+        lines.append(f"| {' | '.join(words)} |")
+    return "\n".join([before + begin.rstrip(), *lines, end + rest.split(end)[1]])
+
+
 if __name__ == "__main__":
+    MODELS.write_text(models(), encoding="utf-8")
     REFERENCE.write_text(reference(), encoding="utf-8")
     LLMS.write_text(llms(), encoding="utf-8")

@@ -21,7 +21,7 @@ from tests.support.messages import shows, shows_each
 from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
-from trainer.tasks import attention, kernel_order
+from trainer.tasks import attention, kernel_order, kernel_probes
 from trainer.tasks.attention import Attention, Borders, documents_of
 from trainer.tasks.patches import register_attention
 
@@ -75,8 +75,8 @@ TABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
 def hopper(monkeypatch: Any) -> None:
     """Take the CPU for a GPU with Triton, all of whose kernels are right."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "has_triton", lambda: True)
-    monkeypatch.setattr(attention, "fault_of", lambda *_: "")
+    monkeypatch.setattr(kernel_probes, "has_triton", lambda: True)
+    monkeypatch.setattr(kernel_probes, "fault_of", lambda *_: "")
 
 
 @pytest.mark.parametrize("case", TABLE)
@@ -86,28 +86,28 @@ def test_the_kernel_of_a_mask_and_why_it_is_not_flash(
 ) -> None:
     (model, pattern, dtype, generation), kernel, reason = TABLE[case]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (generation, 0))
-    chosen, why = attention.tested(model, pattern, dtype, CPU)
+    chosen, why = kernel_probes.tested(model, pattern, dtype, CPU)
     assert chosen == kernel and reason in why and bool(reason) == bool(why)
-    monkeypatch.setattr(attention, "has_triton", lambda: False)
-    chosen, why = attention.tested(model, pattern, dtype, CPU)
+    monkeypatch.setattr(kernel_probes, "has_triton", lambda: False)
+    chosen, why = kernel_probes.tested(model, pattern, dtype, CPU)
     assert chosen == ("mask" if kernel == "blocks" else kernel)
     assert ("no Triton" in why) == (kernel == "blocks")
 
 
 @pytest.mark.more
 def test_without_windows_in_varlen_there_are_blocks(hopper: None, monkeypatch: Any) -> None:
-    monkeypatch.setattr(attention, "VARLEN", frozenset({"is_causal"}))
-    chosen, why = attention.tested(PLAIN, "causal", HALF, CPU)
+    monkeypatch.setattr(kernel_probes, "VARLEN", frozenset({"is_causal"}))
+    chosen, why = kernel_probes.tested(PLAIN, "causal", HALF, CPU)
     assert chosen == "blocks" and "no windows in varlen_attn" in why
 
 
 def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: Any) -> list[str]:
     spec, task, _ = tiny(name, **more)
-    monkeypatch.setattr(attention, "prefer", lambda generation, dropout: ())
+    monkeypatch.setattr(kernel_probes, "prefer", lambda generation, dropout: ())
     choice = kernel_order.BACKENDS[takes].value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *heads, **more: choice)
     found = task.attention()
-    return list(attention.notes(found, spec, packed, HALF, torch.device("cpu")))
+    return list(kernel_probes.notes(found, spec, packed, HALF, torch.device("cpu")))
 
 
 @pytest.mark.more
@@ -137,13 +137,13 @@ def test_the_lines_at_the_start(hopper: None, monkeypatch: Any) -> None:
 # The test of a kernel where it will run
 
 
-FAULT_OF = attention.fault_of.__wrapped__
+FAULT_OF = kernel_probes.fault_of.__wrapped__
 
 
 @pytest.fixture
 def untested(hopper: None, monkeypatch: Any) -> None:
     """Forget earlier tests."""
-    monkeypatch.setattr(attention, "fault_of", FAULT_OF)
+    monkeypatch.setattr(kernel_probes, "fault_of", FAULT_OF)
 
 
 DEEP = PLAIN._replace(head_size=0)
@@ -163,7 +163,7 @@ def test_a_right_kernel_passes_its_test(
     model: Attention, pattern: str, dtype: torch.dtype, kernel: str, divided: bool, untested: None
 ) -> None:
     with on_cpu(), torch.inference_mode(), torch.autocast("cpu", HALF):
-        chosen, reason = attention.tested(model, pattern, dtype, CPU, divided)
+        chosen, reason = kernel_probes.tested(model, pattern, dtype, CPU, divided)
         assert chosen == kernel and "failed" not in reason
         assert bool(reason) == (kernel == "blocks")
 
@@ -205,16 +205,16 @@ def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
 ) -> None:
     monkeypatch.setattr(attention, "varlen_attn", kernel)
     with on_cpu():
-        chosen, why = attention.tested(PLAIN, pattern, HALF, CPU)
+        chosen, why = kernel_probes.tested(PLAIN, pattern, HALF, CPU)
         assert chosen == "blocks" and reason in why
         shows(why, "within borders")
         assert "\n" not in why
         monkeypatch.setattr(attention, "flex_attention_forward", raises)
-        chosen, both = attention.tested(PLAIN, pattern, HALF, CPU)
+        chosen, both = kernel_probes.tested(PLAIN, pattern, HALF, CPU)
     assert chosen == "mask"
     shows(both, f"{why}", "flex attention")
-    monkeypatch.setattr(attention, "has_triton", lambda: False)
-    assert attention.tested(PLAIN, pattern, HALF, CPU)[0] == "mask"
+    monkeypatch.setattr(kernel_probes, "has_triton", lambda: False)
+    assert kernel_probes.tested(PLAIN, pattern, HALF, CPU)[0] == "mask"
 
 
 # Exactness
@@ -327,7 +327,7 @@ def test_on_a_gpu_no_tensor_is_as_large_as_a_mask(name: str, monkeypatch: Any) -
     spec, task, _ = tiny(name)
     assert task.attention().refusal == ""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention, "fault_of", lambda *_: "")
+    monkeypatch.setattr(kernel_probes, "fault_of", lambda *_: "")
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         model = task.prepare(spec.build())
         for module in model.modules():

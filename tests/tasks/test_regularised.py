@@ -156,7 +156,7 @@ def test_smoothed_labels_are_those_of_pytorch_in_chunks_and_whole(monkeypatch, r
 
 def test_a_routers_loss_stays_beside_smoothed_labels():
     """Of a model whose own forward makes the loss."""
-    from trainer.trial.setup import tiny
+    from trainer.probes.probe import tiny
 
     sizes = LLAMA | {"model_type": "mixtral", "num_local_experts": 4, "output_router_logits": True}
     _, model = tiny(spec_of({key: value for key, value in sizes.items() if "dropout" not in key}))
@@ -183,7 +183,7 @@ def embedded(
     spec: Any, samples: list[dict], training: bool = True
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the blocks are given, without noise and with it."""
-    from trainer.trial.setup import drawn
+    from trainer.probes.probe import drawn
 
     found = []
     for alpha in (0.0, 7.0):
@@ -217,7 +217,7 @@ def test_the_noise_is_the_published_one_by_the_tokens_of_each_document():
 def test_an_evaluation_has_neither():
     plain, noisy = embedded(spec_of(SPEC), [ROW], training=False)
     assert torch.equal(plain, noisy)
-    from trainer.trial.setup import drawn
+    from trainer.probes.probe import drawn
 
     spec, losses = spec_of(SPEC), []
     for case in (Case(), Case(**BOTH)):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from trainer.certify.finding import Finding
+from trainer.certify.finding import CheckResult
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.options import Amend, Option
 from trainer.certify.recording import Sources
@@ -30,7 +30,7 @@ class Case(Protocol):
     """The tiny run, with notes on what of the case proves less."""
     subject: Subject
     """The tiny copy and its task; its data is that of `rehearse`."""
-    base: Finding | None
+    base: CheckResult | None
     """The comparison of the pretrained values that a run reads, where it reads some."""
     edges: Sequence[Edge]
     """The lengths of sequences at which code may branch; empty for no sequences."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.certify.case import Case, Certified
 from trainer.certify.comparison import Comparison
-from trainer.certify.finding import Finding
+from trainer.certify.finding import CheckResult
 from trainer.certify.patches import constant
 from trainer.certify.recording import engine_of, record, shared_folder
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
@@ -20,7 +20,7 @@ from trainer.parallel import float8
 from trainer.parallel.checks import checked
 from trainer.recipe import HandedIn, recipe_of
 from trainer.run.describe import versions
-from trainer.trial.setup import Alone
+from trainer.probes.dispatch_modes import Alone
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Certificate:
     layout: str
     engine: str
     changes: tuple[str, ...]
-    findings: tuple[Finding, ...]
-    first_failure: Finding | None
+    findings: tuple[CheckResult, ...]
+    first_failure: CheckResult | None
 
     @property
     def passed(self) -> bool:

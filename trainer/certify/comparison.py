@@ -20,7 +20,7 @@ from trainer.certify.comparisons.steps import (
     compare_step,
     compare_update,
 )
-from trainer.certify.finding import TOLERANCES, Finding, Order, worst_of
+from trainer.certify.finding import TOLERANCES, CheckResult, Order, worst_of
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.expected import Expected
 from trainer.certify.one_process.options import Option, share_of, share_of_precision
@@ -30,7 +30,7 @@ from trainer.certify.tiny_run import UNKNOWN_STEPS, Tiny
 from trainer.engines import Machine
 from trainer.models.spec import ModelSpec
 from trainer.supervise.stall import Phase
-from trainer.trial.setup import Alone
+from trainer.probes.dispatch_modes import Alone
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Comparison:
 
     def findings(
         self, run: Recording, resumed: Recording
-    ) -> tuple[tuple[Finding, ...], Finding | None]:
+    ) -> tuple[tuple[CheckResult, ...], CheckResult | None]:
         """Compare the recordings of all ranks, of the run and of the resumed one, with one process,
         which runs on the first. Collective.
 
@@ -55,7 +55,7 @@ class Comparison:
         """
         ranks = self.machine.ranks
         self.machine.watch.at(Phase.FINISHING)
-        found: list[Finding] = []  # of the first rank, which does not send them
+        found: list[CheckResult] = []  # of the first rank, which does not send them
         expected, order = ranks.on_first(Alone()(lambda: self._one_process(run, resumed, found)))
         for step, one in enumerate(expected):
             found.extend(compare_step(run, step, one, order, ranks.rank))
@@ -69,7 +69,7 @@ class Comparison:
         return worst_of(findings), first
 
     def _one_process(
-        self, run: Recording, resumed: Recording, found: list[Finding]
+        self, run: Recording, resumed: Recording, found: list[CheckResult]
     ) -> tuple[list[Expected], Order]:
         """Add the findings of the whole run; return what each step is expected to give."""
         small = self.small
@@ -95,7 +95,7 @@ class Comparison:
             found.extend(compare_rounded(run, *projected))
         return [light(one) for one in expected], order
 
-    def _of_options(self, run: Recording, expected: list[Expected]) -> Iterator[Finding]:
+    def _of_options(self, run: Recording, expected: list[Expected]) -> Iterator[CheckResult]:
         """Yield a finding for the run's precision, if it is low, and for each option."""
         if self.small.low_precision:
             rounding = share_of_precision(run, expected)
@@ -114,7 +114,7 @@ def light(one: Expected) -> Expected:
 
 def one_by_one(
     run: Recording, reference: Reference, small: Tiny, edges: Sequence[Edge], order: Order
-) -> Iterator[tuple[Expected, list[Finding]]]:
+) -> Iterator[tuple[Expected, list[CheckResult]]]:
     """Yield what each step is expected to give, and findings on the update that it made."""
     for step, gradients in enumerate(run.gradients):
         if step >= small.total:

@@ -37,7 +37,7 @@ OPTION = "option"
 
 
 @dataclass(frozen=True)
-class Finding:
+class CheckResult:
     """The relative error of one check at one step: the largest, or the first that is too large."""
 
     check: str
@@ -71,10 +71,10 @@ class Order:
         return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
 
 
-def worst_of(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+def worst_of(findings: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
     """Return the worst finding of each check, and of each option, in the order of a step."""
     sequence = list(TOLERANCES)
-    worst = dict[tuple[str, str], Finding]()
+    worst = dict[tuple[str, str], CheckResult]()
     for finding in sorted(findings, key=lambda finding: sequence.index(finding.check)):
         each = finding.check, finding.where if finding.check == OPTION else ""
         if each not in worst or finding.severity > worst[each].severity:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from trainer.certify.case import MakeReference
-from trainer.certify.finding import Finding
+from trainer.certify.finding import CheckResult
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.options import Amend, Option, options_of
@@ -23,10 +23,10 @@ from trainer.certify.tiny_run import Tiny
 from trainer.data.dataset import Subset
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models.spec import ModelSpec
+from trainer.probes.probe import tiny
+from trainer.probes.questions.randomness import observe_draws
 from trainer.recipe import Subject
 from trainer.tasks.supervised import Loss
-from trainer.trial.findings import observe_draws
-from trainer.trial.setup import tiny
 
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
@@ -86,7 +86,7 @@ class PairsReference(Reference):
 class PairsCase:
     """A model on pairs, with its loss; `build(seed=...)` builds it with its initial values."""
 
-    base: Finding | None = None
+    base: CheckResult | None = None
     edges: Sequence[Edge] = ()
     reference: type[PairsReference] = PairsReference
     """The one process; a recipe whose loss is of another kind has a class of its own."""

@@ -26,7 +26,7 @@ from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.run.final import MERGED
 from trainer.run.start.folder import FINAL
-from trainer.trial.setup import drawn
+from trainer.probes.probe import drawn
 
 
 class Published(NamedTuple):

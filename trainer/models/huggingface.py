@@ -26,6 +26,7 @@ from trainer.models.door import (
     check_folder,
     opening,
 )
+from trainer.models.language.blocks import blocks_by_run, blocks_like, stated_blocks
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
@@ -227,9 +228,9 @@ def _tiny_copy(
     # whatever the family's own code raises
     with refused(place, expected, named=True, start="no tiny copy of it runs: "):
         full = _builder(config, options)()
-        if not (blocks := language_model.stated_blocks(full)):
+        if not (blocks := stated_blocks(full)):
             small, _ = tiny(config, spec_of_tiny, full, (), layers, split, sizes)
-            blocks = language_model.blocks_like(full, small.blocks)
+            blocks = blocks_like(full, small.blocks)
         small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
     return replace(small, tiny=replace(small.tiny, lacks=lacks))
 
@@ -268,10 +269,10 @@ def describe(
 ) -> ModelSpec:
     """Read a model's blocks, head, ties and sizes on the meta device."""
     assert isinstance(model, PreTrainedModel)
-    blocks = language_model.stated_blocks(model)
+    blocks = stated_blocks(model)
     if not blocks and tiny_copy:
         with suppress(ConfigError):  # without a tiny copy, no blocks are known
-            blocks = language_model.blocks_like(model, tiny_copy().blocks)
+            blocks = blocks_like(model, tiny_copy().blocks)
     spec = ModelSpec(
         name=name,
         build=build,
@@ -288,7 +289,7 @@ def describe(
             opens="AutoModelForCausalLM.from_pretrained", save_config=partial(_save_config, model)
         ),
     )
-    return spec if blocks or tiny_copy else replace(spec, blocks=language_model.blocks_by_run(spec))
+    return spec if blocks or tiny_copy else replace(spec, blocks=blocks_by_run(spec))
 
 
 def _initialise(root: nn.Module, name: str) -> None:

@@ -33,7 +33,7 @@ from torch import nn
 
 from trainer.distributed.ranks import Ranks
 from trainer.layout import Layout
-from trainer.models.cut import check_cut, cut
+from trainer.models.cut import cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel import compilation, partition
@@ -42,6 +42,7 @@ from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
 from trainer.parallel.recompute import activation_checkpointing
 from trainer.parallel.splits import expert_loads, expert_ranks, matrices
+from trainer.probes.questions.stages import check_cut
 from trainer.tasks.task import Task
 
 

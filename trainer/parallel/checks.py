@@ -1,58 +1,104 @@
-"""The requirements of a layout on a model, checked on a tiny copy before anything is allocated."""
+"""The requirements of a layout on a model: the table of questions, and what answers rule out."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 
-import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ranks import Ranks
-from trainer.errors import ConfigError, Problem, refused
-from trainer.layout import Layout, Recompute
-from trainer.models.cut import check_cut, cut, of_tokens
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
 from trainer.models.names import pattern_of
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
-from trainer.parallel.forward_backward import Dropout
-from trainer.parallel.recompute import activation_checkpointing, tiles
-from trainer.parallel.splits import expert_loads, rows
-from trainer.trial.findings import Findings, applied
-from trainer.trial.isolation import check_isolation, packed_batch
-from trainer.trial.language import check_model
-from trainer.trial.own_module import check_module
-from trainer.trial.setup import TrialTask, batches, differing_gradient, tiny
+from trainer.parallel.probes import (
+    compiled_blocks,
+    computed_again,
+    context_parts,
+    expert_bias,
+    expert_parts,
+    fsdp_units,
+    seeded_stages,
+    tensor_parts,
+)
+from trainer.parallel.recompute import tiles
+from trainer.parallel.splits import expert_loads
+from trainer.probes.findings import Findings, applied
+from trainer.probes.inputs import ProbeTask
+from trainer.probes.question import Probed, Question, ask_all
+from trainer.probes.questions import (
+    block_order,
+    causal,
+    forward_state,
+    isolation,
+    module_loss,
+    own_loss,
+    padding,
+    randomness,
+    runs,
+    single_sample,
+    stages,
+    unused,
+)
 
-TOLERANCE = 1e-5
-TILED = "trainer.tiled_mlp"
+OF_MODELS: list[Question] = [
+    runs.QUESTION,
+    module_loss.QUESTION,
+    randomness.QUESTION,
+    block_order.QUESTION,
+    causal.QUESTION,
+    padding.QUESTION,
+    forward_state.QUESTION,
+    own_loss.QUESTION,
+    unused.QUESTION,
+]
+"""The questions about a model in any layout, in the order in which they are asked."""
+OF_LAYOUTS: list[Question] = [
+    isolation.QUESTION,
+    single_sample.QUESTION,
+    expert_bias.QUESTION,
+    stages.QUESTION,
+    seeded_stages.QUESTION,
+    context_parts.QUESTION,
+    computed_again.TILES,
+    computed_again.BLOCKS,
+    tensor_parts.QUESTION,
+    expert_parts.QUESTION,
+    fsdp_units.QUESTION,
+    compiled_blocks.QUESTION,
+]
+"""The questions that a layout or an option asks about a model."""
+TABLE = (*OF_MODELS, *OF_LAYOUTS)
+"""All questions, as docs/models.md prints them."""
 
 
 def checked(
-    spec: ModelSpec, task: TrialTask, layout: Layout, ranks: Ranks, packed: bool = False
+    spec: ModelSpec, task: ProbeTask, layout: Layout, ranks: Ranks, packed: bool = False
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Try a tiny copy; return the spec with the findings applied, and notes for the user.
+    """Probe a tiny copy; return the spec with the findings applied, and notes for the user.
 
     `packed`: samples are several documents that are kept apart. Collective: the first
-    rank tries. Raises ConfigError, with the numbers, for a model that is not what it is taken for,
+    rank probes. Raises ConfigError, with the numbers, for a model that is not what it is taken for,
     or that this layout would train differently from one process.
     """
 
-    def tried() -> Findings:
-        findings = check_model(spec, task) if spec.tiny.input is None else check_module(spec, task)  # type: ignore[arg-type]
-        if packed:
-            check_isolation(spec, task)
-        check_layout(applied(spec, findings), task, layout, findings, packed)
-        return findings
+    def probed() -> Findings:
+        about = Probed(spec, task, layout, packed=packed)
+        ask_all(OF_MODELS, about)
+        about.release()
+        _check_requirements(about)
+        ask_all(OF_LAYOUTS, about)
+        return about.findings
 
-    findings = ranks.on_first(tried)
+    findings = ranks.on_first(probed)
     notes = (*spec.notes, *findings.notes, *_notes_on_batch_norm(layout, findings))
     notes = (*notes, *_notes_on_balance(spec, layout), *_notes_on_tiles(spec, layout))
     return applied(spec, findings), notes
 
 
 def packing_refusal(
-    spec: ModelSpec, task: TrialTask, layout: Layout, ranks: Ranks, attention: str | None
+    spec: ModelSpec, task: ProbeTask, layout: Layout, ranks: Ranks, attention: str | None
 ) -> str:
     """Return why the model or layout can't train on packed documents; else nothing. Collective.
 
@@ -68,63 +114,43 @@ def packing_refusal(
 
 
 def check_layout(
-    spec: ModelSpec, task: TrialTask, layout: Layout, findings: Findings, packed: bool = False
+    spec: ModelSpec, task: ProbeTask, layout: Layout, findings: Findings, packed: bool = False
 ) -> None:
     """Raise ConfigError for a layout that can't train the model as one process does."""
-    if findings.unproven and layout.world_size > 1:
+    about = Probed(spec, task, layout, packed=packed, findings=findings)
+    _check_requirements(about)
+    ask_all(OF_LAYOUTS, about)
+
+
+def _check_requirements(about: Probed) -> None:
+    """Raise ConfigError for what the findings rule out."""
+    layout, findings, spec = about.layout, about.findings, about.trained
+    several = layout.world_size > 1
+    if findings.unproven and several:
         untried = f"no tiny copy of it can be tried ({findings.unproven})"
-        seen = f"{untried}, so that nothing shows what ranks would differ in"
-        raise _refused(spec, "processes", seen, "one process")
-    if findings.moves_buffers and layout.world_size > 1:
-        seen = f"training changes its buffer {findings.moves_buffers}: each rank would have another"
-        raise _refused(spec, "processes", seen, "one process, or a module without such buffers")
-    if layout.sync_batch_norm and findings.normalises:
-        norms = running_norms(spec.build()).items()
-        if other := [(name, norm) for name, norm in norms if not isinstance(norm, _BatchNorm)]:
-            place = f"{other[0][0]} ({type(other[0][1]).__name__})"
-            seen = f"it keeps running statistics in {place}, which is no batch norm"
-            raise _refused(spec, "trainer.sync_batch_norm", seen, "false, or batch norms alone")
-    if findings.normalises and layout.micro_batch == 1:
-        key = "train_micro_batch_size_per_gpu"
-        with _trying(key, spec):
-            _check_single(spec, task, findings.normalises)
-    check_blocks(spec, layout)
-    if layout.world_size > 1 and findings.draws.skips:
-        seen = "it leaves out blocks at random (layerdrop), and each process would leave out others"
+        actual = f"{untried}, so that nothing shows what ranks would differ in"
+        raise _refused(spec, "processes", actual, "one process")
+    if findings.moves_buffers and several:
+        buffer = f"training changes its buffer {findings.moves_buffers}"
+        expected = "one process, or a module without such buffers"
+        raise _refused(spec, "processes", f"{buffer}: each rank would have another", expected)
+    if findings.draws.skips and several:
+        actual = (
+            "it leaves out blocks at random (layerdrop), and each process would leave out others"
+        )
         expected = "one process, or a layerdrop of 0 in the model's config"
-        raise _refused(spec, "processes", seen, expected)
-    if layout.router_bias_rate:
-        with _trying(expert_loads.KEY, spec):
-            expert_loads.check(spec)
-    if layout.pipeline > 1:
-        _check_pipeline(spec, findings)
-    if layout.context > 1:
-        with _trying("sequence_parallel_size", spec):
-            rows.check(spec, task, layout, packed)
-    again = tiles.tried(layout.recompute)
-    if again.tile:
-        once = Recompute(tile=again.tile)
-        with _trying(TILED, spec):
-            _check_recompute(spec, task, once, TILED, packed)
-    if again.mode != "none":
-        key = "trainer.activation_checkpointing"
-        with _trying(key, spec):
-            _check_recompute(spec, task, again, key, packed)
+        raise _refused(spec, "processes", actual, expected)
+    if layout.sync_batch_norm and findings.normalises:
+        _check_norms(spec)
+    check_blocks(spec, layout)
 
 
-def _check_pipeline(spec: ModelSpec, findings: Findings) -> None:
-    key = "pipeline.stages"
-    if spec.language.own_loss:
-        product = "a product of means over all layers: no sum over stages"
-        seen = f"the router's loss (output_router_logits) is {product}"
-        raise _refused(spec, key, seen, "1 stage, or output_router_logits false")
-    if findings.draws.between:
-        draws = "it draws random numbers between its blocks"
-        seen = f"{draws}, which a stage could only repeat by running those before"
-        raise _refused(spec, key, seen, "1 stage, or a model config without that dropout")
-    if findings.draws.any:
-        with _trying(key, spec):
-            _check_stages(spec)
+def _check_norms(spec: ModelSpec) -> None:
+    norms = running_norms(spec.build()).items()
+    if other := [(name, norm) for name, norm in norms if not isinstance(norm, _BatchNorm)]:
+        place = f"{other[0][0]} ({type(other[0][1]).__name__})"
+        actual = f"it keeps running statistics in {place}, which is no batch norm"
+        raise _refused(spec, "trainer.sync_batch_norm", actual, "false, or batch norms alone")
 
 
 def check_blocks(spec: ModelSpec, layout: Layout) -> None:
@@ -145,7 +171,7 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
             raise _refused(spec, key, seen, "a model of repeated blocks")
     if layout.recompute.tile and not tiles.mlps(spec.build(), spec):
         seen = "no module of its blocks gets one tensor, and has two matrices but no routed experts"
-        raise _refused(spec, TILED, seen, "a model with such MLPs")
+        raise _refused(spec, computed_again.TILED, seen, "a model with such MLPs")
 
 
 def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
@@ -176,77 +202,8 @@ def _notes_on_tiles(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     found = tiles.mlps(spec.build(), spec) if layout.recompute.tile else []
     with_tiles = {name.rpartition(".")[0] for name in found}
     if 0 < len(with_tiles) < len(spec.blocks):
-        yield f"{TILED}: {len(with_tiles)} of {len(spec.blocks)} blocks have an MLP for it"
-
-
-def _check_single(spec: ModelSpec, task: TrialTask, name: str) -> None:
-    """Raise ConfigError for batch norm on one sample without several positions to average over."""
-    small, model = tiny(spec)
-    assert small.tiny.input is not None
-    try:
-        task.loss_sum(model.train(), small.tiny.input.batches[1])
-    except ValueError as error:
-        single = "a micro-batch of 1 sample, of which batch norm"
-        seen = f"{single} ({name}, ...) can take no statistics: {error}"
-        key = "train_micro_batch_size_per_gpu"
-        raise _refused(spec, key, seen, "at least 2 samples") from error
-
-
-def _trying(key: str, spec: ModelSpec) -> AbstractContextManager[None]:
-    """Refuse what a model's own code raises, for a layout that needs it to run."""
-    start = "a tiny copy of the model fails so: "
-    return refused(f"{key}: {spec.name}", "a model that runs", named=True, start=start)
-
-
-def _check_stages(spec: ModelSpec) -> None:
-    """Check that stages of one block, each seeded by its place, draw what the whole model draws."""
-    small, whole = tiny(spec)
-    boundary, trial = check_cut(small, 1), small.tiny.input or of_tokens(small)
-    dropout = Dropout(whole, small)
-    dropout.start(1, 0)
-    hidden = torch.empty(0)
-    with torch.no_grad():
-        output = trial.output(whole.train())
-        for index in range(len(small.blocks)):
-            stage = tiny(spec)[1].train()
-            dropout = Dropout(stage, small)
-            stage_input = cut(stage, small, boundary, range(index, index + 1))
-            stage_input.put(hidden)
-            dropout.start(1, 0)
-            hidden = trial.hidden(stage) if index + 1 < len(small.blocks) else trial.output(stage)
-    error = float((hidden - output).abs().max() / output.abs().max())
-    if not error <= TOLERANCE:  # nor NaN
-        stages = "stages that start from their own seeds"
-        seen = f"{stages} give other logits than the whole model, by {error:.1e}"
-        expected = "1 stage, or a model config without what is random in it"
-        raise _refused(spec, "pipeline.stages", seen, expected)
-
-
-def _check_recompute(
-    spec: ModelSpec, task: TrialTask, recompute: Recompute, key: str, packed: bool
-) -> None:
-    """Check that it gives the gradients of a model that computes all at once, and keeps it."""
-    models = []
-    for again in (False, True):
-        small, model = tiny(spec)
-        model = task.prepare(model).train()
-        if again:
-            activation_checkpointing.apply(model, small, recompute)
-        dropout = Dropout(model, small)
-        dropout.start(1, 0)
-        language = packed_batch if packed else lambda spec, task: next(batches(spec, task))
-        task.loss_sum(
-            model, small.tiny.input.batches[0] if small.tiny.input else language(small, task)
-        ).backward()
-        models.append(model)
-    if difference := differing_gradient(models[1], models[0], TOLERANCE):
-        name, distance = difference
-        part, alone = "its block is", '"none"'
-        if key == TILED:
-            part = "a part of its tokens is"
-            alone = "none, or MLPs that treat each token alone and draw nothing (dropout)"
-        seen = f"the gradient of {name} is another when {part} computed again, by {distance:.1e}"
-        raise _refused(spec, key, seen, alone)
+        count = f"{len(with_tiles)} of {len(spec.blocks)} blocks"
+        yield f"{computed_again.TILED}: {count} have an MLP for it"
 
 
 def _refused(spec: ModelSpec, key: str, actual: str, expected: str) -> ConfigError:

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem, named_line
-from trainer.layout import Layout, Recompute
-from trainer.models.cut import of_tokens
+from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
-from trainer.parallel.recompute import activation_checkpointing, tiles
 from trainer.supervise.process import Machine
-from trainer.trial.setup import TOLERANCE, differing_gradient, own_randomness, tiny
 
 BACKEND, TRIED = "inductor", "aot_eager"
 """The compiler of a run; and that of a trial, which does all but make kernels."""
@@ -67,7 +62,9 @@ class _Compiled:
                 return self._run(*args, **kwargs)
             except self._errors as error:
                 limit = isinstance(error, self._errors[0])
-                reason = "more variants (shapes, modes) than it keeps" if limit else _reason(error)
+                reason = (
+                    "more variants (shapes, modes) than it keeps" if limit else reason_of(error)
+                )
                 LOG.warning("torch.compile: a part runs uncompiled from here on: %s", reason)
                 self._run = self._function
         return self._function(*args, **kwargs)
@@ -88,28 +85,6 @@ def refusal(layout: Layout) -> str | None:
     return None
 
 
-def decided(layout: Layout, spec: ModelSpec, machine: Machine) -> tuple[Layout, tuple[str, ...]]:
-    """Return the layout with its `compile` decided, and a note on it. Collective.
-
-    A model whose tiny copy does not compile as a whole runs uncompiled.
-    """
-    plain, automatic = replace(layout, compile="none"), layout.compile == "auto"
-    if layout.compile == "none" or (automatic and machine.device.type == "cpu"):
-        return plain, ()
-    # seconds of imports, which an uncompiled run goes without
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    reason = refusal(layout) or (None if spec.blocks else "the model has no blocks")
-    if automatic and reason is None:
-        _, reason = machine.ranks.lowest(lacking(machine.device)) or (0, None)
-    reason = reason or machine.ranks.on_first(lambda: broken(spec, layout.recompute))
-    if reason:
-        return plain, (f"trainer.compile: the blocks run uncompiled: {reason}",)
-    folder = f"kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
-    note = f"blocks and loss are compiled, which the first steps wait for; {folder}"
-    return replace(layout, compile="blocks"), (note,)
-
-
 def check_compiler(layout: Layout, device: torch.device) -> None:
     """Raise ConfigError if blocks are to be compiled, and this machine can't compile."""
     if layout.compile == "blocks" and (seen := lacking(device)):
@@ -123,34 +98,11 @@ def lacking(device: torch.device) -> str | None:
     try:
         torch.compile(lambda x: x.sin() + 1, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # whatever the compiler lacks
-        return f"torch.compile fails on this machine: {_reason(error)}"
+        return f"torch.compile fails on this machine: {reason_of(error)}"
     return None
 
 
-def broken(spec: ModelSpec, recompute: Recompute) -> str | None:
-    """Return where a tiny copy's blocks break the graph, or which gradient is another; or None."""
-    models: list[nn.Module] = []
-    try:
-        with own_randomness():
-            for compiled in (False, True):
-                small, model = tiny(spec)
-                activation_checkpointing.apply(model.train(), small, tiles.tried(recompute))
-                if compiled:
-                    apply(model, small, trial=True)
-                trial = small.tiny.input or of_tokens(small)
-                seed_generators(1)
-                trial.output(model).float().square().mean().backward()
-                models.append(model)
-    except Exception as error:  # what the compiler can't trace, or a model's own code raises
-        return f"on a tiny copy of {spec.name}: {_reason(error)}"
-    finally:
-        torch.compiler.reset()  # else the sizes of the copy count as ones that change
-    if found := differing_gradient(models[1], models[0], TOLERANCE):
-        return f"compiled, the gradient of {found[0]} of a tiny copy is another, by {found[1]:.1e}"
-    return None
-
-
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """Return the compiler's error on one line, with the last place outside PyTorch's own code."""
     stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
     own = [f" ({f.filename}:{f.lineno})" for f in stack if torch.__path__[0] not in f.filename]

@@ -11,10 +11,11 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.flop_counter import FlopCounterMode
 
+from trainer.errors import Raised, attempt
 from trainer.layout import PipelineSchedule
 from trainer.models.language_model import idle_parameters, text_config
 from trainer.models.spec import ModelSpec
-from trainer.trial.setup import HostReads
+from trainer.probes.dispatch_modes import HostReads
 
 COUNTED = 32
 """The tokens of the row on which a model's attention is counted."""
@@ -81,10 +82,10 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     It is what grows with the square of its length, counted on two short sequences; none where a
     model does not run without values.
     """
-    try:
-        once, twice = _flops(spec, COUNTED), _flops(spec, 2 * COUNTED)
-    except Exception:  # whatever a model's own code raises
+    counts = attempt(lambda: (_flops(spec, COUNTED), _flops(spec, 2 * COUNTED)))
+    if isinstance(counts, Raised):
         return [0.0] * len(spec.blocks)
+    once, twice = counts
     kinds = getattr(config, "layer_types", None) or ()
     kinds = kinds if len(kinds) == len(once) else ["sliding_attention"] * len(once)
     window = min(getattr(config, "sliding_window", None) or row, row)

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 
 from trainer.distributed.context_ranks import ContextRanks
-from trainer.tasks.attention import Attention, tested
+from trainer.tasks.attention import Attention
+from trainer.tasks.kernel_probes import tested
 
 
 def kernel_chooser(

@@ -24,7 +24,7 @@ from trainer.models.huggingface import read_config
 from trainer.models.huggingface import spec_of as spec_from
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
-from trainer.trial.setup import drawn
+from trainer.probes.probe import drawn
 
 IDS = torch.arange(1, 13)[None]
 MLPS = ["gate_proj", "up_proj", "down_proj"]

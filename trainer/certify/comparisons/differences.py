@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from trainer.certify.finding import TOLERANCES, Finding, Order
+from trainer.certify.finding import TOLERANCES, CheckResult, Order
 from trainer.certify.one_process.expected import Expected
 from trainer.certify.recording import State
 from trainer.state import MASTER, WEIGHT
@@ -19,7 +19,7 @@ Errors = Mapping[str, float]
 """Relative errors, or those allowed, by the name of what is compared."""
 
 
-def states_finding(check: str, step: int, ours: State, theirs: State, order: Order) -> Finding:
+def states_finding(check: str, step: int, ours: State, theirs: State, order: Order) -> CheckResult:
     """Compare tensors, each relative to its largest entry; one that one side lacks is infinite."""
     if odd := ours.keys() ^ theirs.keys():
         first = min(odd, key=lambda key: order.place(key[0]))
@@ -34,12 +34,12 @@ def states_finding(check: str, step: int, ours: State, theirs: State, order: Ord
 
 def first_finding(
     check: str, step: int, errors: Errors, tolerances: Errors, ranked: Iterable[str], rank: int = 0
-) -> Finding:
+) -> CheckResult:
     """Return the first error that is too large; if none is, the nearest to its tolerance."""
     usual = TOLERANCES[check]
-    found = [Finding(check, step, errors[n], tolerances.get(n, usual), n, rank) for n in ranked]
+    found = [CheckResult(check, step, errors[n], tolerances.get(n, usual), n, rank) for n in ranked]
     failed = next((finding for finding in found if not finding.passed), None)
-    nothing = Finding(check, step, 0.0, usual, "", rank)
+    nothing = CheckResult(check, step, 0.0, usual, "", rank)
     return failed or max(found, key=lambda finding: finding.severity, default=nothing)
 
 
@@ -48,12 +48,12 @@ def tolerance_of(check: str, band: float, one: Expected) -> float:
     return max(TOLERANCES[check], BAND * max(band, one.rounding.least))
 
 
-def one_sided(check: str, step: int, name: str, here: bool, rank: int = 0) -> Finding:
+def one_sided(check: str, step: int, name: str, here: bool, rank: int = 0) -> CheckResult:
     return wrong(check, step, f"{name} (only {'here' if here else 'in one process'})", rank)
 
 
-def wrong(check: str, step: int, where: str, rank: int = 0) -> Finding:
-    return Finding(check, step, math.inf, TOLERANCES[check], where, rank)
+def wrong(check: str, step: int, where: str, rank: int = 0) -> CheckResult:
+    return CheckResult(check, step, math.inf, TOLERANCES[check], where, rank)
 
 
 def exact_value(state: State, name: str, like: torch.Tensor) -> torch.Tensor:

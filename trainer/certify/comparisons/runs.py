@@ -17,7 +17,7 @@ from trainer.certify.comparisons.differences import (
     states_finding,
     wrong,
 )
-from trainer.certify.finding import OPTION, TOLERANCES, Finding, Order
+from trainer.certify.finding import OPTION, TOLERANCES, CheckResult, Order
 from trainer.certify.one_process.optimizers import scheduler_of
 from trainer.certify.one_process.options import Seen
 from trainer.certify.parameters import Published
@@ -33,7 +33,7 @@ MOST_STEPS = 200_000
 
 def compare_initial(
     run: Recording, weights: Tensors, order: Order, held: Collection[str] = ()
-) -> Finding:
+) -> CheckResult:
     """Compare the initial weights, by float32 masters if any, which must not start rounded.
 
     Frozen weights, `held`, need no master: they may be kept in 16 bits alone.
@@ -50,7 +50,7 @@ def compare_initial(
 
 def compare_resumed(
     resumed: Recording, whole: Recording, middle: int, order: Order
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Compare a resumed run with the whole one, bit for bit."""
     yield states_finding("loaded state", middle, resumed.states[0], whole.states[middle], order)
     ours, theirs = (vars(of.position) | of.position.engine for of in (resumed, whole))
@@ -62,14 +62,14 @@ def compare_resumed(
         expected = whole.losses[step]
         if not (math.isnan(loss) and math.isnan(expected)):  # not where it overflowed in both
             error = 0.0 if loss == expected else relative_error(loss, expected)
-            yield Finding("resumed loss", step, error, 0.0)
+            yield CheckResult("resumed loss", step, error, 0.0)
         after = resumed.states[index + 1], whole.states[step + 1]
         yield states_finding("resumed state", step, *after, order)
 
 
 def compare_published(
     run: Recording, theirs: Published, held: Collection[str], order: Order
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Compare the adapter that PEFT opens with the one that was trained, and the merged model with
     PEFT's merge: the error beyond the rounding of its dtype, relative to the adapter's effect.
     """
@@ -92,18 +92,18 @@ def compare_published(
     yield first_finding("merged", step, errors, {}, sorted(errors, key=order.place))
 
 
-def compare_option(name: str, run: Recording, share: Seen | None) -> Finding:
+def compare_option(name: str, run: Recording, share: Seen | None) -> CheckResult:
     """Compare the effect of an option on the run with that on one process."""
     step = len(run.losses) - 1
     if share is None:
         where = f"{name}: not shown, as its effect here is within rounding"
-        return Finding(OPTION, step, 0.0, TOLERANCES[OPTION], where)
+        return CheckResult(OPTION, step, 0.0, TOLERANCES[OPTION], where)
     place = f" on {share.tensor}" if share.tensor else ""
     where = f"{name}: {share.found:.1%} of its effect{place}"
-    return Finding(OPTION, step, abs(share.found - 1), share.allowed, where)
+    return CheckResult(OPTION, step, abs(share.found - 1), share.allowed, where)
 
 
-def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[Finding]:
+def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[CheckResult]:
     """Project gradients of many rows in low precision, of both, on those in float32.
 
     The coefficients must agree up to TOLERANCES, or two standard errors of one process; the rest is
@@ -114,21 +114,21 @@ def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) ->
     (ours, rest), (theirs, noise) = (coefficients(of, exact) for of in (rounded.projected, low))
     apart = abs(statistics.fmean(ours) - statistics.fmean(theirs))
     sure = max(TOLERANCES["projection"], 2 * statistics.stdev(theirs) / len(theirs) ** 0.5)
-    yield Finding("projection", step, apart, sure, "(of gradients on those in float32)")
+    yield CheckResult("projection", step, apart, sure, "(of gradients on those in float32)")
     most = TOLERANCES["rounding"]
-    yield Finding("rounding", step, rest / noise, most, "(x that of one process)")
+    yield CheckResult("rounding", step, rest / noise, most, "(x that of one process)")
     most = rounded.allowed or TOLERANCES["sum"]
-    yield Finding("sum", step, rounded.added, most, rounded.where)
+    yield CheckResult("sum", step, rounded.added, most, rounded.where)
 
 
-def compare_schedule(own: Config, steps: int) -> Finding:
+def compare_schedule(own: Config, steps: int) -> CheckResult:
     """Compare the optimizer settings of each step of the run with DeepSpeed's scheduler."""
     base = float(own.optimizer.params["lr"])
     ours = schedule_of(own.settings)
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)
     theirs = scheduler_of(optimizer, own)
     most = TOLERANCES["schedule"]
-    worst = Finding("schedule", 0, 0.0, most, f"(the first {steps:,} steps)")
+    worst = CheckResult("schedule", 0, 0.0, most, f"(the first {steps:,} steps)")
     for step in range(min(steps, MOST_STEPS)):
         update, [group] = ours(step), optimizer.param_groups
         found = [(update.learning_rate, group["lr"])]
@@ -138,7 +138,7 @@ def compare_schedule(own: Config, steps: int) -> Finding:
             error = abs(mine - expected) / max(abs(expected), 1e-6 * base, 1e-30)
             if not error <= worst.error:
                 where = f"({mine:.6g} in place of {expected:.6g})"
-                worst = Finding("schedule", step, error, most, where)
+                worst = CheckResult("schedule", step, error, most, where)
         if not worst.passed:
             return worst
         if theirs is not None:

@@ -18,7 +18,7 @@ from trainer.certify.comparisons.differences import (
     tolerance_of,
     wrong,
 )
-from trainer.certify.finding import TOLERANCES, Finding, Order
+from trainer.certify.finding import TOLERANCES, CheckResult, Order
 from trainer.certify.one_process.expected import Expected, Judged, norm_of
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Recording, Tensors
@@ -31,27 +31,27 @@ one that is zero by symmetry (a key's bias without rotary positions) is rounding
 
 def compare_step(
     run: Recording, step: int, one: Expected, order: Order, rank: int
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Compare the loss, every gradient and the norm of a step, as each rank has seen them."""
     norm, rounding = run.norms[step], one.rounding
     if one.overflows:
         if math.isfinite(norm) and not run.skipped[step]:
             yield wrong("overflow", step, f"(a norm of {norm:.3g})", rank)
         else:
-            yield Finding("overflow", step, 0.0, 0.0, "", rank)
+            yield CheckResult("overflow", step, 0.0, 0.0, "", rank)
         return
     yield compare_outputs(step, run.outputs[step], one, rank)
     most = tolerance_of("loss", rounding.loss, one)
-    yield Finding("loss", step, relative_error(run.losses[step], one.loss), most, "", rank)
+    yield CheckResult("loss", step, relative_error(run.losses[step], one.loss), most, "", rank)
     yield compare_gradients(step, run.gradients[step], one, order, rank)
     most = tolerance_of("norm", rounding.norm, one)
-    yield Finding("norm", step, relative_error(norm, one.norm), most, "", rank)
+    yield CheckResult("norm", step, relative_error(norm, one.norm), most, "", rank)
     if run.gradients[step]:  # whatever they are rounded to, the norm is theirs
         own = relative_error(norm, norm_of(run.gradients[step]))
-        yield Finding("norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank)
+        yield CheckResult("norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank)
 
 
-def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Finding:
+def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> CheckResult:
     """Return the first module, in order of execution, that gives something else."""
     errors, tolerances, bands = dict[str, float](), dict[str, float](), one.rounding.outputs
     usual = sum(bands.values()) / max(len(bands), 1)
@@ -64,7 +64,7 @@ def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Findi
     return first_finding("output", step, errors, tolerances, errors, rank)
 
 
-def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> Finding:
+def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> CheckResult:
     """Compare the gradients; the finding is the last wrong one forward, where backward begins.
 
     A gradient that one side lacks may be zeros on the other.
@@ -89,7 +89,7 @@ def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, ran
     return first_finding("gradient", step, errors, tolerances, backward, rank)
 
 
-def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[Finding]:
+def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[CheckResult]:
     """Compare the optimizer's state, and each weight's change, beyond its own rounding."""
     before, after = run.states[step], run.states[step + 1]
     if one.overflows:
@@ -118,16 +118,16 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
     yield first_finding("update", step, errors, {}, sorted(errors, key=order.place))
 
 
-def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> Finding:
+def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> CheckResult:
     """Compare the targets of a step, and of all steps so far."""
     ours = run.targets[step], run.tokens[step]
     if ours == (targets, so_far):
-        return Finding("counts", step, 0.0, 0.0, "", rank)
+        return CheckResult("counts", step, 0.0, 0.0, "", rank)
     where = f"({ours[0]} targets, {ours[1]} so far, in place of {targets} and {so_far})"
     return wrong("counts", step, where, rank)
 
 
-def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -> Iterator[Finding]:
+def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -> Iterator[CheckResult]:
     ours = run.held_out[step + 1]
     if ours.targets != theirs.targets:
         where = f"({ours.targets} targets in place of {theirs.targets})"
@@ -135,8 +135,8 @@ def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -
         return
     rounding = max(one.rounding.loss, theirs.rounding)
     tolerance = tolerance_of("held-out loss", rounding, one)
-    yield Finding("held-out loss", step, relative_error(ours.loss, theirs.loss), tolerance)
+    yield CheckResult("held-out loss", step, relative_error(ours.loss, theirs.loss), tolerance)
     for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
         off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets
         where = f"({name} {share:.3g}, {right / ours.targets:.3g} in one process)"
-        yield Finding("accuracy", step, off, 0.0, where)
+        yield CheckResult("accuracy", step, off, 0.0, where)

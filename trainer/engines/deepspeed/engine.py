@@ -17,16 +17,16 @@ from trainer.engines.engine import EngineKind, Job, builder_of, mesh_of
 from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.cut import check_cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import Builder, in_deepspeed
 from trainer.optim.optimizer import step_if_finite
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.gradients import GradientNorm
+from trainer.parallel.probes import expert_parts
 from trainer.parallel.recompute import tiles
-from trainer.parallel.splits.expert_ranks import check as check_experts
 from trainer.parallel.splits.expert_ranks import stacks
+from trainer.probes.questions.stages import check_cut
 from trainer.storage import installed
 from trainer.tasks.task import ModelWithLoss
 
@@ -76,7 +76,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         expected = f"a gradient of each: {zeros}"
         raise ConfigError(Problem(place, actual, expected, hint))
     if layout.expert > 1:
-        check_experts(spec, layout)
+        expert_parts.check(spec, layout)
     if layout.tensor > 1:
         tensor.check(spec, layout)
     if layout.pipeline > 1:

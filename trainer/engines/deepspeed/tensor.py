@@ -24,6 +24,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.parallel.probes import tensor_parts
 from trainer.parallel.splits import matrices
 from trainer.parallel.splits.expert_ranks import stacks
 from trainer.state import Part
@@ -53,7 +54,7 @@ def refusal(layout: Layout) -> str | None:
 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that AutoTP would not split exactly."""
-    matrices.check(spec, layout)
+    tensor_parts.check(spec, layout)
     styles, hint = set(spec.language.tensor_plan.values()), 'Set trainer.engine to "mesh".'
     if WHOLE in styles:
         place = f"engine deepspeed: {spec.name}"

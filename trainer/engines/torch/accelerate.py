@@ -21,6 +21,7 @@ from trainer.parallel.apply import give_values, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas
 from trainer.parallel.patches import steady_buckets
+from trainer.parallel.probes import fsdp_units
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
 
@@ -51,7 +52,7 @@ def build(job: Job) -> TorchEngine:
     float8.apply(model, spec, layout, device)
     module: Any = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
-    ends, noted = job.machine.ranks.on_first(lambda: shard.ends_of(spec, layout))
+    ends, noted = job.machine.ranks.on_first(lambda: fsdp_units.ends_of(spec, layout))
     if layout.zero_stage > 0:
         axes, whole = accelerator.parallelism_config, accelerator.torch_device_mesh
         shared = whole and whole[tuple(axes.fsdp_dim_names)]

@@ -15,7 +15,6 @@ from trainer.engines.engine import EngineKind, Job, builder_of, mesh_of
 from trainer.engines.torch.engine import TorchEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.cut import check_cut
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import in_torch
 from trainer.parallel import compilation, float8, shard
@@ -24,8 +23,10 @@ from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulat
 from trainer.parallel.parallel_mesh import check_replicas
 from trainer.parallel.patches import steady_buckets
 from trainer.parallel.pipeline import PipelineRun
+from trainer.parallel.probes import compiled_blocks, expert_parts, fsdp_units, tensor_parts
 from trainer.parallel.sparse import Used
 from trainer.parallel.splits import expert_ranks, matrices, vocabulary
+from trainer.probes.questions.stages import check_cut
 from trainer.tasks.task import ModelWithLoss
 
 OFFLOAD_NOTE = "FSDP2 offloads a rank's share of weights, gradients and optimizer state together"
@@ -81,7 +82,7 @@ def notes_of(layout: Layout) -> tuple[str, ...]:
 
 def compiling(job: Job) -> tuple[Job, tuple[str, ...]]:
     """Return the job with its `compile` decided, and all notes on its layout. Collective."""
-    layout, notes = compilation.decided(job.layout, job.spec, job.machine)
+    layout, notes = compiled_blocks.decided(job.layout, job.spec, job.machine)
     return replace(job, layout=layout), (*notes_of(layout), *notes)
 
 
@@ -92,12 +93,12 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that can't be cut or split as the layout requires."""
-    shard.check_shardable(spec, layout)
+    fsdp_units.check_shardable(spec, layout)
     float8.check(spec, layout)
     if layout.tensor > 1:
-        matrices.check(spec, layout)
+        tensor_parts.check(spec, layout)
     if layout.expert > 1:
-        expert_ranks.check(spec, layout)
+        expert_parts.check(spec, layout)
     if layout.pipeline > 1:
         check_cut(spec, layout.stages)
 
@@ -118,7 +119,7 @@ def build(job: Job) -> TorchEngine:
         actual = f"{layout.schedule.name} with ZeRO, and {tokens}"
         raise ConfigError(Problem(key, actual, "a gradient of each", hint))
 
-    ends, noted = job.machine.ranks.on_first(lambda: shard.ends_of(job.spec, layout))
+    ends, noted = job.machine.ranks.on_first(lambda: fsdp_units.ends_of(job.spec, layout))
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
         if layout.zero_stage > 0:

@@ -17,12 +17,9 @@ from torch import nn
 
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem
-from trainer.models.cut import of_tokens
-from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
 from trainer.parallel.splits.expert_ranks import stacks
-from trainer.trial.setup import tiny
 
 KEY = "trainer.router_bias_update_rate"
 
@@ -46,29 +43,6 @@ def biases_of(spec: ModelSpec, built: nn.Module | None = None) -> dict[str, str]
             if size == count and name.startswith(beside) and not name.startswith(inside):
                 found[stack] = name
     return found
-
-
-def check(spec: ModelSpec) -> None:
-    """Raise ConfigError unless raising a bias of a tiny copy sends every token to its expert."""
-    hint = "Remove it: experts are then balanced by the model's own loss, if it has one."
-    expected = "a bias that chooses experts, saved with the weights and not learned"
-    if not biases_of(spec):
-        raise ConfigError(Problem(f"{KEY}: {spec.name}", "it has none", expected, hint))
-    small, model = tiny(spec)
-    missed: list[str] = []
-    for stack, bias in biases_of(small, model).items():
-        model.state_dict()[bias].flatten()[0] += 1e4
-
-        def see(experts: nn.Module, args: Any, kwargs: Any, bias: str = bias) -> None:
-            if not bool((_chosen(args, kwargs) == 0).any(1).all()):
-                missed.append(bias)
-
-        model.get_submodule(stack).register_forward_pre_hook(see, with_kwargs=True)
-    with torch.no_grad():
-        of_tokens(small).output(model.eval())
-    if missed:
-        seen = f"{pattern_of(missed[0])} does not decide which experts tokens get"
-        raise ConfigError(Problem(f"{KEY}: {spec.name}", seen, expected, hint))
 
 
 def hold(model: nn.Module, spec: ModelSpec) -> None:
@@ -131,7 +105,7 @@ class ExpertLoads:
         compiled = torch.compiler.is_compiling()
         if not experts.training or not (compiled or torch._C._current_graph_task_id() == -1):
             return  # computed again, in a backward pass
-        chosen, real = _chosen(args, kwargs), self._real
+        chosen, real = chosen_by(args, kwargs), self._real
         if len(chosen) < real.numel():  # each tensor rank has a part of the tokens
             real = Exchange(self._mesh.axis("tensor")).scatter(real, 1)
         elif self._mesh.rank("tensor"):  # the first has counted the same
@@ -139,7 +113,7 @@ class ExpertLoads:
         load.scatter_add_(0, chosen.flatten(), real.reshape(-1, 1).expand_as(chosen).flatten())
 
 
-def _chosen(args: Any, kwargs: Any) -> torch.Tensor:
+def chosen_by(args: Any, kwargs: Any) -> torch.Tensor:
     """Return the experts of each token, [tokens, experts of a token], as a stack is called."""
     chosen: torch.Tensor = [*args, *kwargs.values()][1]
     return chosen.flatten(0, -2)

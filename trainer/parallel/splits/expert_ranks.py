@@ -7,7 +7,7 @@ rank's experts over the rest. Nothing is dropped: a rank computes as many rows a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -18,15 +18,11 @@ from torch.distributed.fsdp import fully_shard
 
 from trainer.distributed.dtensor import part_of
 from trainer.distributed.exchange import Exchange
-from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
 from trainer.parallel.shard import placement
-from trainer.parallel.splits import experts
-from trainer.parallel.splits.experts import own_count
-from trainer.parallel.splits.trials import Part, difference
+from trainer.parallel.splits.experts import Part, own_count
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
@@ -127,37 +123,3 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: dict[s
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
         unit.set_force_sum_reduction_for_comms(shards > 1)
-
-
-def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError for a model whose experts can't be spread over `layout.expert` ranks."""
-    place = f"expert_parallel.autoep_size: {spec.name}"
-    hint = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
-    problems = list(dict.fromkeys(_problems(spec, layout)))
-    no_terms = lambda small: lambda name: False  # noqa: E731
-    if not problems and (seen := difference(spec, layout.expert, _spread, no_terms)):
-        problems = [(seen, "what one process computes")]
-    if problems:
-        raise ConfigError(*(Problem(place, seen, expected, hint) for seen, expected in problems))
-
-
-def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
-    model = spec.build()
-    names = stacks(model, spec)
-    if not names:
-        yield "no layer has its experts stacked in one module", "a mixture of experts"
-    for name in names:
-        sizes = {len(p) for p in model.get_submodule(name).parameters()}
-        size, plan = min(sizes), spec.language.tensor_plan
-        if len(sizes) > 1:
-            yield f"{name} has parameters of other sizes", "parameters stacked over the experts"
-        elif size % layout.expert:
-            seen = f"{size} experts = {size // layout.expert} x {layout.expert} + "
-            yield f"{seen}{size % layout.expert}", f"a multiple of {layout.expert}"
-        elif layout.tensor > 1 and plan.get(name) != experts.STYLE:
-            yield f"its tensor plan leaves {name} whole", "a plan that splits experts"
-
-
-def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> None:
-    for name in stacks(model, spec):
-        spread(model.get_submodule(name), ranks, part, ranks)

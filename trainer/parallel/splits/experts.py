@@ -16,8 +16,9 @@ from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_experts, replace_forward
-from trainer.parallel.splits.trials import Part
 
+Part = Callable[[nn.Parameter, int], nn.Parameter]
+"""Returns this rank's part of a whole parameter, along a dimension."""
 STYLE = "moe_tp_experts"
 """The style of a module of experts, by transformers' name."""
 

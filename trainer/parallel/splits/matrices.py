@@ -7,8 +7,7 @@ part of the tokens (`splits/sequence.py`).
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
@@ -21,16 +20,16 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.exchange import Exchange
-from trainer.errors import ConfigError, Problem, listed
+from trainer.errors import listed
 from trainer.layout import Layout
-from trainer.models.language_model import widths
+from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import divide_heads, has_local_parameters, replace_forward
 from trainer.parallel.splits import experts, vocabulary
+from trainer.parallel.splits.experts import Part
 from trainer.parallel.splits.sequence import TokenParts, with_first
-from trainer.parallel.splits.trials import Part, difference
 
 
 class _Style(NamedTuple):
@@ -228,63 +227,3 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
         return name.startswith(terms) or (outside and layout.sequence_parallel)
 
     return partial_gradient if layout.tensor > 1 else lambda name: False
-
-
-def check(spec: ModelSpec, layout: Layout) -> None:
-    """Raise ConfigError for a model that `layout.tensor` ranks can't train exactly."""
-    place = f"tensor_parallel.autotp_size: {spec.name}"
-    hint = "Change tensor_parallel.autotp_size; 1 trains every model."
-    problems = dict.fromkeys(
-        Problem(place, re.sub(r"\.\d+\.", ".*.", seen), expected, hint)
-        for seen, expected in _problems(spec, layout)
-    )
-    if not problems and (seen := _difference(spec, layout)):
-        rows = replace(layout, sequence_parallel=False)
-        if layout.sequence_parallel and not _difference(spec, rows):
-            place = f"tensor_parallel.sequence_parallel: {spec.name}"
-            hint = (
-                "Set it to false: each rank then works on whole sequences between split matrices."
-            )
-        problems = {Problem(place, seen, "what one process computes", hint): None}
-    if problems:
-        raise ConfigError(*problems)
-
-
-def _difference(spec: ModelSpec, layout: Layout) -> str | None:
-    def parts(model: nn.Module, small: ModelSpec, ranks: Exchange, part: Part) -> None:
-        split(model, small, ranks, part, small.blocks if layout.sequence_parallel else ())
-
-    return difference(spec, layout.tensor, parts, lambda small: has_partial_gradient(small, layout))
-
-
-def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
-    plan, size = spec.language.tensor_plan, layout.tensor
-    model = spec.build()
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
-    if not plan:
-        lacks = "its blocks have no linear layers to make one of"
-        seen = f"its family has no tensor plan in transformers, and {lacks}"
-        yield seen, "a model with `base_model_tp_plan`"
-    for name, style in plan.items():
-        layer, rows = modules.get(name), style.startswith("rowwise")
-        if style in (*UNSPLIT, experts.STYLE):
-            continue
-        if style == "colwise" and name in parameters:
-            what, width = "size", len(parameters[name])
-        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
-            what, width = "in_features" if rows else "out_features", widths(layer)[not rows]
-        else:
-            seen = f"{name} is to be split as {style!r}"
-            yield seen, f"linear layers, split as one of {', '.join(STYLES)}"
-            continue
-        if width % size:
-            seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
-            yield seen, f"a multiple of {size}"
-    yield from experts.problems(spec, size)
-    regions = {layer_of(name).rpartition(".")[0] for name in plan if plan[name] == "colwise"}
-    if any("att" in region for region in regions):
-        counts = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
-        for what, heads in counts.items():
-            if heads % size:
-                seen = f"{heads} {what} = {heads // size} x {size} + {heads % size}"
-                yield seen, f"a multiple of {size}"

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from trainer.certify.finding import Finding
+from trainer.certify.finding import CheckResult
 from trainer.errors import refused
 from trainer.models import huggingface
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS
@@ -22,7 +22,7 @@ MOST_VALUES = 4_000_000_000
 class BaseFiles(NamedTuple):
     """The comparison of a base's values, or why there is none."""
 
-    finding: Finding | None = None
+    finding: CheckResult | None = None
     note: str = ""
     untied: bool = False
     """True if the files untie what the config ties."""
@@ -91,13 +91,13 @@ def _loaded(options: Any, layers: int, blocks: int) -> dict[str, torch.Tensor]:
     return model.state_dict()  # type: ignore[no-any-return]
 
 
-def _worst(spec: ModelSpec, theirs: dict[str, torch.Tensor]) -> Finding:
+def _worst(spec: ModelSpec, theirs: dict[str, torch.Tensor]) -> CheckResult:
     """Return the largest difference of a tensor, relative to its largest value; 0 is expected."""
-    worst = Finding(CHECK, 0, 0.0, 0.0, f"({len(theirs)} tensors)")
+    worst = CheckResult(CHECK, 0, 0.0, 0.0, f"({len(theirs)} tensors)")
     for name, value in theirs.items():
         error = _error(spec.weights.read(spec.tied.get(name, name)), value)
         if error > worst.error:
-            worst = Finding(CHECK, 0, error, 0.0, name)
+            worst = CheckResult(CHECK, 0, error, 0.0, name)
     return worst
 
 

@@ -31,12 +31,12 @@ from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.parallel.checks import packing_refusal
+from trainer.probes.probe import own_randomness, tiny
+from trainer.probes.questions.randomness import observe_draws
 from trainer.recipe import Subject
 from trainer.recipes.causal_lm.base_files import compare_base
 from trainer.recipes.causal_lm.reference import Documents, LanguageReference, PackedReference
 from trainer.recipes.causal_lm.task import CausalLM
-from trainer.trial.findings import observe_draws
-from trainer.trial.setup import own_randomness, tiny
 
 LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
 """The most tokens of a sample, entries of its logits, and parameters: seconds of a CPU."""

@@ -32,8 +32,8 @@ from trainer.recipe import RunContext, Subject
 from trainer.recipes.causal_lm.continuation import beginning, continuation
 from trainer.recipes.causal_lm.task import CausalLM
 from trainer.supervise.process import cache_folder
-from trainer.tasks.attention import notes
 from trainer.tasks.harness import check_tasks
+from trainer.tasks.kernel_probes import notes
 
 
 @dataclass(frozen=True)

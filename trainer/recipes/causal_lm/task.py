@@ -17,7 +17,7 @@ from trainer.distributed.context_ranks import ContextRanks
 from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
-from trainer.tasks.attention import Attention, attend, attention_of, documents_of
+from trainer.tasks.attention import Attention, attend, documents_of
 from trainer.tasks.cross_entropy import (
     LossBySource,
     LossHead,
@@ -25,6 +25,7 @@ from trainer.tasks.cross_entropy import (
     count_correct,
     logits_cross_entropy,
 )
+from trainer.tasks.kernel_probes import attention_of
 from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.patches import divide_rows, register_attention, replace_loss

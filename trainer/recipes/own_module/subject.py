@@ -10,9 +10,9 @@ from trainer.data.dataset import Pairs, pairs_of
 from trainer.errors import ConfigError, Problem
 from trainer.models.own import module
 from trainer.plugins import NAMED
+from trainer.probes.dispatch_modes import Alone
 from trainer.recipe import RunContext, Subject
 from trainer.tasks.supervised import Supervised
-from trainer.trial.setup import Alone
 
 
 @dataclass(frozen=True)

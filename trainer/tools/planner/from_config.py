@@ -23,7 +23,8 @@ from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
 from trainer.parallel.checks import check_blocks
-from trainer.parallel.splits import rows
+from trainer.parallel.probes.context_parts import QUESTION
+from trainer.probes.question import Probed, ask
 from trainer.recipe import recipe_named
 from trainer.run.compose import Composed, compose
 from trainer.tasks.task import Task
@@ -101,7 +102,8 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     if layout.context > 1:
-        rows.check(trained.spec, trained.task(trained.spec), layout, section.data.packs)
+        task = trained.task(trained.spec)
+        ask(QUESTION, Probed(trained.spec, task, layout, packed=section.data.packs))
     spec = _of_shapes(trained.spec)
     config = composed.knowing(
         hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS

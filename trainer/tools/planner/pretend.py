@@ -31,11 +31,11 @@ from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, parallel_mesh
 from trainer.parallel.splits import expert_ranks
+from trainer.probes.dispatch_modes import HostReads
 from trainer.tasks.attention import Attention
 from trainer.tasks.kernels import kernel_chooser
 from trainer.tools.planner.messages import place
 from trainer.tools.planner.replicas_by_buckets import BucketedReplica
-from trainer.trial.setup import HostReads
 
 T = TypeVar("T")
 aten = torch.ops.aten

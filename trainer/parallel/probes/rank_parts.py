@@ -1,4 +1,4 @@
-"""The trial of a split: a tiny copy on ranks that are threads, against the whole copy."""
+"""A tiny copy split over ranks that are threads, compared with the whole copy."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.exchange import Exchange, Move
-from trainer.errors import named_line
+from trainer.errors import Raised, attempt, named_line
 from trainer.models.names import differing, gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
-from trainer.trial.setup import TOLERANCE, drawn, own_randomness, row_of
+from trainer.parallel.splits.experts import Part
+from trainer.probes.inputs import sequence_of
+from trainer.probes.probe import TOLERANCE, drawn, own_randomness
 
-Part = Callable[[nn.Parameter, int], nn.Parameter]
-"""Returns this rank's part of a whole parameter, along a dimension."""
 Split = Callable[[nn.Module, ModelSpec, Exchange, Part], None]
 """Splits a model in place."""
 SECONDS = 60
@@ -35,7 +35,7 @@ def _loss(model: nn.Module, spec: ModelSpec) -> torch.Tensor:
     """
     if spec.tiny.input is not None:
         return spec.tiny.input.output(model).float().square().mean()
-    sequence = row_of(spec)[:-1]
+    sequence = sequence_of(spec)[:-1]
     ids = torch.stack([sequence, sequence.flip(0)])
     return model(input_ids=ids, labels=ids, use_cache=False).loss  # type: ignore[no-any-return]
 
@@ -113,10 +113,18 @@ class _Pass(TorchDispatchMode):
 
     def __init__(self, spec: ModelSpec, ranks: _RankThread) -> None:
         super().__init__()
-        self.model, self.gradients = drawn(spec).train(), dict[str, torch.Tensor]()
-        self._spec, self._ranks, self._loss = spec, ranks, torch.empty(0)
-        self._outputs, self._dims = dict[str, torch.Tensor](), dict[nn.Parameter, int]()
-        self._draws, self._places = list[tuple[str, list[int]]](), [""]
+        self.model = drawn(spec).train()
+        self.gradients = dict[str, torch.Tensor]()
+        self._spec = spec
+        self._ranks = ranks
+        self._loss = torch.empty(0)
+        self._outputs = dict[str, torch.Tensor]()
+        self._dims = dict[nn.Parameter, int]()
+        """The dimension along which a parameter is a part of a whole one."""
+        self._draws = list[tuple[str, list[int]]]()
+        """The module and the shape of each draw."""
+        self._places = [""]
+        """The modules that run, the innermost last."""
         self._state = torch.Generator().manual_seed(1).get_state()
         for name, module in self.model.named_modules():
             module.register_forward_pre_hook(lambda *_, name=name: self._places.append(name))
@@ -124,17 +132,21 @@ class _Pass(TorchDispatchMode):
 
     def run(self, split: Split | None = None) -> Exception | None:
         """Run both passes."""
-        try:
-            if split is not None:
-                split(self.model, self._spec, self._ranks, self._take)
-            with self:
-                loss = _loss(self.model, self._spec)
-                loss.backward()
-        except Exception as error:  # whatever a model's own code raises
+        found = attempt(lambda: self._losses(split))
+        if isinstance(found, Raised):
             self._ranks.group.abort()
-            return error
-        self._loss, self.gradients = loss.detach(), gradients_of(self.model)
+            return found.error
+        self._loss = found
+        self.gradients = gradients_of(self.model)
         return None
+
+    def _losses(self, split: Split | None) -> torch.Tensor:
+        if split is not None:
+            split(self.model, self._spec, self._ranks, self._take)
+        with self:
+            loss = _loss(self.model, self._spec)
+            loss.backward()
+        return loss.detach()
 
     def _take(self, whole: nn.Parameter, dim: int) -> nn.Parameter:
         part = nn.Parameter(self._own(whole.data, dim), requires_grad=whole.requires_grad)
@@ -147,7 +159,9 @@ class _Pass(TorchDispatchMode):
 
     def differences(self, whole: _Pass) -> Iterator[str]:
         """Yield in words where this rank differs from one process, the first place first."""
-        for (place, shape), (_, expected) in zip(self._draws, whole._draws, strict=False):
+        both = min(len(self._draws), len(whole._draws))
+        draws = zip(self._draws[:both], whole._draws[:both], strict=True)
+        for (place, shape), (_, expected) in draws:
             if shape != expected:
                 shapes = f"for {shape} on a rank, where one process draws for {expected}"
                 place = pattern_of(place)
@@ -166,7 +180,8 @@ class _Pass(TorchDispatchMode):
             yield f"{what} differs when it is split over ranks, by {wrong[1]:.1e}"
 
     def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        first, name = output[0] if isinstance(output, tuple) else output, self._places.pop()
+        first = output[0] if isinstance(output, tuple) else output
+        name = self._places.pop()
         if torch.is_tensor(first) and first.is_floating_point() and first.dim() > 1:
             self._outputs[name] = first.detach()
 

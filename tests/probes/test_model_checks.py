@@ -22,20 +22,20 @@ from tests.models.test_models import SMALL
 from tests.support import training
 from tests.support.layouts import EXPERTS, family
 from tests.support.messages import raises, shows, shows_each
+from tests.support.probing import findings_of, layout
 from tests.support.training import GPT2, LLAMA, Case, Outcome, spec_of, task_of
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import engine as deepspeed
 from trainer.errors import ConfigError
-from trainer.layout import Layout, Recompute
+from trainer.layout import Recompute
 from trainer.models import huggingface
-from trainer.models.cut import check_cut
 from trainer.models.materialise import materialise
 from trainer.models.spec import LanguageModel, TinyCopies
 from trainer.parallel.checks import check_layout, checked
+from trainer.probes.findings import Draws, Findings, applied
+from trainer.probes.questions.stages import check_cut
 from trainer.recipes.causal_lm.task import CausalLM
 from trainer.tasks.cross_entropy import logits_cross_entropy
-from trainer.trial.findings import Draws, Findings, applied
-from trainer.trial.language import check_model
 
 MOE = {
     **SMALL,
@@ -86,37 +86,14 @@ WINDOWS = {**SMALL, "head_dim": 8, "sliding_window": 8}
 
 def found(model: dict[str, Any]) -> Findings:
     spec = spec_of(model)
-    return check_model(spec, task_of(spec))
+    return findings_of(spec, task_of(spec))
 
 
 def refused(model: dict[str, Any], task: Any = None) -> str:
     spec = spec_of(model)
     with pytest.raises(ConfigError) as caught:
-        check_model(spec, task or task_of(spec))
+        findings_of(spec, task or task_of(spec))
     return str(caught.value)
-
-
-def layout(**sizes: Any) -> Layout:
-    return Layout(
-        **{
-            **{
-                "pipeline": 1,
-                "replicate": 1,
-                "shard": 1,
-                "tensor": 1,
-                "micro_batch": 1,
-                "accumulation": 2,
-            },
-            **{
-                "zero_stage": 0,
-                "offload_optimizer": "none",
-                "offload_param": "none",
-                "precision": "float32",
-            },
-            "recompute": Recompute(),
-            **sizes,
-        }
-    )
 
 
 PIPELINE = layout(pipeline=2)
@@ -203,7 +180,7 @@ def test_a_loss_that_is_not_the_models_own_is_an_error_with_the_numbers(model, f
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_routers_loss_that_is_dropped_is_an_error(model, fused):
     spec = spec_of(model)
-    check_model(spec, CausalLM(LanguageModel(plain_head=fused, own_loss=True)))
+    findings_of(spec, CausalLM(LanguageModel(plain_head=fused, own_loss=True)))
     assert "expected its own, " in refused(model, CausalLM(LanguageModel(plain_head=fused)))
 
 
@@ -222,7 +199,7 @@ def test_a_router_loss_is_no_sum_over_stages():
 def test_what_no_text_reaches_is_frozen_and_said():
     """A decoder with cross-attention, trained alone."""
     spec = spec_of({"model_type": "bart", **BART, "is_encoder_decoder": False})
-    findings = check_model(spec, task_of(spec))
+    findings = findings_of(spec, task_of(spec))
     assert findings.unused and all("encoder_attn" in name for name in findings.unused)
     (note,) = findings.notes
     assert (
@@ -269,7 +246,7 @@ def test_a_folder_with_vision_is_trained_as_text_and_says_what_stays(tmp_path):
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     before = read()
-    (note,) = check_model(spec, task_of(spec)).notes
+    (note,) = findings_of(spec, task_of(spec)).notes
     assert all(
         torch.equal(value, before[name]) for name, value in read().items()
     )  # a run goes on to train these
@@ -367,7 +344,7 @@ def test_a_bias_that_balances_experts_and_that_nothing_moves_is_noted(model, bia
 
 def test_layerdrop_is_seen_where_no_blocks_are_known():
     spec = replace(spec_of(OPT | {"layerdrop": 0.01}), blocks=(), tiny=TinyCopies())
-    assert check_model(spec, task_of(spec)).draws.skips
+    assert findings_of(spec, task_of(spec)).draws.skips
 
 
 @pytest.mark.more
@@ -378,7 +355,7 @@ def test_jitter_and_dropout_are_the_same_in_stages_and_recomputed():
         LLAMA,
     ):
         spec = spec_of(model)
-        findings = check_model(spec, task_of(spec))
+        findings = findings_of(spec, task_of(spec))
         assert findings.draws.any
         check_layout(spec, task_of(spec), replace(PIPELINE, recompute=Recompute("full")), findings)
 
@@ -407,7 +384,7 @@ def with_noise(noise: Any) -> Any:
 def test_random_numbers_that_nobody_replays_are_refused(noise):
     spec = with_noise(noise)
     with raises(ConfigError, "NumPy", "generator"):
-        check_model(spec, task_of(spec))
+        findings_of(spec, task_of(spec))
 
 
 @pytest.mark.more
@@ -439,7 +416,7 @@ def test_a_model_whose_logits_padding_moves_is_told():
         return output * (1 + output.shape[1] // 24)
 
     spec = with_mlp_of(lambda: scaled)
-    (note,) = check_model(spec, task_of(spec)).notes
+    (note,) = findings_of(spec, task_of(spec)).notes
     shows(note, "padding moves", "20 tokens", "28 by")
 
 
@@ -457,7 +434,7 @@ def test_a_model_that_keeps_something_from_row_to_row_is_refused():
 
     spec = with_mlp_of(remembering)
     with raises(ConfigError, "leaves something behind"):
-        check_model(spec, task_of(spec))
+        findings_of(spec, task_of(spec))
 
 
 def test_a_first_pass_that_draws_more_than_the_next_is_refused():
@@ -469,7 +446,7 @@ def test_a_first_pass_that_draws_more_than_the_next_is_refused():
 
     spec = with_mlp_of(drawing)
     with raises(ConfigError, "leaves something behind"):
-        check_model(spec, task_of(spec))
+        findings_of(spec, task_of(spec))
 
 
 @pytest.mark.first("<lambda>-where it draws random numbers")
@@ -500,7 +477,7 @@ def test_what_a_models_own_code_raises_is_told(fails, what):
 
     spec = replace(plain, build=build, tiny=TinyCopies())
     with raises(ConfigError, "trainer.model: llama", f"not show {what}", "IndexError: planted"):
-        check_model(spec, CausalLM(LanguageModel()))
+        findings_of(spec, CausalLM(LanguageModel()))
 
 
 @pytest.mark.more
@@ -646,7 +623,7 @@ def test_what_can_not_be_tried_runs_on_one_process_alone():
 
     plain = spec_of(LLAMA)
     spec = replace(plain, build=build, tiny=TinyCopies())
-    findings = check_model(spec, task_of(spec))
+    findings = findings_of(spec, task_of(spec))
     shows_each(findings.notes, "ZeroDivisionError: division")
     check_layout(spec, task_of(spec), layout(), findings)
     with raises(ConfigError, "processes: llama", "no tiny copy", "ZeroDivisionError"):
@@ -673,7 +650,7 @@ def test_what_some_rows_leave_without_a_gradient_is_found(hook):
         return model
 
     spec = replace(plain, build=build, tiny=TinyCopies())
-    findings = check_model(spec, task_of(spec))
+    findings = findings_of(spec, task_of(spec))
     assert (findings.unused, findings.sparse) == ((), ("model.layers.*.mlp.extra.weight",))
     with raises(ConfigError, "engine deepspeed: llama", "without a gradient"):
         deepspeed.check(applied(spec, findings), layout())
@@ -685,7 +662,7 @@ def test_what_some_rows_leave_without_a_gradient_is_found(hook):
 def train_checked(case: Case) -> Outcome:
     """Runs on each rank of a pool."""
     spec = spec_of(case.model)
-    as_run = applied(spec, check_model(spec, task_of(spec)))
+    as_run = applied(spec, findings_of(spec, task_of(spec)))
     with mock.patch.object(training, "spec_of", lambda model, path: as_run):
         return training.train_by_engine(case)
 

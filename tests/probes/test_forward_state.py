@@ -20,14 +20,12 @@ from transformers import AutoConfig
 
 from tests.command.test_api import spec_and_task
 from tests.support.messages import raises
+from tests.support.probing import findings_of, layout
 from tests.support.training import LLAMA, spec_of, task_of
-from tests.trial.test_model_checks import layout
 from trainer.errors import ConfigError
 from trainer.models.spec import TinyCopies
 from trainer.parallel.checks import check_layout
 from trainer.recipes.causal_lm.subject import _longrope_notes
-from trainer.trial.language import check_model
-from trainer.trial.own_module import check_module
 
 RWKV = {
     "model_type": "rwkv",
@@ -188,7 +186,7 @@ MOVES = {
 def test_what_moves_is_refused_with_its_place(name):
     given, place = MOVES[name]
     with pytest.raises(ConfigError, match="^trainer.model: Net: ") as caught:
-        check_module(*spec_and_task(functools.partial(Net, *given)))
+        findings_of(*spec_and_task(functools.partial(Net, *given)))
     assert place in str(caught.value), caught.value
 
 
@@ -208,9 +206,9 @@ def buffered(persistent: bool) -> Any:
 
 def test_a_buffer_that_no_checkpoint_has_is_no_place_for_what_moves():
     with pytest.raises(ConfigError, match="never settles: mean"):
-        check_module(*spec_and_task(buffered(persistent=False)))
+        findings_of(*spec_and_task(buffered(persistent=False)))
     spec, task = spec_and_task(buffered(persistent=True))
-    findings = check_module(spec, task)
+    findings = findings_of(spec, task)
     check_layout(spec, task, layout(), findings)
     with raises(ConfigError, "buffer mean"):
         check_layout(spec, task, layout(replicate=2), findings)
@@ -244,7 +242,7 @@ RESTS = {
 
 @pytest.mark.parametrize("name", RESTS)
 def test_what_rests_is_allowed(name):
-    moved = check_module(*spec_and_task(functools.partial(Net, *RESTS[name]))).moves_buffers
+    moved = findings_of(*spec_and_task(functools.partial(Net, *RESTS[name]))).moves_buffers
     assert bool(moved) == (name == "spectral norm")  # one process trains it
 
 
@@ -253,7 +251,7 @@ def test_a_tensor_that_nobody_knows_of_is_told_by_its_place():
         Net, lambda: Record(last=torch.ones(8)), lambda net, hidden: hidden * net.kept.last
     )
     with raises(ConfigError, "kept.last", "parameter nor"):
-        check_module(*spec_and_task(scaled))
+        findings_of(*spec_and_task(scaled))
 
 
 # Families of transformers
@@ -261,7 +259,7 @@ def test_a_tensor_that_nobody_knows_of_is_told_by_its_place():
 
 def test_rwkv_evaluates_without_dividing_its_weights():
     spec = spec_of(RWKV)
-    check_model(spec, task_of(spec))
+    findings_of(spec, task_of(spec))
     assert spec.config["rescale_every"] == 6  # as it is saved, for those who evaluate in float16
     model = spec.build()
     assert model.config.rescale_every == 6 and model.base_model.config.rescale_every == 0
@@ -282,7 +280,7 @@ def test_weights_that_are_divided_in_evaluation_are_found_in_the_tiny_copy():
 
     spec = as_transformers_has_it(RWKV)
     with raises(ConfigError, "evaluation changes rwkv.blocks.1.attention.output.weight"):
-        check_model(spec, task_of(spec))
+        findings_of(spec, task_of(spec))
 
 
 def test_rotary_embeddings_that_keep_the_longest_row_are_refused():
@@ -292,7 +290,7 @@ def test_rotary_embeddings_that_keep_the_longest_row_are_refused():
         tiny=TinyCopies(),
     )
     with raises(ConfigError, "passes", "something behind", "model.rotary_emb"):
-        check_model(spec, task_of(spec))
+        findings_of(spec, task_of(spec))
 
 
 @pytest.mark.parametrize(("length", "says"), [(16, False), (17, True)])

@@ -1,0 +1,1 @@
+"""A language model's head, blocks and tensor plan."""

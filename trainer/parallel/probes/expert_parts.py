@@ -1,0 +1,74 @@
+"""Do experts that are spread over ranks compute what one process does?"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from torch import nn
+
+from trainer.distributed.exchange import Exchange
+from trainer.errors import ConfigError, Problem
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
+from trainer.parallel.probes.rank_parts import difference
+from trainer.parallel.splits import experts
+from trainer.parallel.splits.expert_ranks import spread, stacks
+from trainer.parallel.splits.experts import Part
+from trainer.probes.probe import Finding
+from trainer.probes.question import Probed, Question
+
+KEY = "expert_parallel.autoep_size"
+HINT = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
+
+
+def check(spec: ModelSpec, layout: Layout) -> None:
+    """Raise ConfigError for a model whose experts can't be spread over `layout.expert` ranks."""
+    place = f"{KEY}: {spec.name}"
+    if problems := list(dict.fromkeys(_problems(spec, layout))):
+        raise ConfigError(*(Problem(place, *problem, HINT) for problem in problems))
+    if actual := difference(spec, layout.expert, _spread, _no_terms):
+        raise ConfigError(Problem(place, actual, "what one process computes", HINT))
+
+
+def _no_terms(small: ModelSpec) -> Callable[[str], bool]:
+    return lambda name: False
+
+
+def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
+    model = spec.build()
+    names = stacks(model, spec)
+    if not names:
+        yield "no layer has its experts stacked in one module", "a mixture of experts"
+    for name in names:
+        sizes = {len(p) for p in model.get_submodule(name).parameters()}
+        size = min(sizes)
+        if len(sizes) > 1:
+            yield f"{name} has parameters of other sizes", "parameters stacked over the experts"
+        elif size % layout.expert:
+            sum_of = f"{size // layout.expert} x {layout.expert} + {size % layout.expert}"
+            yield f"{size} experts = {sum_of}", f"a multiple of {layout.expert}"
+        elif layout.tensor > 1 and spec.language.tensor_plan.get(name) != experts.STYLE:
+            yield f"its tensor plan leaves {name} whole", "a plan that splits experts"
+
+
+def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> None:
+    for name in stacks(model, spec):
+        spread(model.get_submodule(name), ranks, part, ranks)
+
+
+def _ask(about: Probed) -> Finding | None:
+    check(about.trained, about.layout)
+    return None
+
+
+QUESTION = Question(
+    name="whether its experts can be spread",
+    key=KEY,
+    needed=lambda about: about.layout.expert > 1,
+    ask=_ask,
+    who="`expert_parallel.autoep_size`",
+    holds="A tiny copy with experts on several ranks has the loss and gradients of the whole one",
+    otherwise="unsupported: experts that are not stacked, or whose number the ranks do not divide",
+    cost="0.2 s",
+    by_engine=True,
+)

@@ -1,0 +1,132 @@
+"""The one mechanism of all probes: build a tiny copy, change something, run, compare.
+
+What a model's own code raises while a probe runs becomes a finding here, and an error in
+`Finding.error`, with its place and the reason.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer.errors import ConfigError, MeshloomError, Problem, Raised, attempt
+from trainer.models.materialise import on_host
+from trainer.models.names import differing, gradients_of
+from trainer.models.spec import ModelSpec
+
+TOLERANCE = 1e-4
+"""The relative error allowed in float32, larger than rounding and smaller than any mistake."""
+
+T = TypeVar("T")
+Change = Callable[[nn.Module, ModelSpec], T]
+"""`change(model, spec)` changes a tiny copy, and returns what is then run."""
+Compare = Callable[[nn.Module, T, ModelSpec], "Finding | None"]
+"""`compare(plain, changed, spec)` runs both, and returns the first difference, or None."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The reason why something does not hold for a model."""
+
+    actual: str
+    expected: str = ""
+    """The expectation, where it differs from that of the question."""
+    hint: str = ""
+    """Advice to the user, where it differs from that of the question."""
+    raised: Exception | None = None
+    """The error of the model's own code that this is, if it is one."""
+
+    def error(self, place: str, expected: str, hint: str = "", start: str = "") -> MeshloomError:
+        """Return the finding as a ConfigError; an error of this project's own stays what it is.
+
+        `start` comes before what the model's own code raised.
+        """
+        if isinstance(self.raised, MeshloomError):
+            return self.raised
+        actual = f"{start}{self.actual}" if self.raised else self.actual
+        return ConfigError(Problem(place, actual, self.expected or expected, self.hint or hint))
+
+
+class Differs(Exception):
+    """Raised deep inside a probe, such as in a hook: the message is what the probe finds."""
+
+
+def probe(spec: ModelSpec, change: Change[T], compare: Compare[T]) -> Finding | None:
+    """Compare a changed tiny copy with one that is left as it is; return how they differ.
+
+    Both have the same values. The generators of random numbers are left as they were. Whatever the
+    model's own code raises, or a `Differs`, is the finding.
+    """
+
+    def compared() -> Finding | None:
+        small, plain = tiny(spec)
+        return compare(plain, change(drawn(small), small), small)
+
+    return observe(compared)
+
+
+def observe(look: Callable[[], T]) -> T | Finding:
+    """Return what `look` sees of a model that it runs, or as a finding what was raised meanwhile.
+
+    The generators of random numbers are left as they were.
+    """
+    with own_randomness():
+        seen = attempt(look)
+    if not isinstance(seen, Raised):
+        return seen
+    if isinstance(seen.error, Differs):
+        return Finding(str(seen.error))
+    return Finding(seen.reason, raised=seen.error)
+
+
+def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
+    """Return a tiny copy and its spec, on the CPU in float32; the same values at each call.
+
+    No weight is left at zero: an initial value of zero would hide what it multiplies.
+    """
+    small = spec.tiny.copy() if spec.tiny.copy else spec
+    return small, drawn(small)
+
+
+def drawn(small: ModelSpec) -> nn.Module:
+    """Build the tiny model anew, so that nothing is left over from an earlier pass."""
+    model = on_host(small)
+    spread(model, seed=0)
+    return model
+
+
+def spread(model: nn.Module, seed: int) -> None:
+    """Draw the weights anew, such that activations keep their scale; files stay as they are."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        values = parameter.data + 0.1 * noise
+        if parameter.dim() > 1:
+            values = noise / parameter.shape[-1] ** 0.5
+        parameter.data = values.to(parameter.dtype)
+
+
+def differing_gradient(
+    ours: nn.Module, theirs: nn.Module, most: float = 10 * TOLERANCE
+) -> tuple[str, float] | None:
+    """Return the first parameter whose gradient differs, and by what share of its largest entry."""
+    return differing(gradients_of(ours), gradients_of(theirs), most)
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Restore the random generators of Python, NumPy and torch at the end."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
