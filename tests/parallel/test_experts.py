@@ -102,7 +102,7 @@ def test_what_is_computed_otherwise_is_found():
     lost = expert_ranks._routed
     with patch.object(expert_ranks, "_routed", lambda *given: lost(*given) * 0.5):
         found = checked(EXPERTS)
-    shows(found, "model.layers.*.mlp.experts gives something")
+    shows(found, "model.layers.*.mlp.experts computes something")
 
 
 @pytest.mark.parametrize(

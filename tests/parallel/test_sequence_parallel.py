@@ -106,7 +106,7 @@ def test_dropout_by_a_function_between_split_matrices_is_refused():
 def test_tokens_mixed_between_split_matrices_are_refused():
     spec = changed("input_layernorm", lambda hidden: hidden.mean(1, keepdim=True))
     check(spec, WHOLE_ROWS)
-    with raises(ConfigError, "input_layernorm gives something") as caught:
+    with raises(ConfigError, "input_layernorm computes something") as caught:
         check(spec, DIVIDED)
     assert "tensor_parallel.sequence_parallel: llama" in str(caught.value)
 

@@ -98,8 +98,8 @@ PLACE = "tensor_parallel.autotp_size: "
             family("diffllama", num_key_value_heads=4),
             2,
             (
-                PLACE + "diffllama: model.layers.*.self_attn.o_proj gives something else on ranks "
-                "that have a part each; expected what one process computes"
+                PLACE + "diffllama: model.layers.*.self_attn.o_proj computes something else when "
+                "it is split over ranks; expected what one process computes"
             ),
         ),
         (family("llama"), 4, "llama: 2 key-value heads = 0 x 4 + 2; expected a multiple of 4"),

@@ -457,7 +457,7 @@ def test_a_first_pass_that_draws_more_than_the_next_is_refused():
         (lambda model, words: "labels" in words, "whether its loss is ours"),
         (
             lambda model, words: model.training and len(words["input_ids"]) > 40,
-            "whether it is causal in training",
+            "whether it is causal",
         ),
         (lambda model, words: len(words["input_ids"]) == 16, "which parameters have no gradient"),
     ],

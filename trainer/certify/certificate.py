@@ -18,9 +18,9 @@ from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.parallel import float8
 from trainer.parallel.checks import checked
+from trainer.probes.dispatch_modes import Alone
 from trainer.recipe import HandedIn, recipe_of
 from trainer.run.describe import versions
-from trainer.probes.dispatch_modes import Alone
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import UNKNOWN_STEPS, Tiny
 from trainer.engines import Machine
 from trainer.models.spec import ModelSpec
-from trainer.supervise.stall import Phase
 from trainer.probes.dispatch_modes import Alone
+from trainer.supervise.stall import Phase
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
+from trainer.probes.probe import drawn
 from trainer.run.final import MERGED
 from trainer.run.start.folder import FINAL
-from trainer.probes.probe import drawn
 
 
 class Published(NamedTuple):

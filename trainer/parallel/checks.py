@@ -29,6 +29,7 @@ from trainer.probes.inputs import ProbeTask
 from trainer.probes.question import Probed, Question, ask_all
 from trainer.probes.questions import (
     block_order,
+    can_run,
     causal,
     forward_state,
     isolation,
@@ -36,14 +37,13 @@ from trainer.probes.questions import (
     own_loss,
     padding,
     randomness,
-    runs,
     single_sample,
     stages,
     unused,
 )
 
 OF_MODELS: list[Question] = [
-    runs.QUESTION,
+    can_run.QUESTION,
     module_loss.QUESTION,
     randomness.QUESTION,
     block_order.QUESTION,

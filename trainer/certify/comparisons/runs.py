@@ -103,7 +103,9 @@ def compare_option(name: str, run: Recording, share: Seen | None) -> CheckResult
     return CheckResult(OPTION, step, abs(share.found - 1), share.allowed, where)
 
 
-def compare_rounded(run: Recording, exact: list[Tensors], low: list[Tensors]) -> Iterator[CheckResult]:
+def compare_rounded(
+    run: Recording, exact: list[Tensors], low: list[Tensors]
+) -> Iterator[CheckResult]:
     """Project gradients of many rows in low precision, of both, on those in float32.
 
     The coefficients must agree up to TOLERANCES, or two standard errors of one process; the rest is

@@ -48,7 +48,9 @@ def compare_step(
     yield CheckResult("norm", step, relative_error(norm, one.norm), most, "", rank)
     if run.gradients[step]:  # whatever they are rounded to, the norm is theirs
         own = relative_error(norm, norm_of(run.gradients[step]))
-        yield CheckResult("norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank)
+        yield CheckResult(
+            "norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank
+        )
 
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> CheckResult:
@@ -64,7 +66,9 @@ def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Check
     return first_finding("output", step, errors, tolerances, errors, rank)
 
 
-def compare_gradients(step: int, ours: Tensors, one: Expected, order: Order, rank: int) -> CheckResult:
+def compare_gradients(
+    step: int, ours: Tensors, one: Expected, order: Order, rank: int
+) -> CheckResult:
     """Compare the gradients; the finding is the last wrong one forward, where backward begins.
 
     A gradient that one side lacks may be zeros on the other.
@@ -127,7 +131,9 @@ def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: i
     return wrong("counts", step, where, rank)
 
 
-def compare_held_out(run: Recording, step: int, theirs: Judged, one: Expected) -> Iterator[CheckResult]:
+def compare_held_out(
+    run: Recording, step: int, theirs: Judged, one: Expected
+) -> Iterator[CheckResult]:
     ours = run.held_out[step + 1]
     if ours.targets != theirs.targets:
         where = f"({ours.targets} targets in place of {theirs.targets})"

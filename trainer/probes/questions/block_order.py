@@ -6,8 +6,8 @@ from trainer.models.language.blocks import blocks_of
 from trainer.probes.dispatch_modes import Alone
 from trainer.probes.inputs import sequence_of
 from trainer.probes.question import Probed, Question
+from trainer.probes.questions.can_run import is_tried
 from trainer.probes.questions.randomness import watched_pass
-from trainer.probes.questions.runs import is_tried
 
 
 def _ask(about: Probed) -> None:

@@ -9,7 +9,7 @@ from trainer.models.spec import ModelSpec
 from trainer.probes.inputs import LENGTH, logits_of, sequence_of
 from trainer.probes.probe import TOLERANCE, Finding
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.runs import is_language
+from trainer.probes.questions.can_run import is_language
 
 
 def _ask(about: Probed) -> Finding | None:

@@ -19,7 +19,7 @@ from trainer.probes.dispatch_modes import Alone
 from trainer.probes.inputs import Batch, sequence_of
 from trainer.probes.probe import Differs, Finding, drawn, observe
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.runs import is_tried
+from trainer.probes.questions.can_run import is_tried
 
 TOLERANCE = 1e-5
 """The error allowed of an output, relative to its largest value, for another order of sums."""

@@ -17,7 +17,7 @@ from trainer.probes.dispatch_modes import Alone
 from trainer.probes.findings import notes_on_unused
 from trainer.probes.inputs import Batch, ProbeTask
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.runs import is_own_module
+from trainer.probes.questions.can_run import is_own_module
 
 
 class OwnTask(ProbeTask, Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.probes.inputs import LENGTH, WIDER, logits_of, sequence_of
 from trainer.probes.probe import TOLERANCE
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.runs import is_language
+from trainer.probes.questions.can_run import is_language
 
 
 def _ask(about: Probed) -> None:

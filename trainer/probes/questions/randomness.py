@@ -20,7 +20,7 @@ from trainer.probes.findings import Draws
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import Finding
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.runs import is_tried
+from trainer.probes.questions.can_run import is_tried
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:

@@ -15,7 +15,7 @@ from trainer.probes.findings import notes_on_unused
 from trainer.probes.inputs import IGNORED, LENGTH, Batch, ProbeTask, batches
 from trainer.probes.probe import spread
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.runs import is_language
+from trainer.probes.questions.can_run import is_language
 
 SINGLE = 4
 """The number of sequences of one token, tried for parameters that they leave without a gradient."""
