@@ -1221,7 +1221,7 @@ def test_the_seeds_of_the_one_process_are_all_different():
     """So that what agrees with it draws other dropout on each data rank, in each step, micro-batch
     and block.
     """
-    from trainer.certify.tiny_run import seed_of
+    from trainer.certify.one_process.sample_order import seed_of
 
     seeds = [
         seed_of(seed_of("dropout", seed, step, rank), micro) + block

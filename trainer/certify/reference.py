@@ -32,10 +32,11 @@ from trainer.certify.one_process.expected import (
 )
 from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
 from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
+from trainer.certify.one_process.sample_order import numbers_of, seed_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
-from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny, permutation, seed_of
+from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
@@ -275,14 +276,9 @@ class Reference(ABC):
     # Samples
 
     def _numbers(self, step: int, data_rank: int) -> np.ndarray:
-        """Return the numbers of the samples, [accumulation, micro-batch]: the stream of all epochs
-        in parts of a step, each viewed as [accumulation, data ranks, micro-batch]."""
-        layout, batch, size = self._layout, self._layout.train_batch, len(self._data.training)
-        epochs = range(step * batch // size, (step + 1) * batch // size + 1)
-        stream = np.concatenate([permutation(self._seed, epoch, size) for epoch in epochs])
-        first = step * batch - epochs.start * size
-        shape = layout.accumulation, layout.data_ranks, layout.micro_batch
-        return stream[first : first + batch].reshape(shape)[:, data_rank]  # type: ignore[no-any-return]
+        """Return the numbers of the samples, [accumulation, micro-batch]."""
+        size = len(self._data.training)
+        return numbers_of(self._layout, self._seed, size, step)[:, data_rank]
 
     def _samples(self, step: int, data_rank: int) -> list[list[Any]]:
         """Return the samples of each micro-batch of a data rank."""

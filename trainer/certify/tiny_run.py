@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -260,28 +258,3 @@ def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
     return replace(small, config=config).noting(
         f"gradient_clipping {limit:.4g}: over it in step {over}, under it in step {under}"
     )
-
-
-def permutation(seed: int, epoch: int, size: int) -> list[int]:
-    """Return the order of an epoch's samples, one after another: a Feistel network of 12 rounds
-    over side x side numbers, through which what is not below `size` goes again."""
-    side = 2 * -(-(math.isqrt(size - 1) + 1) // 2)
-    keys = [seed_of("order", seed, epoch, number) for number in range(12)]
-
-    def once(number: int) -> int:
-        left, right = divmod(number, side)
-        for key in keys:
-            mixed = right ^ key
-            for shift, factor in (30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB):
-                mixed = (mixed ^ mixed >> shift) * factor % 2**64
-            left, right = right, (left + (mixed ^ mixed >> 31)) % side
-        number = left * side + right
-        return number if number < size else once(number)
-
-    return [once(number) for number in range(size)]
-
-
-def seed_of(*parts: int | str) -> int:
-    """Return the first 63 bits of a SHA-256 over the seed's purpose."""
-    digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
-    return int.from_bytes(digest[:8], "little") // 2
