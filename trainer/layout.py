@@ -210,7 +210,7 @@ class Layout(StateLayout):
         words = [
             mesh,
             f"ZeRO-{self.zero_stage}",
-            *([f"rows over {self.context} ranks"] if self.context > 1 else []),
+            *([f"context {self.context}"] if self.context > 1 else []),
             *([f"experts over {self.expert} ranks"] if self.expert > 1 else []),
             *(["sequence parallel"] if self.sequence_parallel else []),
             *(f"{what} on {device}" for what, device in offloads.items() if device != "none"),

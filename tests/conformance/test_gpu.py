@@ -117,7 +117,7 @@ def test_a_resumed_run_goes_on(gpu_pools: Any, tmp_path: Any, engine: str) -> No
 @pytest.mark.parametrize("precision", ["bfloat16", "float32"])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3"])
 def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: str) -> None:
-    """By borders in bfloat16, in blocks in float32; the reference is float32 on the processor."""
+    """By cu_seqlens in bfloat16, in blocks in float32; the reference is float32 on the processor."""
     from tests.data.test_packing import loss_alone, packed_samples
     from tests.models.test_masks import tiny
     from trainer.tasks.kernel_probes import notes, tested
@@ -128,7 +128,7 @@ def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: s
     lines = list(notes(task.attention(), spec, True, dtype, device))
     print(*lines, sep="\n")
     chosen = {tested(task.attention(), kind, dtype, device)[0] for kind in ("causal", "window")}
-    assert chosen == {"borders" if precision == "bfloat16" else "blocks"}, lines
+    assert chosen == {"cu_seqlens" if precision == "bfloat16" else "blocks"}, lines
     inputs = {key: value.to(device) for key, value in task.collate(samples).items()}
     loss = task.loss_sum(model.to(device, dtype), inputs)
     loss.backward()

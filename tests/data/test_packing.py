@@ -53,8 +53,8 @@ from trainer.tasks.task import IGNORED
 
 
 def packs(lengths: np.ndarray, capacity: int) -> list[list[int]]:
-    order, borders = pack(lengths, capacity)
-    return [order[a:b].tolist() for a, b in zip(borders, borders[1:], strict=False)]
+    order, starts = pack(lengths, capacity)
+    return [order[a:b].tolist() for a, b in zip(starts, starts[1:], strict=False)]
 
 
 def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -87,10 +87,10 @@ def test_real_distributions_of_lengths_fill_samples(
 ) -> None:
     rng = np.random.default_rng(0)
     lengths = np.clip(rng.lognormal(mean, deviation, 100_000), 1, capacity).astype(np.int64)
-    order, borders = pack(lengths, capacity)
+    order, starts = pack(lengths, capacity)
     assert sorted(order.tolist()) == list(range(len(lengths)))
-    assert np.add.reduceat(lengths[order], borders[:-1]).max() <= capacity
-    assert lengths.sum() / (capacity * (len(borders) - 1)) >= 0.97
+    assert np.add.reduceat(lengths[order], starts[:-1]).max() <= capacity
+    assert lengths.sum() / (capacity * (len(starts) - 1)) >= 0.97
 
 
 documents = st.lists(
@@ -165,11 +165,11 @@ def test_isolated_windows_are_the_same_with_their_documents_told(
 
 
 def test_documents_of_lengths():
-    numbers, positions, sizes, borders = documents_of(torch.tensor([[2, 3, 0], [1, 1, 4]]), 7)
+    numbers, positions, sizes, cu_seqlens = documents_of(torch.tensor([[2, 3, 0], [1, 1, 4]]), 7)
     assert numbers.tolist() == [[0, 0, 1, 1, 1, 3, 3], [0, 1, 2, 2, 2, 2, 3]]
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 0, 0, 1, 2, 3, 0]]
     assert sizes.tolist() == [[2, 2, 3, 3, 3, 2, 2], [1, 1, 4, 4, 4, 4, 1]]
-    assert borders.tolist() == [0, 2, 5, 5, 7, 8, 9, 13, 14] and borders.dtype == torch.int32
+    assert cu_seqlens.tolist() == [0, 2, 5, 5, 7, 8, 9, 13, 14] and cu_seqlens.dtype == torch.int32
 
 
 def packed_samples(step: int, count: int = TRAIN_BATCH) -> list[dict[str, np.ndarray]]:

@@ -145,7 +145,7 @@ AGENTS = {
     "zero2_offload": {1: "shard 2, ZeRO-2", 2: "shard 4, ZeRO-2"},
     "zero3": {1: "shard 2, ZeRO-3", 2: "shard 4, ZeRO-3"},
     "zero3_offload": {1: "shard 2, ZeRO-3", 2: "shard 4, ZeRO-3"},
-    "long_context": {1: "shard 2, ZeRO-3, rows over 2 ranks"},
+    "long_context": {1: "shard 2, ZeRO-3, context 2"},
     "pipeline_zero1": {1: "pipeline 2, ZeRO-1", 2: "pipeline 2 x shard 2, ZeRO-1"},
     "pipeline_zero2": {1: "pipeline 2, ZeRO-2", 2: "pipeline 2 x shard 2, ZeRO-2"},
     "pipeline_zero3": {1: "pipeline 2, ZeRO-3", 2: "pipeline 2 x shard 2, ZeRO-3"},

@@ -64,7 +64,7 @@ def test_rows_are_divided(model, packed):
         (family("mamba"), "its attention (eager) is not transformers' SDPA"),
         (
             family("lfm2", layer_types=["conv", "full_attention", "conv"]),
-            "it mixes tokens outside attention: a part of a row differs by",
+            "it mixes tokens outside attention: a part of a sequence differs by",
         ),
     ],
     ids=["dropout in attention", "router's loss", "recurrent", "hybrid"],
@@ -171,7 +171,7 @@ def by_kernel(case: Case, kernel: str) -> dict[str, torch.Tensor]:
         return gradients(case)
 
 
-@pytest.mark.parametrize("kernel", ["mask", "borders", "blocks"])
+@pytest.mark.parametrize("kernel", ["mask", "cu_seqlens", "blocks"])
 @pytest.mark.parametrize(
     "model",
     [

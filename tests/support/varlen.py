@@ -1,4 +1,4 @@
-"""PyTorch's attention within borders and in blocks on the CPU: the operators of borders get kernels
+"""PyTorch's attention by cu_seqlens and in blocks on the CPU: the operators by cu_seqlens get kernels
 by their definition.
 
 All else is PyTorch's own: the checks of its arguments, autograd, what `torch.compile` sees.
@@ -75,7 +75,7 @@ def register() -> None:
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """Let the operators of borders and blocks run here, forward and backward."""
+    """Let the operators by cu_seqlens and in blocks run here, forward and backward."""
     from torch.nn.attention import flex_attention as flex
     from transformers.integrations import flex_attention as theirs
 

@@ -22,13 +22,13 @@ from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.tasks import attention, kernel_order, kernel_probes
-from trainer.tasks.attention import Attention, Borders, documents_of
+from trainer.tasks.attention import Attention, CuSeqlens, documents_of
 from trainer.tasks.patches import register_attention
 
 windows = pytest.mark.skipif(
     "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"
 )
-KERNELS = [pytest.param("borders", marks=windows), "blocks"]
+KERNELS = [pytest.param("cu_seqlens", marks=windows), "blocks"]
 FAMILIES |= {
     "qwen2": {
         **SMALL,
@@ -59,8 +59,8 @@ HALF, FULL, CPU = torch.bfloat16, torch.float32, torch.device("cpu")
 PLAIN = Attention(128, 1, 0.0, frozenset({"causal", "window"}))
 REFUSED = Attention(refusal="its own code")
 TABLE: dict[str, tuple[tuple[Any, ...], str, str]] = {
-    "documents": ((PLAIN, "causal", HALF, 9), "borders", ""),
-    "windows": ((PLAIN, "window", torch.float16, 8), "borders", ""),
+    "documents": ((PLAIN, "causal", HALF, 9), "cu_seqlens", ""),
+    "windows": ((PLAIN, "window", torch.float16, 8), "cu_seqlens", ""),
     "chunks": ((PLAIN, "other", HALF, 9), "blocks", "neither causal nor a window"),
     "float32": ((PLAIN, "causal", FULL, 9), "blocks", "no float32"),
     "an old GPU": ((PLAIN, "causal", HALF, 7), "blocks", "compute capability 8.0"),
@@ -113,14 +113,16 @@ def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: 
 @pytest.mark.more
 @windows
 def test_the_lines_at_the_start(hopper: None, monkeypatch: Any) -> None:
-    borders = "flash attention within borders"
+    cu_seqlens = "flash attention by cu_seqlens"
     shows_each(
         lines("llama", monkeypatch, "cuDNN"),
         ("attention", "cuDNN"),
-        ("packed documents", f"{borders}"),
+        ("packed documents", f"{cu_seqlens}"),
     )
     shows_each(lines("llama", monkeypatch, "flash", packed=False), "flash")
-    shows_each(lines("mistral", monkeypatch, "flash", packed=False)[1:], f"window mask: {borders}")
+    shows_each(
+        lines("mistral", monkeypatch, "flash", packed=False)[1:], f"window mask: {cu_seqlens}"
+    )
     shows_each(
         lines("llama", monkeypatch, "efficient", packed=False, head_dim=12), ("efficient", "of 12")
     )
@@ -148,15 +150,17 @@ def untested(hopper: None, monkeypatch: Any) -> None:
 
 DEEP = PLAIN._replace(head_size=0)
 TESTED = [
-    pytest.param(PLAIN, "causal", HALF, "borders", marks=windows),
-    pytest.param(PLAIN._replace(groups=3), "window", torch.float16, "borders", marks=windows),
+    pytest.param(PLAIN, "causal", HALF, "cu_seqlens", marks=windows),
+    pytest.param(PLAIN._replace(groups=3), "window", torch.float16, "cu_seqlens", marks=windows),
     (PLAIN._replace(groups=4, head_size=64), "window", FULL, "blocks"),
     pytest.param(PLAIN, "other", HALF, "blocks", marks=windows),
     (DEEP, "causal", HALF, "blocks"),
 ]
 
 
-@pytest.mark.first("model0-causal-dtype0-borders-rows", "model0-causal-dtype0-borders-sections")
+@pytest.mark.first(
+    "model0-causal-dtype0-cu_seqlens-rows", "model0-causal-dtype0-cu_seqlens-sections"
+)
 @pytest.mark.parametrize("divided", [False, True], ids=["rows", "sections"])
 @pytest.mark.parametrize(("model", "pattern", "dtype", "kernel"), TESTED)
 def test_a_right_kernel_passes_its_test(
@@ -169,7 +173,7 @@ def test_a_right_kernel_passes_its_test(
 
 
 def whole(q: Any, k: Any, v: Any, cuts: Any, cuts_k: Any, *more: Any, **options: Any) -> Any:
-    """Ignore the borders within both rows."""
+    """Ignore the cu_seqlens within both rows."""
     ends = torch.tensor([0, len(q) // 2, len(q)], dtype=torch.int32)
     return varlen.varlen.varlen_attn(q, k, v, ends, ends, len(q), len(q), **options)
 
@@ -207,7 +211,7 @@ def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
     with on_cpu():
         chosen, why = kernel_probes.tested(PLAIN, pattern, HALF, CPU)
         assert chosen == "blocks" and reason in why
-        shows(why, "within borders")
+        shows(why, "by cu_seqlens")
         assert "\n" not in why
         monkeypatch.setattr(attention, "flex_attention_forward", raises)
         chosen, both = kernel_probes.tested(PLAIN, pattern, HALF, CPU)
@@ -241,11 +245,11 @@ def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
 PACKED = ["llama", "qwen2", "mistral", "gemma3_text", "gpt2", "olmo3", "mixtral"]
 
 
-@pytest.mark.first("llama-blocks", "qwen2-borders")
+@pytest.mark.first("llama-blocks", "qwen2-cu_seqlens")
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", [*PACKED, "deepseek_v3", "llama4_text"])
 def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
-    if kernel == "borders" and name not in PACKED:
+    if kernel == "cu_seqlens" and name not in PACKED:
         pytest.skip("its masks, or its values, are not for flash attention")
     assert_alone(name, kernel)
 
@@ -355,7 +359,7 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
 
     _, task, model = tiny("mistral")
     _, again, own = tiny("mistral")
-    counter = CompileCounterWithBackend("aot_eager" if kernel == "borders" else "eager")
+    counter = CompileCounterWithBackend("aot_eager" if kernel == "cu_seqlens" else "eager")
     for block in model.model.layers:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
     for each in (task, again):
@@ -370,7 +374,7 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
 
 def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
     _, task, model = tiny("mistral")
-    task._kernels = lambda *_: lambda *_: "borders"
+    task._kernels = lambda *_: lambda *_: "cu_seqlens"
     seen: list[Any] = []
 
     def see(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
@@ -381,9 +385,9 @@ def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
     with patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see):
         task.loss_sum(model, inputs)
         task.loss_sum(model, {**inputs, "documents": lengths})
-    assert all(isinstance(mask, Borders) for mask in seen)
+    assert all(isinstance(mask, CuSeqlens) for mask in seen)
     assert [mask.cuts.tolist() for mask in seen[::2]] == [
         [0, 12, 24, 36],
-        documents_of(lengths, 12).borders.tolist(),
+        documents_of(lengths, 12).cu_seqlens.tolist(),
     ]
     assert {(mask.row, mask.window) for mask in seen} == {(12, WINDOW)}

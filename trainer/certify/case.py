@@ -18,7 +18,7 @@ from trainer.recipe import HandedIn, Subject
 
 
 class MakeReference(Protocol):
-    """Builds the one process anew; `amend` changes the model's own config, where it has one."""
+    """Builds the one process again; `amend` changes the model's own config, where it has one."""
 
     def __call__(self, small: Tiny, amend: Amend | None = None) -> Reference: ...
 

@@ -76,7 +76,7 @@ class Comparison:
         reference = self.make(small)
         order = Order(reference.order, self.spec.blocks)
         own = small.own.config
-        found.append(compare_initial(run, reference.weights(), order, reference.held))
+        found.append(compare_initial(run, reference.weights(), order, reference.frozen))
         found.append(compare_schedule(own, own.trainer.steps or UNKNOWN_STEPS))
         expected = list[Expected]()
         if found[0].error == float("inf"):  # other tensors: nothing else can be compared
@@ -89,7 +89,7 @@ class Comparison:
         found.extend(compare_resumed(resumed, run, small.middle, order))
         if run.exported is not None and reference.published is not None:
             opened = reference.published(run.exported)
-            found.extend(compare_published(run, opened, reference.held, order))
+            found.extend(compare_published(run, opened, reference.frozen, order))
         if run.rounded is not None:
             projected = reference.projected(run.states[-1], len(run.losses))
             found.extend(compare_rounded(run, *projected))
@@ -122,8 +122,8 @@ def one_by_one(
             yield reference.computed(step, run.states[step], parts), []
             continue
         one = reference.step(step, run.states[step], gradients, run.norms[step])
-        found = list(compare_update(run, step, one, order))
+        findings = list(compare_update(run, step, one, order))
         if step + 1 in run.held_out:
             theirs = reference.held_out(run.states[step + 1])
-            found.extend(compare_held_out(run, step, theirs, one))
-        yield one, found
+            findings.extend(compare_held_out(run, step, theirs, one))
+        yield one, findings

@@ -67,10 +67,10 @@ def learner(
         inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
         whole, model = _adapted(whole, section, targets), _adapted(base, section, inside)
 
-    def of_copy(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of_copy(of_whole: Mapping[str, Any]) -> Mapping[str, Any]:
         if copied is None:
-            return found
-        return carried(found, copied[0].blocks, copied[1].blocks, model)[0]
+            return of_whole
+        return carried(of_whole, copied[0].blocks, copied[1].blocks, model)[0]
 
     held = dict.fromkeys(_matching(whole, section.freeze), True)
     _hold(model, of_copy(held))

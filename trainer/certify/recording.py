@@ -17,7 +17,7 @@ from trainer import checkpoint
 from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
-from trainer.certify.rounding import Rounded, keeper_in, measured
+from trainer.certify.rounding import Rounded, measured, recording_into
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.dataset import Pairs
 from trainer.data.loader import Batching, BatchLoader
@@ -111,7 +111,7 @@ class Recorder:
         self._task.begin(step)
         if not self._engine.job.layout.sync_batch_norm:  # one process runs others
             self._listener.begin(self._tokens(micro_batches))
-        keep = keeper_in(gradients) if self._observes else None
+        keep = recording_into(gradients) if self._observes else None
         metrics = self._engine.step(step, micro_batches, update, keep)
         recording = self._recording
         recording.outputs.append(self._listener.end())
@@ -150,8 +150,8 @@ class RecordingHooks(Hooks):
         self._recording.tokens.append(state.tokens)
 
     def evaluate(self, state: RunState) -> bool:
-        found = held_out_loss(self._engine, self._samples, self._small.held_out)
-        self._recording.held_out[state.step] = found
+        result = held_out_loss(self._engine, self._samples, self._small.held_out)
+        self._recording.held_out[state.step] = result
         return False
 
     def save(self, state: RunState) -> None:
@@ -304,5 +304,5 @@ def _schedule(small: Tiny) -> LRSchedule:
 def state_of(engine: Engine) -> State:
     """Return all state tensors, whole, on the first rank, which compares them. Collective."""
     ranks = engine.job.machine.ranks
-    found = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
-    return found if ranks.first else {}
+    state = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
+    return state if ranks.first else {}

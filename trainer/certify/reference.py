@@ -1,6 +1,6 @@
 """The same run in one process, by PyTorch, transformers and DeepSpeed's schedulers alone.
 
-Written anew from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay
+Written again from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay
 groups. Only the initial values share code with the run, except those read from files or made by
 PEFT.
 
@@ -75,7 +75,9 @@ class Reference(ABC):
         if in_float8:
             multiply_in_float8(self.model, spec.blocks, self._layout.float8)
         self._named = dict(self.model.named_parameters())
-        self.held = {name for name, parameter in self._named.items() if not parameter.requires_grad}
+        self.frozen = {
+            name for name, parameter in self._named.items() if not parameter.requires_grad
+        }
         self.order = self._order_of_computation()
         self.model.train()
         self._block_seed = 0
@@ -96,7 +98,7 @@ class Reference(ABC):
 
     @abstractmethod
     def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
-        """Return the logits, or whatever the loss of an own module takes."""
+        """Return the logits, or whatever the loss of a user's module takes."""
 
     @abstractmethod
     def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor: ...
@@ -124,7 +126,7 @@ class Reference(ABC):
         So a wrong gradient is not reported as a wrong update, too. Called for each, in order."""
         parts = self._whole_step(step)
         if step != self.small.overflow_step:
-            found = self.computed(step, before, parts, measures)
+            computed = self.computed(step, before, parts, measures)
         else:
             self._load(before)
             if self._scheduler is not None:
@@ -140,7 +142,7 @@ class Reference(ABC):
                 if torch.is_tensor(value):
                     after[name, part] = value.detach().cpu().clone()
         biases = {name: value.detach().cpu().clone() for name, value in self._loads.biases.items()}
-        return replace(found, state=after, biases=biases)
+        return replace(computed, state=after, biases=biases)
 
     def computed(
         self, step: int, state: State, parts: list[MicroBatch], measures: bool = True
@@ -159,13 +161,13 @@ class Reference(ABC):
 
     def norms(self, steps: int) -> list[float]:
         """Return the gradient norms of the first steps: the engine's, up to rounding."""
-        found = []
+        norms = []
         for step in range(steps):
             parts = self._whole_step(step)
             _, own = self._gradients(self.model, step, parts, self._count(parts))
-            found.append(norm_of(own))
-            self._update(step, own, found[-1])
-        return found
+            norms.append(norm_of(own))
+            self._update(step, own, norms[-1])
+        return norms
 
     def _count(self, parts: Iterable[MicroBatch]) -> int:
         return sum(self._counted(part.inputs, part.targets) for part in parts)
@@ -188,8 +190,8 @@ class Reference(ABC):
                     rounded[index] += float(self._loss_sum(model, inputs, targets))
                 for index, most in enumerate(self._tops):
                     logits = self._output(self.model, inputs)
-                    found = right_of(logits, targets, most, self._margin)
-                    right[index], unsure = right[index] + found[0], unsure + found[1]
+                    judged = right_of(logits, targets, most, self._margin)
+                    right[index], unsure = right[index] + judged[0], unsure + judged[1]
         self.model.train()
         rounding = max((abs(other - total) for other in rounded), default=0.0) / total
         return Judged(total / counted, counted, tuple(right), unsure, rounding)
@@ -215,8 +217,8 @@ class Reference(ABC):
             outputs = self._listener.end()
             for key, value in outputs.items() if self.listens else ():
                 self._outputs[key] = self._outputs.get(key, 0) + value  # of a packed row's parts
-        found = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        return total / counted, {n: g.float().cpu() / self._scale for n, g in found.items()}
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        return total / counted, {n: g.float().cpu() / self._scale for n, g in gradients.items()}
 
     def _order_of_computation(self) -> dict[str, int]:
         """Return the place of each parameter in a forward pass; -1 if it takes no part."""

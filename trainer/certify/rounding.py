@@ -47,7 +47,7 @@ def rows_of(small: Tiny, vocabulary: int, step: int, data_rank: int, number: int
     return [(row[:-1], row[1:]) for row in tokens]
 
 
-def keeper_in(gradients: Tensors) -> Observer:
+def recording_into(gradients: Tensors) -> Observer:
     """Return an observer that keeps copies of gradients, on the host."""
 
     def keep(name: str, gradient: torch.Tensor) -> None:
@@ -62,9 +62,9 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
     vocabulary = job.spec.language.vocabulary
 
     def gradients(number: int, batches: list[Batch]) -> Tensors:
-        found: Tensors = {}
-        engine.step(number, batches, Update(0.0), keeper_in(found))
-        return found
+        own: Tensors = {}
+        engine.step(number, batches, Update(0.0), recording_into(own))
+        return own
 
     def batches_of(number: int, targets: Callable[[int, int], int | None]) -> list[Batch]:
         rank, batches = job.data_rank, []
@@ -132,10 +132,10 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
     return {name: value.to(job.machine.device) for name, value in batch.items()}
 
 
-def coefficients(found: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
+def coefficients(own: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
     """Return the coefficients of projection on `theirs`; and the relative norm of all residuals."""
     parts, left, whole = [], 0.0, 0.0
-    for ours, exact in zip(found, theirs, strict=True):
+    for ours, exact in zip(own, theirs, strict=True):
         names = sorted(ours.keys() & exact.keys())
         g, r = (torch.cat([of[n].double().flatten() for n in names]) for of in (ours, exact))
         parts.append(float(g @ r / (r @ r)))

@@ -220,7 +220,7 @@ def smallest_world(config: Config) -> int:
     Prefers DATA_RANKS data ranks, and differing numbers of replicas and shards. Raises ConfigError
     if none fits.
     """
-    mesh, found = config.trainer.mesh, dict[int, int]()
+    mesh, worlds = config.trainer.mesh, dict[int, int]()
     by_node = mesh.shard == "node"
     for world_size in range(2, LARGEST_WORLD + 1):
         try:
@@ -234,9 +234,9 @@ def smallest_world(config: Config) -> int:
         if lone or lacks_replicas or lacks_shards or uneven:
             continue
         unequal = sizes.replicate != sizes.shard or sizes.data_ranks == 1
-        found.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)
-    if found:
-        return found[max(found)]
+        worlds.setdefault(2 * min(sizes.data_ranks, DATA_RANKS) + unequal, world_size)
+    if worlds:
+        return worlds[max(worlds)]
     actual = f"no number of processes up to {LARGEST_WORLD} fits its mesh"
     hint = "Override trainer.mesh with smaller sizes"
     raise ConfigError(Problem("--world-size", actual, "one that does", hint))

@@ -108,9 +108,9 @@ class BatchLoader:
                     self._stream.reach(at + count * train_batch)
                 whole = np.arange(at, at + count * train_batch)
                 own = micro_batches(whole, shape[0], count * shape[1], shape[2], batching.data_rank)
-                found = iter(shuffle.samples(np.concatenate(own)))
+                numbers = iter(shuffle.samples(np.concatenate(own)))
                 for part in own:
-                    sent.append(list(islice(found, len(part))))
+                    sent.append(list(islice(numbers, len(part))))
                     yield sent[-1]
 
         # not in the thread: workers are forked while no other thread runs

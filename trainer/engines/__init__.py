@@ -39,8 +39,8 @@ def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[st
             expected = "a layout that it can run"
             problems.append(Problem(place, layout.describe(), expected, refusal))
         elif isinstance(builder, No):
-            seen = f"the optimizer {config.optimizer.type}, ZeRO-{layout.zero_stage}, on {device}"
-            problems.append(Problem(place, seen, "an optimizer that it can build", f"{builder}."))
+            actual = f"the optimizer {config.optimizer.type}, ZeRO-{layout.zero_stage}, on {device}"
+            problems.append(Problem(place, actual, "an optimizer that it can build", f"{builder}."))
         else:
             return name, kind
     raise ConfigError(*problems)

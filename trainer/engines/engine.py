@@ -169,6 +169,6 @@ def builder_of(kind: EngineKind, job: Job) -> Builder:
     grouped = bool(job.spec.training.tuned) or (decays and bool(job.undecayed))
     builder = kind.optimizer(job.deepspeed, job.layout, job.machine.device.type, grouped)
     if isinstance(builder, No):
-        seen = job.deepspeed["optimizer"]["type"]
-        raise ConfigError(Problem("optimizer.type", seen, "one that it builds", builder))
+        actual = job.deepspeed["optimizer"]["type"]
+        raise ConfigError(Problem("optimizer.type", actual, "one that it builds", builder))
     return builder

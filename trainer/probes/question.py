@@ -38,7 +38,7 @@ class Probed:
         self.task = task
         self.layout = layout
         self.packed = packed
-        """True if samples are several documents that must not see one another."""
+        """True if samples are several documents that must not attend to one another."""
         self.findings = findings or Findings()
         self.is_tried = True
         """False from when it is known that no tiny copy can be run."""

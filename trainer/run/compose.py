@@ -51,9 +51,9 @@ def compose(config: Config, facts: RuntimeFacts) -> Composed:
 
 def nodes_for(config: Config, facts: RuntimeFacts) -> str:
     """List the numbers of nodes like this one, up to 1,024, that fit the config; "" if none."""
-    found, local = [], facts.local_world_size or 1
+    fitting, local = [], facts.local_world_size or 1
     for nodes in range(1, 1025):
         with suppress(ConfigError):
             compose(config, replace(facts, world_size=nodes * local))
-            found.append(str(nodes))
-    return listed(found, 12)
+            fitting.append(str(nodes))
+    return listed(fitting, 12)

@@ -44,12 +44,12 @@ def held_out_loss(engine: Engine, source: Source, samples: int, workers: int = 0
     return HeldOut(loss, int(targets), dict(zip(task.measures, measures, strict=True)))
 
 
-def together(found: Sequence[HeldOut]) -> HeldOut:
+def together(parts: Sequence[HeldOut]) -> HeldOut:
     """Combine several results, weighted by their targets."""
-    targets = sum(one.targets for one in found)
+    targets = sum(one.targets for one in parts)
 
     def mean(values: Iterable[float]) -> float:
-        return sum(v * one.targets for v, one in zip(values, found, strict=True)) / targets
+        return sum(v * one.targets for v, one in zip(values, parts, strict=True)) / targets
 
-    measures = {name: mean([one.measures[name] for one in found]) for name in found[0].measures}
-    return HeldOut(mean([one.loss for one in found]), targets, measures)
+    measures = {name: mean([one.measures[name] for one in parts]) for name in parts[0].measures}
+    return HeldOut(mean([one.loss for one in parts]), targets, measures)

@@ -1,7 +1,7 @@
 """Attention on CUDA without a mask of sequence x sequence: which kernel runs, and why.
 
 SDPA's fast kernels know whole causal rows alone. For packed documents and windows, layers get
-borders or blocks in the place of a mask.
+cu_seqlens or blocks in the place of a mask.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from trainer.distributed.context_ranks import ATTRIBUTE, ContextRanks
 from trainer.tasks.kernel_order import kernels_for
 
 VARLEN = frozenset(inspect.signature(varlen_attn).parameters)
-"""The arguments of PyTorch's attention within borders; in 2.10 it has no window and no scale."""
+"""The arguments of PyTorch's attention by cu_seqlens; in 2.10 it has no window and no scale."""
 
 
 @dataclass(frozen=True)
-class Borders:
+class CuSeqlens:
     """In the place of a mask: rows laid end to end and cut into documents that stand alone."""
 
     cuts: torch.Tensor
@@ -40,8 +40,8 @@ class Borders:
     keys: torch.Tensor | None = None
     """The cuts of the keys, where they are other than those of the queries."""
 
-    def seen_from(self, begin: int, end: int) -> Borders:
-        """Return the borders for queries from `begin` to `end` of rows, and keys up to `end`."""
+    def visible_from(self, begin: int, end: int) -> CuSeqlens:
+        """Return those for queries from `begin` to `end` of rows, and keys up to `end`."""
         rows, within = self.cuts // self.row, self.cuts % self.row
         queries = rows * (end - begin) + (within - begin).clamp(0, end - begin)
         return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
@@ -82,12 +82,12 @@ def attend(
     return ranks.attended(compute, query, key, value)
 
 
-def _seen_from(mask: Any, begin: int, end: int) -> Any:
+def _visible_from(mask: Any, begin: int, end: int) -> Any:
     """Return a mask for the queries from `begin` to `end` of each row, and the keys up to `end`."""
     if isinstance(mask, Mapping):
         return mask[begin]  # in blocks
-    if isinstance(mask, Borders):
-        return mask.seen_from(begin, end)
+    if isinstance(mask, CuSeqlens):
+        return mask.visible_from(begin, end)
     if mask is None:
         raise ValueError("it attends without a mask")
     return mask[..., begin:end, :end]
@@ -102,12 +102,12 @@ def _attended(
     section: tuple[int, int] | None = None,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Compute attention by transformers' own code under any mask but borders.
+    """Compute attention by transformers' own code under any mask but cu_seqlens.
 
     Queries may be those of a section, with the keys and values up to its end.
     """
     if section is not None:
-        attention_mask = _seen_from(attention_mask, *section)
+        attention_mask = _visible_from(attention_mask, *section)
     if isinstance(attention_mask, BlockMask):
         return flex_attention_forward(module, query, key, value, attention_mask, **more)
     if isinstance(attention_mask, Sealed):
@@ -116,7 +116,7 @@ def _attended(
         widths = key.shape[-1], value.shape[-1]
         attention_mask.calls.append((attention_mask.pattern, *widths, more.get("dropout") or 0.0))
         attention_mask = attention_mask.mask
-    if not isinstance(attention_mask, Borders):
+    if not isinstance(attention_mask, CuSeqlens):
         bias = more.get("position_bias")
         with kernels_for(bias if attention_mask is None else attention_mask):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
@@ -170,7 +170,7 @@ class PackedDocuments(NamedTuple):
     """The position of each token in its document, from 0 on, int64 [batch, sequence]."""
     lengths: torch.Tensor
     """The length of each token's document, int64 [batch, sequence]."""
-    borders: torch.Tensor
+    cu_seqlens: torch.Tensor
     """The starts of documents over all rows laid end to end, and the end, int32."""
 
 
@@ -181,5 +181,5 @@ def documents_of(lengths: torch.Tensor, sequence: int) -> PackedDocuments:
     places = torch.arange(sequence, device=lengths.device).expand(len(lengths), -1).contiguous()
     numbers = torch.searchsorted(ends, places, right=True)
     positions = places - (ends - lengths).gather(1, numbers)
-    borders = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
-    return PackedDocuments(numbers, positions, lengths.gather(1, numbers), borders)
+    cu_seqlens = torch.nn.functional.pad(lengths.flatten().cumsum(0), (1, 0)).to(torch.int32)
+    return PackedDocuments(numbers, positions, lengths.gather(1, numbers), cu_seqlens)

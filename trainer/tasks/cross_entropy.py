@@ -79,7 +79,7 @@ def linear_measured(
     flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
-    found = torch.zeros((), dtype=torch.int64, device=hidden.device)
+    correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
     shard, weight, bias = (
         vocabulary_shard_of(weight),
         local(weight),
@@ -88,9 +88,9 @@ def linear_measured(
     most = weight.shape[0] if shard is None else shard.most
     for rows in _chunks(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
-        found += count_correct(logits, flat_targets[rows], shard)
+        correct += count_correct(logits, flat_targets[rows], shard)
         total += _chunk_loss(logits, flat_targets[rows], shard=shard)[0].sum()
-    return total, found
+    return total, correct
 
 
 def count_correct(
@@ -245,9 +245,9 @@ class LossHead(nn.Linear):
 
     def take_correct(self) -> torch.Tensor:
         """Return, and forget, how many of the last targets had the highest logit."""
-        found, self._correct = self._correct, None
-        assert found is not None
-        return found
+        correct, self._correct = self._correct, None
+        assert correct is not None
+        return correct
 
     def forward(self, hidden: torch.Tensor, targets: torch.Tensor | None = None) -> torch.Tensor:  # type: ignore[override]
         targets = self._targets if targets is None else targets
@@ -277,12 +277,12 @@ class LossBySource:
 
     def add(self, rows: slice, losses: torch.Tensor) -> None:
         """Add the losses of some of its tokens, [n], 0 without a target."""
-        found = torch.stack([losses, self._counts[rows].to(losses.dtype)]).double()
-        self._sums.index_add_(1, self._of[rows], found)
+        sums = torch.stack([losses, self._counts[rows].to(losses.dtype)]).double()
+        self._sums.index_add_(1, self._of[rows], sums)
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
         """Return the sums since the last call, [2, sources], over a group. Collective."""
-        found, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
+        sums, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
         if group is not None:
-            dist.all_reduce(found, group=group)
-        return found
+            dist.all_reduce(sums, group=group)
+        return sums

@@ -64,10 +64,10 @@ def scores(folder: Path, section: TrainerSection) -> dict[str, float]:
     options = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
     options |= {"limit": wanted.samples, "bootstrap_iters": 0}  # no standard errors
     with torch.random.fork_rng():
-        found = results(folder, trust, wanted.tasks, **options)
+        by_task = results(folder, trust, wanted.tasks, **options)
     return {
         f"{task}/{metric.removesuffix(',none')}": value
-        for task, metrics in found["results"].items()
+        for task, metrics in by_task["results"].items()
         for metric, value in metrics.items()
         if "," in metric and isinstance(value, float | int)
     }

@@ -19,7 +19,7 @@ from trainer.probes.probe import Finding, observe, tiny
 from trainer.tasks.attention import (
     VARLEN,
     Attention,
-    Borders,
+    CuSeqlens,
     Sealed,
     attend,
     blocks,
@@ -29,7 +29,7 @@ from trainer.tasks.kernel_order import BACKENDS, kernels_for, prefer
 from trainer.tasks.patches import register_attention
 
 KERNELS = {
-    "borders": "flash attention within borders",
+    "cu_seqlens": "flash attention by cu_seqlens",
     "blocks": "flex attention in blocks",
     "mask": "a mask of sequence x sequence",
 }
@@ -92,7 +92,7 @@ def tested(
     if model.refusal:
         return "mask", model.refusal
     generation, reasons = torch.cuda.get_device_capability(device)[0], list[str]()
-    for kernel in ("borders", "blocks"):
+    for kernel in ("cu_seqlens", "blocks"):
         reason = _unfit(kernel, model, pattern, dtype, generation)
         if not reason:
             shape = model.head_size, model.groups
@@ -198,8 +198,8 @@ class _Example:
         return ""
 
     def _masked_for(self, kernel: str) -> Any:
-        if kernel == "borders":
-            return Borders(self._documents.borders, self.LENGTH, self._window)
+        if kernel == "cu_seqlens":
+            return CuSeqlens(self._documents.cu_seqlens, self.LENGTH, self._window)
         sees = self._mask_function()  # flex attention takes no bound method
         return {ends[0]: blocks(sees, 2, ends, self._device) for ends in self._sections}
 

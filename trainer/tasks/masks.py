@@ -1,11 +1,11 @@
 """Attention masks of transformers' models, made once and without waiting for the device.
 
-In every forward pass transformers checks on the host if position ids restart within a row (packed
-documents); not every family passes them on to its masks. It also makes a mask for a window that no
-row exceeds, which disables the flash kernel, and makes masks anew each time. The model's own code
-requests its masks; the functions here answer, for SDPA with what adds to scores (SDPA would make
-that of a mask of truth values in each layer, and keep it for the backward pass), or with borders or
-blocks, which have no entry for each pair of tokens.
+In every forward pass transformers checks on the host if position ids restart within a sequence
+(packed documents); not every family passes them on to its masks. It also makes a mask for a window
+that no sequence exceeds, which disables the flash kernel, and makes masks again each time. The
+model's own code requests its masks. The functions here answer, for SDPA with what adds to scores
+(SDPA would make that of a mask of truth values in each layer, and keep it for the backward pass),
+or with cu_seqlens or blocks, which have no entry for each pair of tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from transformers import masking_utils
 
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
-from trainer.tasks.attention import Borders, PackedDocuments, blocks
+from trainer.tasks.attention import CuSeqlens, PackedDocuments, blocks
 from trainer.tasks.patches import masks_made_by
 
 
@@ -31,7 +31,7 @@ class _Rows(NamedTuple):
 
     documents: PackedDocuments | None
     length: int | None
-    """The tokens of a row of which ranks have parts."""
+    """The tokens of a sequence of which ranks have parts."""
     sections: list[tuple[int, int]]
     """The begin and end of what this rank's queries are of such a row; empty: the whole."""
     choose: Callable[..., str]
@@ -58,7 +58,7 @@ class Masks:
         row is one. Ranks that share rows have a part of each; masks are those of whole rows.
 
         `choose(pattern, device, dtype)` is one of KERNELS. Flash attention uses no mask: it gets
-        the borders, and a model that does not pass them on to it is refused.
+        the cu_seqlens, and a model that does not pass them on to it is refused.
         """
         row, sections = (ranks.row, ranks.sections) if ranks else (None, [])
         rows = _Rows(documents, row, sections, choose)
@@ -81,15 +81,15 @@ class Masks:
             kind = None if padded else _kind(mask_function)
             key = make, kind, *rows.sections
             last, mask, version = self._made.get(key, (None, None, 0))
-            asked = {k: v for k, v in wanted.items() if k != "cache_position"}  # a tensor
-            if last == asked and getattr(mask, "_version", 0) == version:  # unchanged since
+            requested = {k: v for k, v in wanted.items() if k != "cache_position"}  # a tensor
+            if last == requested and getattr(mask, "_version", 0) == version:  # unchanged since
                 return mask
             if make is masking_utils.sdpa_mask:
                 mask = self._for_sdpa(mask_function, rows, {**wanted, "config": config})
             else:
                 mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
             if kind is not None and mask is not None:
-                self._made[key] = asked, mask, getattr(mask, "_version", 0)
+                self._made[key] = requested, mask, getattr(mask, "_version", 0)
             return mask
 
         return made
@@ -104,9 +104,9 @@ class Masks:
         whole = wanted.get("allow_is_causal_skip") and window is None
         given = wanted.get("attention_mask") is not None
         chosen = "mask" if whole or given else rows.choose(pattern, place, dtype)
-        if chosen == "borders":
+        if chosen == "cu_seqlens":
             ends = torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=place)
-            return Borders(rows.documents.borders if rows.documents else ends, length, window)
+            return CuSeqlens(rows.documents.cu_seqlens if rows.documents else ends, length, window)
         if chosen == "blocks":
             make = partial(blocks, apart, count, device=place)
             return {ends[0]: make(ends) for ends in rows.sections} or make((0, length))
@@ -116,11 +116,11 @@ class Masks:
 
 def _of_whole_rows(wanted: dict[str, Any], length: int) -> dict[str, Any]:
     """Return a mask's arguments for whole rows, of which the model has a part."""
-    found = {**wanted, **dict.fromkeys({"kv_length", "q_length"} & wanted.keys(), length)}
+    whole = {**wanted, **dict.fromkeys({"kv_length", "q_length"} & wanted.keys(), length)}
     if "cache_position" in wanted:  # transformers before 5.4
         device = wanted["cache_position"].device
-        found["cache_position"] = torch.arange(length, device=device)
-    return found
+        whole["cache_position"] = torch.arange(length, device=device)
+    return whole
 
 
 def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -150,24 +150,24 @@ def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
 
 
 def _refuse(*_: Any) -> bool:
-    """Refuse flash attention without borders: position ids would show them in a single row only."""
+    """Refuse flash attention without cu_seqlens: position ids show them in a single row only."""
     untold = "the model's code does not tell flash attention where documents end"
-    seen = f"{untold}: they would attend to one another"
+    actual = f"{untold}: they would attend to one another"
     expected = "a model that passes cu_seq_lens on"
-    mend = 'Set trainer.model.attention to "sdpa", or trainer.data.documents to "pad".'
-    raise ConfigError(Problem("trainer.data.documents", seen, expected, mend))
+    hint = 'Set trainer.model.attention to "sdpa", or trainer.data.documents to "pad".'
+    raise ConfigError(Problem("trainer.data.documents", actual, expected, hint))
 
 
 def _kind(function: Any) -> tuple[Any, ...] | None:
     """Identify a mask function by its code, numbers and functions; None if it holds more."""
     if not isinstance(function, FunctionType):
         return None
-    found: list[Any] = [function.__code__]
+    parts: list[Any] = [function.__code__]
     for cell in function.__closure__ or ():
         content = cell.cell_contents
         for value in content if isinstance(content, tuple) else (content,):
             part = value if isinstance(value, int | float) else _kind(value)
             if part is None:
                 return None
-            found.append(part)
-    return tuple(found)
+            parts.append(part)
+    return tuple(parts)

@@ -65,7 +65,7 @@ def masks_made_by(
     say for flash attention that a row has several documents.
 
     Symptom: each forward pass waits for the device to see if position ids restart within a row,
-    and makes all masks anew. Can go when a model takes a function that makes its masks.
+    and makes all masks again. Can go when a model takes a function that makes its masks.
     """
     from transformers import masking_utils, modeling_flash_attention_utils
 

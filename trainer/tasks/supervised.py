@@ -1,4 +1,4 @@
-"""The task of own modules: pairs of input and target, and an own loss."""
+"""The task of users' modules: pairs of input and target, and a loss of their own."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ class Supervised:
     ) -> Supervised:
         """Return the same task. Raises ConfigError for smoothed labels and noise on embeddings."""
         if neftune_alpha:
-            seen = f"saw {neftune_alpha:g}, and no language model"
+            actual = f"saw {neftune_alpha:g}, and no language model"
             expected = "noise on the embeddings of tokens"
-            raise ConfigError(Problem("trainer.neftune_alpha", seen, expected))
+            raise ConfigError(Problem("trainer.neftune_alpha", actual, expected))
         if label_smoothing:
-            seen = f"saw {label_smoothing:g}, and a loss that is handed in"
-            expected = "0: an own loss smooths its labels itself"
-            raise ConfigError(Problem("trainer.label_smoothing", seen, expected))
+            actual = f"saw {label_smoothing:g}, and a loss that is handed in"
+            expected = "0: a user's loss smooths its labels itself"
+            raise ConfigError(Problem("trainer.label_smoothing", actual, expected))
         return self
 
     def placed(self, context: ContextRanks | None, batch: dist.ProcessGroup | None = None) -> None:
@@ -102,15 +102,15 @@ class Supervised:
         """
         batch = self.collate(samples)
         if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
-            seen = f"saw {type(metrics).__name__}"
-            raise ConfigError(Problem("metrics", seen, "a dictionary of functions by name"))
+            actual = f"saw {type(metrics).__name__}"
+            raise ConfigError(Problem("metrics", actual, "a dictionary of functions by name"))
         for name, metric in metrics.items():
             if name in RESERVED or name.endswith(NUMBER):
                 raise ConfigError(Problem("metrics", f'saw "{name}"', "the name of no other value"))
             # whatever a script's own code raises
             with refused(f"metrics: {name}", PAIR, named=True):
-                found = metric(self._zeros(batch), _nested("target", batch))
-            _checked(found, f"metrics: {name}")
+                measured = metric(self._zeros(batch), _nested("target", batch))
+            _checked(measured, f"metrics: {name}")
         names = (each for name in metrics for each in (name, name + NUMBER))
         return changed(self, _metrics=metrics, measures=(*self.measures, *names))
 
@@ -136,8 +136,8 @@ class Supervised:
     def padded(self, batches: Sequence[Batch]) -> list[Batch]:
         """Return the micro-batches. Raises DataError if they differ in shape."""
         if len({self.shape(batch) for batch in batches}) > 1:
-            seen = "micro-batches of several shapes in a step"
-            raise DataError(Problem(PLACE, seen, "one shape, which a pipeline's buffers have"))
+            actual = "micro-batches of several shapes in a step"
+            raise DataError(Problem(PLACE, actual, "one shape, which a pipeline's buffers have"))
         return list(batches)
 
     def targets(self, batch: Batch) -> torch.Tensor:
@@ -160,8 +160,8 @@ class Supervised:
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         output, target = self.output(model, batch), _nested("target", batch)
         total, _ = self._loss(output, target)
-        found = torch.stack([_wide(total), *self._measured_by(output, target)])
-        return found.where(batch["share"] > 0, 0.0)  # a stand-in's may not be finite
+        totals = torch.stack([_wide(total), *self._measured_by(output, target)])
+        return totals.where(batch["share"] > 0, 0.0)  # a stand-in's may not be finite
 
     def _measured_by(self, output: Any, target: Any) -> list[torch.Tensor]:
         """Return each metric's sum and number, in float32 or wider."""
@@ -203,14 +203,16 @@ class Supervised:
             return self.output(model, batch), entered
 
 
-def _checked(found: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:
-    total, number = found if isinstance(found, tuple) and len(found) == 2 else (None, None)
+def _checked(result: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:
+    total, number = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     one = number.numel() == 1 if torch.is_tensor(number) else isinstance(number, Real)
     if not one or not torch.is_tensor(total) or total.ndim != 0:
-        parts = ", ".join(type(part).__name__ for part in found) if isinstance(found, tuple) else ""
-        seen = type(found).__name__ + (f" of {parts}" if parts else "")
-        raise ConfigError(Problem(place, seen, PAIR))
-    return found  # type: ignore[no-any-return]
+        parts = (
+            ", ".join(type(part).__name__ for part in result) if isinstance(result, tuple) else ""
+        )
+        actual = type(result).__name__ + (f" of {parts}" if parts else "")
+        raise ConfigError(Problem(place, actual, PAIR))
+    return result  # type: ignore[no-any-return]
 
 
 def _wide(value: torch.Tensor) -> torch.Tensor:
@@ -221,8 +223,8 @@ def _flat(name: str, value: Any) -> Batch:
     if isinstance(value, Mapping):
         return {f"{name}.{key}": part for key, part in value.items()}
     if not torch.is_tensor(value):
-        seen = f"an {name} of {type(value).__name__}"
-        raise DataError(Problem(PLACE, seen, "a tensor, or a dictionary"))
+        actual = f"an {name} of {type(value).__name__}"
+        raise DataError(Problem(PLACE, actual, "a tensor, or a dictionary"))
     return {name: value}
 
 

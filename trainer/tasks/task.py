@@ -75,9 +75,9 @@ class Task(Protocol):
 
 def changed(task: T, **values: Any) -> T:
     """Return a copy of a task with other values of its attributes."""
-    found = copy(task)
-    vars(found).update(values)
-    return found
+    changed = copy(task)
+    vars(changed).update(values)
+    return changed
 
 
 class ModelWithLoss(nn.Module):
@@ -89,8 +89,8 @@ class ModelWithLoss(nn.Module):
         self._task = task
 
     def forward(self, batch: Batch) -> torch.Tensor:
-        found = self._task.loss_sum if self.training else self._task.measured
-        return found(self.model, batch)
+        compute = self._task.loss_sum if self.training else self._task.measured
+        return compute(self.model, batch)
 
 
 def bare_name(name: str) -> str:

@@ -154,6 +154,7 @@ def page(table: dict[str, dict[str, str]]) -> str:
         if text in ("pass", ""):
             return text
         kind, _, why = text.partition(": ")
+        kind = {"refused": "unsupported"}.get(kind, kind)
         why = " ".join(why.split())
         return f"{kind} [{reasons.setdefault(shortened(why), len(reasons) + 1)}]"
 
@@ -173,11 +174,10 @@ def page(table: dict[str, dict[str, str]]) -> str:
                 "from the default config of each class, and certified (`launch/verify.py`) on two "
                 "processes"
             ),
-            "under ZeRO-3, two stages of a pipeline, and two ranks that share matrices (tensor), rows",
-            "(context) or experts, by the engine `mesh`.",
-            "A family is refused for the reason at the bottom, before anything is trained. The run's",
-            "message has it whole, with what to do: each of these keys at 1 trains each family whose",
-            "ZeRO-3 passes.",
+            "under ZeRO-3, two stages of a pipeline, and two ranks that share matrices (tensor),",
+            "sequences (context) or experts, by the engine `mesh`.",
+            "Why a family is unsupported is at the bottom; the run says so before anything is trained, and",
+            "what to do. With each of these keys at 1, every family whose ZeRO-3 passes can be trained.",
             "Made by `python -m tests.conformance.families.sweep`;",
             "`pytest --whole tests/conformance/families` compares.",
             "",
@@ -208,7 +208,7 @@ def shortened(reason: str) -> str:
 ALIKE = {
     r"\b(trainer\.model|pipeline\.stages|tensor_parallel\.autotp_size|zero_optimization\.stage"
     r"|sequence_parallel_size|expert_parallel\.autoep_size): [\w-]+:? ?": "",
-    r"(a part of a row differs by) .*": r"\1 more than rounding",
+    r"(a part of a sequence differs by) .*": r"\1 more than rounding",
     r"^\w+Config is an encoder with a decoder": "it is an encoder with a decoder",
     r"^[\w.*]+ is to be split as '(\w+)'": r"a part of its blocks is to be split as '\1'",
     r"^[\w.*]+ (works on a part)": r"a parameter of its blocks \1",

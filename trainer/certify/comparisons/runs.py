@@ -19,7 +19,7 @@ from trainer.certify.comparisons.differences import (
 )
 from trainer.certify.finding import OPTION, TOLERANCES, CheckResult, Order
 from trainer.certify.one_process.optimizers import scheduler_of
-from trainer.certify.one_process.options import Seen
+from trainer.certify.one_process.options import ShownEffect
 from trainer.certify.parameters import Published
 from trainer.certify.recording import Recording, Tensors
 from trainer.certify.rounding import coefficients
@@ -92,15 +92,15 @@ def compare_published(
     yield first_finding("merged", step, errors, {}, sorted(errors, key=order.place))
 
 
-def compare_option(name: str, run: Recording, share: Seen | None) -> CheckResult:
+def compare_option(name: str, run: Recording, shown: ShownEffect | None) -> CheckResult:
     """Compare the effect of an option on the run with that on one process."""
     step = len(run.losses) - 1
-    if share is None:
+    if shown is None:
         where = f"{name}: not shown, as its effect here is within rounding"
         return CheckResult(OPTION, step, 0.0, TOLERANCES[OPTION], where)
-    place = f" on {share.tensor}" if share.tensor else ""
-    where = f"{name}: {share.found:.1%} of its effect{place}"
-    return CheckResult(OPTION, step, abs(share.found - 1), share.allowed, where)
+    place = f" on {shown.tensor}" if shown.tensor else ""
+    where = f"{name}: {shown.share:.1%} of its effect{place}"
+    return CheckResult(OPTION, step, abs(shown.share - 1), shown.allowed, where)
 
 
 def compare_rounded(

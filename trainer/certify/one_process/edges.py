@@ -32,12 +32,12 @@ def edges_of(small: Tiny, config: Any, heads: int, long: int) -> list[Edge]:
     if small.layout.context > 1:
         lengths.add(division_of(small.layout, heads).filled(LONGEST // 2))
     widths = sorted({n + more for n in lengths if n > 1 for more in (-1, 0, 1)})
-    found: list[Edge] = [[[width], [max(1, width - 2)]] for width in widths]
+    edges: list[Edge] = [[[width], [max(1, width - 2)]] for width in widths]
     if small.packed:
-        found += [[[n - 1, n, n + 1], [n + 1, 1, n]] for n in sorted(windows) if n > 1]
+        edges += [[[n - 1, n, n + 1], [n + 1, 1, n]] for n in sorted(windows) if n > 1]
         half = long // 2
-        found.append([[half, long - half - 3, 3], [3, LONGEST - 3]])
-    return found
+        edges.append([[half, long - half - 3, 3], [3, LONGEST - 3]])
+    return edges
 
 
 def note_of(edges: list[Edge], packed: bool) -> list[str]:
@@ -46,7 +46,9 @@ def note_of(edges: list[Edge], packed: bool) -> list[str]:
     if not widths:
         return []
     names = ", ".join(map(str, widths))
-    return [f"{'packed rows' if packed else 'rows'} of {names} tokens, where code may branch"]
+    return [
+        f"{'packed sequences' if packed else 'sequences'} of {names} tokens, where code may branch"
+    ]
 
 
 def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Any]:

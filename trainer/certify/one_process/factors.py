@@ -20,14 +20,14 @@ rounded to the other side, more than float32's arithmetic in another order does.
 
 def layers_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:
     """List the linear layers of the blocks that are trained, of multiples of MULTIPLE."""
-    found = []
+    layers = []
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if isinstance(module, nn.Linear) and module.weight.requires_grad:
                 rows, columns = module.weight.shape
                 if rows % MULTIPLE == 0 and columns % MULTIPLE == 0:
-                    found.append(name)
-    return found
+                    layers.append(name)
+    return layers
 
 
 def multiply_in_float8(model: nn.Module, blocks: Sequence[str], kind: str) -> None:

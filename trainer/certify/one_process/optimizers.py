@@ -21,13 +21,13 @@ NOT_OF_TORCH = tuple(_OF_DEEPSPEED.split())
 
 def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:
     """Return the weights that Muon updates, by docs/optimizers.md."""
-    found = set[str]()
+    matrices = set[str]()
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if not isinstance(module, nn.Embedding | nn.Conv1d):
                 own = module.named_parameters(name, recurse=False)
-                found |= {key for key, p in own if p.ndim in (2, 3) and 1 not in p.shape[-2:]}
-    return found
+                matrices |= {key for key, p in own if p.ndim in (2, 3) and 1 not in p.shape[-2:]}
+    return matrices
 
 
 class MuonOfTorch(torch.optim.AdamW):

@@ -48,16 +48,16 @@ class Option:
     amend: Amend | None = None
     """The change of the model's config that turns it off."""
     of_changes: bool = False
-    """True if it is seen in the change of weights, not in gradients."""
+    """True if it shows in the change of weights, not in gradients."""
     each: bool = False
     """True if it has to be on in each tensor on which its effect is large."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class ShownEffect:
     """The share of an option's effect that a run has, and how far from 1 it may be."""
 
-    found: float
+    share: float
     allowed: float
     tensor: str = ""
 
@@ -65,16 +65,16 @@ class Seen:
 def options_of(small: Tiny, architecture: Any = None) -> list[Option]:
     """List the options that are on, in the config and in the model's own."""
     section, settings, layout = small.config.trainer, small.config.settings, small.layout
-    found: list[Option] = []
+    options: list[Option] = []
 
     def add(name: str, off: Mapping[str, Any], **more: Any) -> None:
         changed = section.model_copy(update=off)
-        found.append(
+        options.append(
             Option(name, replace(small, config=replace(small.config, trainer=changed)), **more)
         )
 
     if layout.float8 != "none":
-        found.append(
+        options.append(
             Option("float8", replace(small, layout=replace(layout, float8="none")), each=True)
         )
     if section.label_smoothing:
@@ -94,20 +94,20 @@ def options_of(small: Tiny, architecture: Any = None) -> list[Option]:
                 add(f"adapter.{key}", {"adapter": adapter.model_copy(update={key: off})})
     if layout.sync_batch_norm:
         apart = replace(layout, sync_batch_norm=False)
-        found.append(Option("sync_batch_norm", replace(small, layout=apart)))
+        options.append(Option("sync_batch_norm", replace(small, layout=apart)))
     if layout.router_bias_rate:
         still = replace(layout, router_bias_rate=0.0)
-        found.append(Option(ROUTED, replace(small, layout=still), of_changes=True))
+        options.append(Option(ROUTED, replace(small, layout=still), of_changes=True))
     if float(settings.get("gradient_clipping") or 0):
         without = replace(small.config, settings={**settings, "gradient_clipping": 0.0})
         name = "gradient_clipping"
-        found.append(Option(name, replace(small, config=without), of_changes=True))
+        options.append(Option(name, replace(small, config=without), of_changes=True))
     if _decays(small):
         params = {**small.config.optimizer.params, "weight_decay": 0.0}
         optimizer = {**settings["optimizer"], "params": params}
         without = replace(small.config, settings={**settings, "optimizer": optimizer})
-        found.append(Option("weight_decay", replace(small, config=without), of_changes=True))
-    return [*found, *_of_model(small, architecture)]
+        options.append(Option("weight_decay", replace(small, config=without), of_changes=True))
+    return [*options, *_of_model(small, architecture)]
 
 
 def _decays(small: Tiny) -> bool:
@@ -131,9 +131,9 @@ def _parts(config: Any) -> list[Any]:
 
 def rates_of(config: Any) -> list[tuple[Any, str]]:
     """List the dropout rates above 0 of a model's config: the part of it, and the key."""
-    found = [one for part in _parts(config) for one in rates_of(part)]
+    rates = [one for part in _parts(config) for one in rates_of(part)]
     keys = [key for key, value in vars(config).items() if isinstance(value, float) and value]
-    return found + [(config, key) for key in keys if "drop" in key]
+    return rates + [(config, key) for key in keys if "drop" in key]
 
 
 def without_rates(config: Any) -> None:
@@ -158,7 +158,7 @@ def amended(architecture: Any, amend: Amend | None) -> Any:
 
 def share_of(
     option: Option, run: Recording, expected: Sequence[Expected], without: Reference
-) -> Seen | None:
+) -> ShownEffect | None:
     """Return the share of the option's effect on the first steps that the run has.
 
     That of the tensor which has least of it, if the option is to be on in each. None if its effect
@@ -175,14 +175,16 @@ def share_of(
     if whole.square <= LEAST_EFFECT**2 * whole.of_all or whole.noise > MOST_NOISE:
         return None
     routed = without.small.low_precision and option.name == ROUTED
-    found = [Seen(1 + whole.off, max(LACKING_OF_ROUTERS if routed else LACKING, whole.noise))]
+    shares = [
+        ShownEffect(1 + whole.off, max(LACKING_OF_ROUTERS if routed else LACKING, whole.noise))
+    ]
     for name, effect in effects.items() if option.each else ():
         if effect.square > LARGE**2 * effect.of_all and effect.noise <= MOST_NOISE:
-            found.append(Seen(1 + effect.off, max(LACKING_OF_ONE, effect.noise), name))
-    return max(found, key=lambda share: abs(share.found - 1) / share.allowed)
+            shares.append(ShownEffect(1 + effect.off, max(LACKING_OF_ONE, effect.noise), name))
+    return max(shares, key=lambda shown: abs(shown.share - 1) / shown.allowed)
 
 
-def share_of_precision(run: Recording, expected: Sequence[Expected]) -> Seen:
+def share_of_precision(run: Recording, expected: Sequence[Expected]) -> ShownEffect:
     """Return the share of the low precision's rounding that the run has: its weights are rounded
     as those of one process, its sums in part."""
     rounded = Effect()
@@ -191,7 +193,7 @@ def share_of_precision(run: Recording, expected: Sequence[Expected]) -> Seen:
         for name, exact in one.gradients.items():
             ours, on = (_like(of.get(name), exact) for of in (run.gradients[step], low))
             rounded.add(ours, on, exact.double(), [on])
-    return Seen(1 + rounded.off, LACKING_OF_ROUNDING)
+    return ShownEffect(1 + rounded.off, LACKING_OF_ROUNDING)
 
 
 class Effect:
@@ -242,8 +244,8 @@ def _compared(
         every = run.gradients[step], one.gradients, off.gradients, *again
         shapes = {name: value for of in every for name, value in of.items()}
         for name, like in shapes.items():
-            found = [_like(of.get(name), like) for of in every]
-            yield name, found[0], found[1], found[2], found[3:]
+            each = [_like(of.get(name), like) for of in every]
+            yield name, each[0], each[1], each[2], each[3:]
         return
     before, after = run.states[step], run.states[step + 1]
     for name, value in (one.weights | one.biases).items():

@@ -64,8 +64,8 @@ def completed(options: AdapterSection) -> AdapterSection:
     if not isinstance(given.get("target_modules"), list):
         unsupported.append(f"target_modules {show(given.get('target_modules'))}")
     if unsupported:
-        expected, mend = "LoRA with the keys of trainer.adapter", "Merge it into its base."
-        raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, mend))
+        expected, hint = "LoRA with the keys of trainer.adapter", "Merge it into its base."
+        raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, hint))
     completed = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
     completed["modules_to_save"] = completed["modules_to_save"] or []
     _, problems = validate({"model": {"name_or_path": "any base"}, "adapter": completed})

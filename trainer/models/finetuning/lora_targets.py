@@ -50,9 +50,9 @@ def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]
     ]
     others = [name for name in matched if name not in linear]
     if others or not matched:
-        seen = f"{show(pattern)} matches {listed(others) if matched else 'no module'}"
+        actual = f"{show(pattern)} matches {listed(others) if matched else 'no module'}"
         short = listed(_patterns(linear), 12)
-        raise ConfigError(Problem(_TARGETS, seen, f"linear layers of the blocks alone: {short}"))
+        raise ConfigError(Problem(_TARGETS, actual, f"linear layers of the blocks alone: {short}"))
     return matched
 
 
@@ -110,14 +110,14 @@ def _in_blocks(model: nn.Module, spec: ModelSpec) -> list[tuple[str, nn.Module]]
 def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str]) -> Problem:
     short = _last_parts(linear)
     known = [name for name, _ in model.named_modules() if target and _names(target, name)]
-    seen = f'"{target}" names no linear layer of a block'
+    actual = f'"{target}" names no linear layer of a block'
     if known:
-        seen += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
+        actual += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
     longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
-    mend = suggestion(target, [*short, *dict.fromkeys(longer)], cutoff=0.5)
-    if known and not mend:
-        mend = f"{_SAVED} trains a module as a whole."
-    return Problem(place, seen, f'"all-linear", or some of {listed(short, 12)}', mend)
+    hint = suggestion(target, [*short, *dict.fromkeys(longer)], cutoff=0.5)
+    if known and not hint:
+        hint = f"{_SAVED} trains a module as a whole."
+    return Problem(place, actual, f'"all-linear", or some of {listed(short, 12)}', hint)
 
 
 def check_saved(
@@ -132,16 +132,16 @@ def check_saved(
         inside = [t for t in targets for m in matching if f"{t}.".startswith(f"{m}.")]
         shared = [n for n in tied for m in matching if n.startswith(f"{m}.")]
         if not any(any(True for _ in modules[module].parameters()) for module in matching):
-            mend = suggestion(name, _last_parts(module for module in modules if module))
-            seen = f'"{name}" is no module with parameters'
-            problems.append(Problem(place, seen, "the name of one", mend))
+            hint = suggestion(name, _last_parts(module for module in modules if module))
+            actual = f'"{name}" is no module with parameters'
+            problems.append(Problem(place, actual, "the name of one", hint))
         elif inside:
-            seen = f'"{name}" holds {inside[0]}, which has an adapter'
-            problems.append(Problem(place, seen, "one or the other"))
+            actual = f'"{name}" holds {inside[0]}, which has an adapter'
+            problems.append(Problem(place, actual, "one or the other"))
         elif shared:
-            seen = f'"{name}" has {sorted(shared)[0]}, which is tied'
+            actual = f'"{name}" has {sorted(shared)[0]}, which is tied'
             parts = "Trained by itself it would part from the other"
-            mend = f"{parts}: no merged model could have both."
-            problems.append(Problem(place, seen, "a module that shares no parameter", mend))
+            hint = f"{parts}: no merged model could have both."
+            problems.append(Problem(place, actual, "a module that shares no parameter", hint))
     if problems:
         raise ConfigError(*problems)

@@ -78,13 +78,16 @@ def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
         raise ConfigError(Problem("model", type(model).__name__, expected))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta:
-            seen, expected = f"{name} is built on {tensor.device}", "tensors on the default device"
-            raise ConfigError(Problem("model", seen, expected, "Leave `device=` out."))
+            actual, expected = (
+                f"{name} is built on {tensor.device}",
+                "tensors on the default device",
+            )
+            raise ConfigError(Problem("model", actual, expected, "Leave `device=` out."))
     for name, inner in model.named_modules():
         if isinstance(inner, nn.SyncBatchNorm):
-            mend = "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
-            seen = f"{name} is an nn.SyncBatchNorm"
-            raise ConfigError(Problem("model", seen, "nn.BatchNorm", mend))
+            hint = "Set trainer.sync_batch_norm, which knows the data ranks of each layout."
+            actual = f"{name} is an nn.SyncBatchNorm"
+            raise ConfigError(Problem("model", actual, "nn.BatchNorm", hint))
     if problems := [one for name, p in model.named_parameters() for one in _not_kept(name, p)]:
         raise ConfigError(*problems)
     return model
@@ -97,14 +100,14 @@ def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
         yield Problem("model", dtype, "floating point", "Make it a buffer: register_buffer.")
     elif parameter.dtype != torch.float32:
         complex_numbers = "Complex numbers fit two real ones (torch.view_as_complex)"
-        mend = f"{complex_numbers}; bf16.enabled computes in bfloat16."
-        yield Problem("model", dtype, "float32", mend)
+        hint = f"{complex_numbers}; bf16.enabled computes in bfloat16."
+        yield Problem("model", dtype, "float32", hint)
     if kind is not nn.Parameter:
-        seen = f"{name} is a {kind.__module__}.{kind.__qualname__}"
-        yield Problem("model", seen, "an nn.Parameter of known size")
+        actual = f"{name} is a {kind.__module__}.{kind.__qualname__}"
+        yield Problem("model", actual, "an nn.Parameter of known size")
     if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-        mend = "Scale what comes out in the forward pass, or use a hook of the module."
-        yield Problem("model", f"{name} has a hook of its own", "none: it would never run", mend)
+        hint = "Scale what comes out in the forward pass, or use a hook of the module."
+        yield Problem("model", f"{name} has a hook of its own", "none: it would never run", hint)
     if own := vars(parameter).keys() - UNUSED:
         expected = "none: keep it on the module, which has it in every layout"
         yield Problem("model", f"{name} has an attribute {min(own)}", expected)
@@ -116,12 +119,12 @@ def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
         return tuple(children) if isinstance(model, nn.Sequential) else _repeated(model)
     wanted = re.compile(re.escape(pattern).replace(r"\*", r"(\d+)"))
     matches = filter(None, (wanted.fullmatch(name) for name, _ in model.named_modules()))
-    found = {match[0]: [int(number) for number in match.groups()] for match in matches}
-    if not found:
-        seen = f"no module of {type(model).__name__} is named {pattern}"
+    numbers = {match[0]: [int(number) for number in match.groups()] for match in matches}
+    if not numbers:
+        actual = f"no module of {type(model).__name__} is named {pattern}"
         expected = f"a pattern of names below {', '.join(children)}, such as layers.*"
-        raise ConfigError(Problem("blocks", seen, expected))
-    return tuple(sorted(found, key=lambda name: found[name]))
+        raise ConfigError(Problem("blocks", actual, expected))
+    return tuple(sorted(numbers, key=lambda name: numbers[name]))
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:
@@ -137,8 +140,8 @@ def _repeated(model: nn.Module) -> tuple[str, ...]:
             if not isinstance(member, lists) and any(member.children()):
                 size = sum(parameter.numel() for parameter in member.parameters())
                 kinds.setdefault(type(member), {})[f"{name}.{key}".lstrip(".")] = size
-    alike = [found for found in kinds.values() if len(found) > 1]
-    best = max(alike, key=lambda found: sum(found.values()), default=dict[str, int]())
+    alike = [lengths for lengths in kinds.values() if len(lengths) > 1]
+    best = max(alike, key=lambda lengths: sum(lengths.values()), default=dict[str, int]())
     return tuple(outermost(list(best)))
 
 

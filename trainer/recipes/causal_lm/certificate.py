@@ -184,12 +184,13 @@ def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, tuple[int, int, Size
     wanted: int = small.config.trainer.data.sequence_length
     most = min(plain.language.positions or wanted, LONGEST_ROW, LOGITS // vocabulary)
     row = max(LONGEST, min(wanted, LONGEST if small.packed else most))
-    note = f"a row of {row:,} tokens, the others of at most {LONGEST}; ids up to {vocabulary - 1:,}"
+    note = f"a sequence of {row:,} tokens, the others of at most {LONGEST}"
+    note += f"; ids up to {vocabulary - 1:,}"
     if vocabulary < known:
         note += f" (the model has {known:,}: it proves less of them)"
     longest = max(row, min(wanted, most)) if small.packed else row
     if longest < wanted:
-        note += f" (rows of the run have {wanted:,}: it proves less of them)"
+        note += f" (the run's sequences have {wanted:,}: it proves less of them)"
     # one more: RoBERTa's kin count from 1
     sizes = Sizes(vocabulary, max(SIZES.positions, longest + 1))
     return replace(small, row=row).noting(note), (layers, split, sizes)

@@ -65,16 +65,16 @@ class LanguageReference(Reference):
     def continued(self, documents: list[Encoded]) -> list[Encoded]:
         """Replace every other document's tokens by the likeliest, so that accuracy is not 0."""
         self.model.eval()
-        found = list(documents)
-        for index in range(0, len(found), 2):
-            tokens = torch.tensor([list(found[index].tokens)], device=self._device)
+        written = list(documents)
+        for index in range(0, len(written), 2):
+            tokens = torch.tensor([list(written[index].tokens)], device=self._device)
             for place in range(1, tokens.shape[1]):
                 with torch.no_grad():
                     logits = self._output(self.model, tokens[:, :place])
                 tokens[0, place] = logits[0, -1, 1:].argmax() + 1
-            found[index] = found[index]._replace(tokens=tokens[0].tolist())
+            written[index] = written[index]._replace(tokens=tokens[0].tolist())
         self.model.train()
-        return found
+        return written
 
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
         """Compute gradients of STEPS steps at rounded weights, in float32 and in low precision."""
@@ -83,7 +83,7 @@ class LanguageReference(Reference):
         low, exact = lowered(self.model, dtype, layout.float8), copy.deepcopy(self.model)
         for rounded, parameter in zip(low.parameters(), exact.parameters(), strict=True):
             parameter.data = rounded.data.float()
-        found: tuple[list[Tensors], list[Tensors]] = ([], [])
+        sums: tuple[list[Tensors], list[Tensors]] = ([], [])
         size, ranks = self._spec.language.vocabulary, range(layout.data_ranks)
         places = [(rank, number) for number in range(layout.accumulation) for rank in ranks]
         for later in range(step, step + STEPS):
@@ -93,19 +93,19 @@ class LanguageReference(Reference):
                 samples = [(inputs.tolist(), targets.tolist()) for inputs, targets in rows]
                 parts.append(MicroBatch(rank, number, *self._collated(samples)))
             counted = sum(part.targets.numel() for part in parts)
-            for gradients, model in zip(found, (exact, low), strict=True):
+            for gradients, model in zip(sums, (exact, low), strict=True):
                 gradients.append(self._gradients(model, later, parts, counted)[1])
-        return found
+        return sums
 
     def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
-        layout, found = self._layout, []
+        layout, parts = self._layout, []
         for number in range(layout.accumulation):
             for rank in range(layout.data_ranks):
                 place = step, rank, number
                 rows = rows_at(edge, self.small, self._spec.language.vocabulary, place)
                 lists = [[(d.inputs.tolist(), d.targets.tolist()) for d in row] for row in rows]
-                found += self._parts_of(rank, number, lists)
-        return found
+                parts += self._parts_of(rank, number, lists)
+        return parts
 
     def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
         """Return a micro-batch of rows of one document each."""
@@ -183,15 +183,15 @@ class LanguageReference(Reference):
 
     def _sees_draws(self) -> bool:
         """Return True if a forward pass in training depends on the seed."""
-        found, self._inputs = list[torch.Tensor](), self._example()
+        outputs, self._inputs = list[torch.Tensor](), self._example()
         self._loads.begin()
         self._loads.ids = self._inputs
         for seed in range(2):
             torch.manual_seed(seed)
             self._block_seed = seed
             with torch.no_grad():
-                found.append(self._output(self.model.train(), self._inputs))
-        return not torch.equal(*found)
+                outputs.append(self._output(self.model.train(), self._inputs))
+        return not torch.equal(*outputs)
 
     def _padding_counts(self) -> bool:
         """Return True if logits depend on how many tokens follow in the row (ranked ties)."""
@@ -235,20 +235,20 @@ class PackedReference(LanguageReference):
         parts = self._samples(step, data_rank)
         longest = max(sum(len(ids) for ids, _ in pack) for packs in parts for pack in packs)
         return [
-            found._replace(row=self._shared(longest) or found.row)
+            part._replace(row=self._shared(longest) or part.row)
             for number, packs in enumerate(parts)
-            for found in self._parts_of(data_rank, number, packs)
+            for part in self._parts_of(data_rank, number, packs)
         ]
 
     def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
         """Return a micro-batch for each document, with its place in its row."""
-        width, found = max(sum(len(ids) for ids, _ in row) for row in rows), []
+        width, parts = max(sum(len(ids) for ids, _ in row) for row in rows), []
         for row in rows:
             starts = accumulate((len(ids) for ids, _ in row), initial=0)
             for start, document in zip(starts, row, strict=False):
                 part = MicroBatch(rank, number, *self._collated([document]), start, width)
-                found.append(part)
-        return found
+                parts.append(part)
+        return parts
 
 
 def sample_of(document: Encoded, longest: int) -> Sample:

@@ -91,8 +91,8 @@ class LanguageSubject(Subject):
         model = planned["model"]
         if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
             rows = {"vocab_size": self.spec.language.vocabulary}
-            told = huggingface.stated(model["config"])
-            model["config"] = {**rows, **told} if told else {**huggingface.EMBEDDED, **rows}
+            stated = huggingface.stated(model["config"])
+            model["config"] = {**rows, **stated} if stated else {**huggingface.EMBEDDED, **rows}
 
     def measures(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, 700.0))}
@@ -101,8 +101,8 @@ class LanguageSubject(Subject):
         if (by_source := self.task.by_source) is None:
             return None
         losses, targets = by_source.take(metrics.group, device).tolist()
-        found = zip(self.data.shares, losses, targets, strict=True)
-        return {share.label: loss / count for share, loss, count in found if count}
+        losses_of = zip(self.data.shares, losses, targets, strict=True)
+        return {share.label: loss / count for share, loss, count in losses_of if count}
 
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
         super().save(folder, dtype)
@@ -199,6 +199,6 @@ def _longrope_notes(sequence: int, architecture: Any) -> tuple[str, ...]:
     reached = [limit for limit in limits if limit and sequence > limit]
     if not reached:
         return ()
-    change = f"change in a micro-batch that has a row of more than {reached[0]} tokens"
+    change = f"change in a micro-batch that has a sequence of more than {reached[0]} tokens"
     so = "its loss depends on which samples share a micro-batch"
     return (f"its rotary embeddings (longrope) {change}: {so}",)

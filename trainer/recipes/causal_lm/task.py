@@ -73,8 +73,8 @@ class CausalLM:
         """
         if neftune_alpha and not has_table(spec):
             table = "table of input embeddings that a forward pass would look tokens up in"
-            seen = f"{spec.name} has no {table}"
-            raise ConfigError(Problem("trainer.neftune_alpha", seen, "a model with one"))
+            actual = f"{spec.name} has no {table}"
+            raise ConfigError(Problem("trainer.neftune_alpha", actual, "a model with one"))
         noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return changed(self, _smoothing=label_smoothing, _noise=noise)
 
@@ -201,8 +201,8 @@ class CausalLM:
     @property
     def _observe(self) -> LossObserver | None:
         """The callback for each token's loss: a function, which copies of a model share."""
-        found = self.by_source
-        return None if found is None else lambda rows, losses: found.add(rows, losses)
+        by_source = self.by_source
+        return None if by_source is None else lambda rows, losses: by_source.add(rows, losses)
 
     def _run(
         self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor
@@ -219,7 +219,10 @@ class CausalLM:
             arguments["position_ids"] = documents.positions
         if documents and "flash" in model.config._attn_implementation:  # type: ignore[operator,union-attr]
             # no document is longer than the row: finding the longest would wait for the device
-            arguments |= {"cu_seq_lens_q": documents.borders, "cu_seq_lens_k": documents.borders}
+            arguments |= {
+                "cu_seq_lens_q": documents.cu_seqlens,
+                "cu_seq_lens_k": documents.cu_seqlens,
+            }
             arguments |= {"max_length_q": ids.shape[1], "max_length_k": ids.shape[1]}
         if self._noise is not None:
             lengths = documents.lengths if documents else batch["lengths"]
@@ -241,9 +244,9 @@ class CausalLM:
         loss = self.loss_sum(model, batch)
         if self._fused_head:
             return torch.stack([loss, _head(model).take_correct()])
-        found, self._correct = self._correct, None
-        assert found is not None
-        return torch.stack([loss, found])
+        correct, self._correct = self._correct, None
+        assert correct is not None
+        return torch.stack([loss, correct])
 
     def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         """Return the mean loss over shifted `labels`; a fused head gives the sum as `logits`."""

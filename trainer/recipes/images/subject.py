@@ -69,16 +69,16 @@ def open_classifier(context: RunContext) -> ImageSubject:
     ):
         if handed is not None and named is not None:
             raise ConfigError(Problem(key, str(named), "nothing: it is handed in"))
-    found: Classifier | None = None
+    of_config: Classifier | None = None
     if handed_in.model is None:
-        found = pretrained = ranks.on_own(lambda: classifier.named_in(section))
+        of_config = pretrained = ranks.on_own(lambda: classifier.named_in(section))
 
         def download() -> None:
             pretrained.state()
 
         ranks.await_first(download)  # once
     data = open_images(section.data, section.images, section.seed, cache_folder(), ranks, own)
-    spec = classifier.spec_of(section, data.images, found, handed_in.model, handed_in.blocks)
+    spec = classifier.spec_of(section, data.images, of_config, handed_in.model, handed_in.blocks)
     task = ImageClassification(len(data.images.classes), spec.build, spec.blocks)
     first = context.first_samples(data.train)
     checked = (spec, task, data.images, data.path, context.layout, first)

@@ -52,8 +52,8 @@ class ImageClassification(Supervised):
         counted = target != IGNORED
         tops = (1, TOP) if self._classes > TOP else (1,)
         right = [((better < most) & counted).sum() for most in tops]
-        found = self._measured_by(logits[counted], target[counted]) if self._metrics else []
-        counts = torch.stack([class_loss(logits, target)[0], *right, *found])
+        measured = self._measured_by(logits[counted], target[counted]) if self._metrics else []
+        counts = torch.stack([class_loss(logits, target)[0], *right, *measured])
         return counts.where(batch["share"] > 0, 0.0)
 
     def check_output(self, samples: Sequence[Any], name: str) -> None:
@@ -62,10 +62,10 @@ class ImageClassification(Supervised):
         output, _ = self._on_meta(batch)
         wanted = (len(batch["target"]), self._classes)
         if not torch.is_tensor(output) or tuple(output.shape) != wanted:
-            seen = str(list(output.shape)) if torch.is_tensor(output) else type(output).__name__
+            actual = str(list(output.shape)) if torch.is_tensor(output) else type(output).__name__
             expected = f"scores {list(wanted)}: [batch, classes of the data]"
-            place, mend = f"trainer.model: {name}", "Set num_classes."
-            raise ConfigError(Problem(place, f"its output is {seen}", expected, mend))
+            place, hint = f"trainer.model: {name}", "Set num_classes."
+            raise ConfigError(Problem(place, f"its output is {actual}", expected, hint))
 
 
 def class_loss(

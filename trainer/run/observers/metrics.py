@@ -169,7 +169,7 @@ class Skipped:
 
         Raises NumericsError, on every rank, if too many follow one another.
         """
-        found = []
+        lines = []
         for batches, metrics in self._recent:
             if not metrics.skipped and math.isfinite(float(metrics.gradient_norm)):
                 self._row = 0
@@ -181,7 +181,7 @@ class Skipped:
             more = ", ..." if len(samples) > _NAMED else ""
             names = ", ".join(map(str, samples[:_NAMED])) + more
             what = f"step {batches.step + 1} skipped: its gradient is not finite"
-            found.append(f"{what} (samples {names})")
+            lines.append(f"{what} (samples {names})")
             if self._row == IN_A_ROW:
                 place = f"steps {batches.step + 2 - IN_A_ROW} to {batches.step + 1}"
                 actual = f"no finite gradient {IN_A_ROW} times in a row"
@@ -189,4 +189,4 @@ class Skipped:
                 hint = f"{look}; the last checkpoint is good"
                 raise NumericsError(Problem(place, actual, hint=hint)).share()
         self._recent = []
-        return found
+        return lines

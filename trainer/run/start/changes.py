@@ -83,10 +83,10 @@ def _apart_from(keys: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]
 
 def without_place(request: Any) -> Any:
     """Return a config as given, without the place of its run."""
-    found = training_keys(request)
-    if isinstance(found, dict) and isinstance(section := found.get("trainer"), dict):
-        return found | {"trainer": {key: value for key, value in section.items() if key != "run"}}
-    return found
+    keys = training_keys(request)
+    if isinstance(keys, dict) and isinstance(section := keys.get("trainer"), dict):
+        return keys | {"trainer": {key: value for key, value in section.items() if key != "run"}}
+    return keys
 
 
 def training_keys(request: Any) -> Any:

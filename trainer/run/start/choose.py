@@ -129,7 +129,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     have different runs.
     """
     of_machines = ranks.each_node_first(lambda: folders.numbers(base)).values()
-    known = {number for found in of_machines for number in found}
+    known = {number for numbers in of_machines for number in numbers}
     last = next(number for number in count() if number + 1 not in known)
     if len(of_machines) > 1:  # earlier runs may have been on machines that are gone
         last = max(known, default=0)
@@ -140,19 +140,19 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
             return None
         return _state(folder, raw, request), without_place(_request(folder))
 
-    found = {
+    states_of = {
         node_first: one
         for node_first, one in ranks.each_node_first(look).items()
         if one is not None
     }
-    states = {state for state, _ in found.values()}
+    states = {state for state, _ in states_of.values()}
     state = next(
         (one for one in (Earlier.RESUMES, Earlier.FINISHED, Earlier.ANOTHER) if one in states),
         Earlier.NONE,
     )
     if state in (Earlier.RESUMES, Earlier.FINISHED):
-        first = min(found)
-        if other := [rank for rank in found if found[rank][1] != found[first][1]]:
+        first = min(states_of)
+        if other := [rank for rank in states_of if states_of[rank][1] != states_of[first][1]]:
             actual = f"{folder.name} on rank {other[0]} is another run than on rank {first}"
             other_name = "give this one another trainer.run.name"
             hint = f"Move away the one that is not of this run, or {other_name}"
@@ -164,12 +164,12 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
     note = f"{folder} was not finished, and had other settings; --resume auto resumes it"
     lines = [note] if state == Earlier.ANOTHER else []
     number = last + 1
-    while not _held_everywhere(folders.numbered(base, number), ranks):
+    while not _lock_everywhere(folders.numbered(base, number), ranks):
         number += 1  # another command was started at the same moment
     return folders.numbered(base, number), Earlier.NONE, lines
 
 
-def _held_everywhere(folder: Path, ranks: Ranks) -> bool:
+def _lock_everywhere(folder: Path, ranks: Ranks) -> bool:
     return all(ranks.each_node_first(lambda: locks.hold(folder)).values())
 
 

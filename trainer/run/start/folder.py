@@ -63,11 +63,11 @@ def model_in(path: Path) -> Path:
 
     Raises DiskError if files of a checkpoint are damaged.
     """
-    found = published(path) or published(path / "checkpoints")
-    if not found or not is_unfinished(path):
+    folders = published(path) or published(path / "checkpoints")
+    if not folders or not is_unfinished(path):
         is_run = (path / FINAL).is_dir() or (path / ENVIRONMENT).exists()
-        found = [path / FINAL if is_run else path]
-    for one in reversed(found):
+        folders = [path / FINAL if is_run else path]
+    for one in reversed(folders):
         damage = []
         if (one / MANIFEST).exists():
             # a library would read weights that lie beside those of the manifest
@@ -94,12 +94,12 @@ def not_pushed(folder: Path, reason: str) -> HubError:
 def is_pushed(folder: Path, section: HubSection) -> bool:
     """Return True if the run's final model, as it is, is in the config's repository."""
     try:
-        found = parse_json(read_file(folder / PUSHED))
-        same = found["repository"] == section.repository
+        pushed = parse_json(read_file(folder / PUSHED))
+        same = pushed["repository"] == section.repository
         return bool(
             same
-            and found["model"] == identity(folder / FINAL)
-            and found["checkpoints"] >= section.checkpoints
+            and pushed["model"] == identity(folder / FINAL)
+            and pushed["checkpoints"] >= section.checkpoints
         )
     except (OSError, ValueError, TypeError, KeyError):
         return False
@@ -121,10 +121,10 @@ def check_shared(folder: Path, ranks: Ranks) -> None:
     blind = ranks.any(not sees)
     ranks.on_first(lambda: (folder / mark).unlink(missing_ok=True))
     if blind:
-        found = ranks.gather((socket.gethostname(), folder.absolute(), sees))
-        unseen = ((i, host, at) for i, (host, at, sees) in enumerate(found) if not sees)
+        answers = ranks.gather((socket.gethostname(), folder.absolute(), sees))
+        unseen = ((i, host, at) for i, (host, at, sees) in enumerate(answers) if not sees)
         others = [f"rank {i} on {host} ({at})" for i, host, at in unseen]
-        actual = f"what rank 0 on {found[0][0]} writes there is not there for {listed(others)}"
+        actual = f"what rank 0 on {answers[0][0]} writes there is not there for {listed(others)}"
         hint = (
             "Put trainer.run.folder on a file system that they share, as an absolute path, or set "
             "trainer.run.node_local: each machine then keeps all of the run in a folder of its own"
@@ -142,7 +142,7 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
     import torch.distributed as dist
 
     token = ranks.on_first(lambda: uuid.uuid4().hex)
-    mark = folder / f".seen-{token}-{ranks.rank}"
+    mark = folder / f".visible-{token}-{ranks.rank}"
 
     @disk_errors(folder)
     def leave() -> None:
@@ -151,7 +151,7 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
 
     @disk_errors(folder)
     def look() -> int:
-        return min(int(path.name.rpartition("-")[2]) for path in folder.glob(f".seen-{token}-*"))
+        return min(int(path.name.rpartition("-")[2]) for path in folder.glob(f".visible-{token}-*"))
 
     ranks.on_own(leave)
     node_firsts = tuple(ranks.on_each(look))
@@ -171,7 +171,7 @@ def kept(folder: Path, ranks: Ranks) -> Ranks:
 
 
 def _leave_mark(folder: Path) -> str:
-    name = f".seen-{uuid.uuid4().hex}"
+    name = f".visible-{uuid.uuid4().hex}"
     with disk_errors(folder):
         (folder / name).touch()
     return name

@@ -152,7 +152,7 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     """
     full = make(None, 0)
     layout, model = full.layout, full.spec.build()
-    blocks_of = blocks_held(full)
+    blocks_of = blocks_per_rank(full)
     depths = depths_of(full, model, blocks_of) or (None,)
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
     workloads = [make(*point) for point in grid]
@@ -184,7 +184,7 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
     return [(places[place], layout.ranks_of(place)[0]) for place in sorted(places)]
 
 
-def blocks_held(workload: Workload) -> list[int]:
+def blocks_per_rank(workload: Workload) -> list[int]:
     """Count the blocks of each pipeline rank."""
     layout, ranges = workload.layout, workload.ranges if workload.spec.blocks else [range(0)]
     stages = [layout.stages_of(place) for place in range(layout.pipeline)]

@@ -146,7 +146,7 @@ def _kernels(
 ) -> Callable[..., str]:
     """Choose a GPU's kernel where the model takes one: each keeps as much as that by cu_seqlens."""
     with _disable_current_modes():
-        kernel = "mask" if attention().refusal else "borders"
+        kernel = "mask" if attention().refusal else "cu_seqlens"
     return lambda *_: kernel
 
 
