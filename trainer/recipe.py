@@ -116,7 +116,7 @@ class Subject:
     task: Task
     data: SubjectData
     packed: bool = False
-    """True if a sample may hold several documents that are not to see one another."""
+    """True if a sample may have several documents that are not to attend to one another."""
     check: Check = NOTHING
     """The comparison of prepared data with what was written."""
     unit: ClassVar[str] = "sample"

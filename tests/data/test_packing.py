@@ -363,7 +363,7 @@ def test_a_family_that_leaks_is_refused_with_the_numbers(name):
     with pytest.raises(ConfigError) as caught:
         ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
     shows(caught.value, f"trainer.data.documents: {LEAKING[name]['model_type']}", "tiny copy")
-    shows(caught.value, "logits than alone")
+    shows(caught.value, "those alone")
     shows(caught.value, "attend to one another")
 
 
@@ -378,7 +378,7 @@ def test_a_routers_loss_is_refused():
 
 def border_off_by_one() -> Any:
     """The mask lets the first token of a document be one of the document before it."""
-    from trainer.tasks import causal_lm
+    import trainer.recipes.causal_lm.task as causal_lm
 
     def shifted(lengths, sequence):
         found = documents_of(lengths, sequence)
@@ -389,7 +389,7 @@ def border_off_by_one() -> Any:
 
 
 def positions_go_on() -> Any:
-    from trainer.tasks import causal_lm
+    import trainer.recipes.causal_lm.task as causal_lm
 
     def running(lengths, sequence):
         found = documents_of(lengths, sequence)
@@ -406,7 +406,7 @@ LEAKS = {leak.__name__: leak for leak in (border_off_by_one, positions_go_on)}
 @pytest.mark.parametrize("name", ["gpt2", "gpt2 with dropout"])
 def test_a_planted_leak_is_refused_at_start(name, leak):
     spec = spec_of(APART[name])
-    with raises(ConfigError, "logits than alone"), LEAKS[leak]():
+    with raises(ConfigError, "those alone"), LEAKS[leak]():
         ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
 
 

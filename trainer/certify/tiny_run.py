@@ -74,7 +74,7 @@ class Tiny:
 
     @property
     def packed(self) -> bool:
-        """True if a sample may hold several documents that are not to see one another."""
+        """True if a sample may have several documents that are not to attend to one another."""
         return self.config.trainer.data.packs
 
     @property

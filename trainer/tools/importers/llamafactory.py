@@ -59,7 +59,9 @@ def _samples(draft: Draft, keys: Roles) -> None:
     else:
         draft.put(decides, "trainer.data.documents", "pack" if packing.value else "pad")
         if packing.value:
-            draft.lose(packing, "documents in one sample see one another: say neat_packing: true")
+            draft.lose(
+                packing, "documents in one sample attend to one another: say neat_packing: true"
+            )
     if not stream:
         draft.put(length, "trainer.data.too_long", "error")
         draft.note(length, "a longer sample is an error: theirs cuts question and answer alike")
