@@ -158,10 +158,10 @@ def write_part(folder: Path, documents: Iterable[Encoded], cut: Cut) -> Summary:
     A sample without a target is left out. concatenate: the stream of documents is cut every
     `sequence_length` tokens, and each window predicts the token after it, so that every token is a
     target once, except a document's first, which nothing predicts. An incomplete last window is
-    dropped unless it is the only one. With `isolate`, documents of a window do not see one another.
+    dropped unless it is the only one. With `isolate`, documents of a window are kept apart.
     pad: a sample is one document of at most `sequence_length` inputs; one that is `too_long` is cut
     ("truncate"), left out ("drop") or a DataError ("error"). pack: a sample is several such
-    documents, by best fit, which do not see one another.
+    documents, by best fit, which do not attend to one another.
     """
     writer = PartWriter(folder)
     for document in documents:

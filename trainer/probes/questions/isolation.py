@@ -75,9 +75,9 @@ def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, tas
 
 
 QUESTION = Question(
-    name="whether packed documents see one another",
+    name="whether packed documents attend to one another",
     key="trainer.data.documents",
-    expected="documents of one sample that do not see one another",
+    expected="documents of one sample that do not attend to one another",
     hint='Set it to "pad".',
     needed=lambda about: about.packed,
     ask=_ask,
