@@ -11,8 +11,10 @@ from trainer.layout import Layout
 
 
 def numbers_of(layout: Layout, seed: int, size: int, step: int) -> np.ndarray:
-    """Return the numbers of a step's samples, [accumulation, data ranks, micro-batch]: the stream of
-    all epochs of `size` samples in parts of a step."""
+    """Return the numbers of a step's samples, [accumulation, data ranks, micro-batch].
+
+    They are the next part of the stream of all epochs, each of `size` samples.
+    """
     batch = layout.train_batch
     epochs = range(step * batch // size, (step + 1) * batch // size + 1)
     stream = np.concatenate([permutation(seed, epoch, size) for epoch in epochs])
