@@ -45,6 +45,12 @@ from trainer.parallel.splits import expert_loads, expert_ranks, matrices
 from trainer.probes.questions.stages import check_cut
 from trainer.tasks.task import Task
 
+Say = Callable[[str], None]
+
+
+def say_nothing(line: str) -> None:
+    """Print no line, as where a model is wrapped to be tried."""
+
 
 def wrap_blocks(
     spec: ModelSpec,
@@ -52,23 +58,39 @@ def wrap_blocks(
     layout: Layout,
     mesh: ParallelMesh | None = None,
     stage: range | None = None,
+    say: Say = say_nothing,
 ) -> tuple[nn.Module, Dropout]:
     """Return the model on the meta device after steps 1 to 5, and its dropout.
 
     Tensor parallelism, step 2, needs `mesh`, and the blocks of this `stage`, if they are not all.
+    `say` is called with a line for each step that is taken.
     """
     model = task.prepare(spec.build())
     if layout.router_bias_rate:
         expert_loads.hold(model, spec)
     if mesh is not None and layout.expert > 1:
         expert_ranks.apply(model, spec, mesh)
+        say(f"expert parallelism over expert={layout.expert}")
     if mesh is not None and layout.tensor > 1:
         matrices.apply(model, spec, mesh, stage or range(len(spec.blocks)))
+        say(f"tensor parallelism over tensor={layout.tensor}")
     parts = layout.tensor if layout.sequence_parallel else 1
     activation_checkpointing.apply(model, spec, layout.recompute, parts)
+    if layout.recompute.tile:
+        say(f"tiles of {layout.recompute.tile} tokens to MLPs")
+    if layout.recompute.mode != "none":
+        say(f"activation checkpointing ({layout.recompute}) to {len(spec.blocks)} blocks")
     if layout.compile == "blocks":
         compilation.apply(model, spec, tensor=layout.tensor > 1)
+        say(f"torch.compile to {len(spec.blocks)} blocks")
     return model, Dropout(model, spec)
+
+
+def sharding_of(name: str, layout: Layout) -> str:
+    """Return a line on which ranks a library's wrapper shards over, and replicates over."""
+    axes = {"shard": layout.shard, "replicate": layout.replicate}
+    sizes = [f"{axis}={size}" for axis, size in axes.items() if size > 1] or ["shard=1"]
+    return f"{name} over {', '.join(sizes)}"
 
 
 def stages_of_rank(
@@ -77,6 +99,7 @@ def stages_of_rank(
     mesh: ParallelMesh,
     ranks: Ranks,
     finish: Callable[[Stage, ModelSpec], None],
+    say: Say = say_nothing,
 ) -> tuple[list[Stage], str]:
     """Build the stages of this rank by steps 1 to 6, and a note on the cut. Collective.
 
@@ -87,12 +110,13 @@ def stages_of_rank(
     ranges = partition.block_ranges(spec.build(), spec, layout.schedule, layout.stages)
     stages = []
     for index in mesh.stages:
-        model, dropout = wrap_blocks(spec, task, layout, mesh, ranges[index])
+        model, dropout = wrap_blocks(spec, task, layout, mesh, ranges[index], say)
         stage_input = cut(model, spec, boundary, ranges[index])
         last = index + 1 == layout.stages
         stage = Stage(model, task, stage_input, dropout, ranges[index], last=last)
         finish(stage, replace(spec, blocks=tuple(spec.blocks[i] for i in ranges[index])))
         stages.append(stage)
+    say(f"a cut into stages over pipeline={layout.pipeline}")
     blocks = " | ".join(str(len(blocks)) for blocks in ranges)
     waits, rounds = layout.pipeline - 1, layout.accumulation * layout.schedule.stages_per_rank
     bubble = waits / (rounds + waits)

@@ -1,4 +1,17 @@
-"""The training loop, on one page. It depends on types only: any engine, any data, any watcher."""
+"""The training loop, on one page. It depends on types only: any engine, any data, any watcher.
+
+A whole step, with what the engine does (`engines/normalise.py`):
+
+    for micro_batches in loader:                            # this data rank's, on its device
+        targets = all_reduce(sum(count(batch) for batch in micro_batches))
+        for batch in micro_batches:                         # or a pipeline schedule
+            loss = task.loss_sum(model, batch) * data_ranks / targets
+            loss.backward()                                 # FSDP or DDP averages over data ranks
+        reduce gradients that several ranks hold, over the mesh's other axes
+        norm = all_reduce(squares of gradients) ** 0.5; clip
+        if norm is finite: optimizer.step(schedule(step))
+        log, evaluate, save: each at its own interval; stop if any rank votes for it
+"""
 
 from __future__ import annotations
 

@@ -38,6 +38,7 @@ class Signs:
         self._live: Live | None = None
         self._first = 0
         """The step at which the run begins."""
+        self._applied: set[str] = set()
         self._closed = threading.Event()
         if not terminal.is_terminal and not terminal.quiet:
             threading.Thread(target=self._tell, name="signs", daemon=True).start()
@@ -77,6 +78,12 @@ class Signs:
     def note(self, text: str) -> None:
         """Print a line for the user, whatever the phase."""
         self._terminal.print(Text(f"note: {text}"), soft_wrap=True)
+
+    def applied(self, text: str) -> None:
+        """Print once what is applied to the model while it is wrapped: "FSDP over shard=8"."""
+        if text not in self._applied:
+            self._applied.add(text)
+            self._terminal.print(Text(f"applied {text}"), soft_wrap=True)
 
     def hide(self) -> None:
         if self._live is not None:

@@ -21,7 +21,7 @@ from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import Builder, in_deepspeed
 from trainer.optim.optimizer import step_if_finite
-from trainer.parallel.apply import wrap_blocks
+from trainer.parallel.apply import sharding_of, wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.probes import expert_parts
 from trainer.parallel.recompute import tiles
@@ -97,6 +97,7 @@ def build(job: Job) -> DeepSpeedEngine:
     config = machine.runtime_config(job, builder)
     runner: StepRunner
     runner = pipeline.build(job, config) if job.layout.pipeline > 1 else _whole(job, config)
+    job.machine.signs.applied(sharding_of(f"ZeRO-{job.layout.zero_stage}", job.layout))
     patches.link_group_by_group(runner.engine.optimizer)
     patches.skip_steps_that_are_not_finite(runner.engine.optimizer)
     return DeepSpeedEngine(runner, job, builder.notes)
@@ -127,7 +128,13 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
 
     layout, dtype = job.layout, getattr(torch, job.layout.precision)
     mesh, mpu = mesh_of(job), None
-    model, dropout = wrap_blocks(job.spec, job.task, layout, mesh if layout.expert > 1 else None)
+    model, dropout = wrap_blocks(
+        job.spec,
+        job.task,
+        layout,
+        mesh if layout.expert > 1 else None,
+        say=job.machine.signs.applied,
+    )
     if layout.zero_stage == 3 and layout.recompute.tile:
         _gather_once(model, job.spec)
     if layout.zero_stage == 3 and stacks(model, job.spec):

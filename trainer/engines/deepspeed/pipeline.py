@@ -59,7 +59,9 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
         materialise(stage.model, spec, seed=job.seed_of_values, placement=placement)
         tensor.mark_experts(stage.model, spec, mesh)
 
-    [stage], note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
+    [stage], note = stages_of_rank(
+        job.spec, job.task, mesh, job.machine.ranks, finish, job.machine.signs.applied
+    )
     job.machine.ranks.on_own(lambda: _check_learns(stage, rank, job.spec))
     layer = _StageLayer(stage, first=rank == 0)
     layers = [layer if index == rank else nn.Identity() for index in range(layout.stages)]

@@ -17,7 +17,7 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import in_torch
 from trainer.parallel import float8, shard
-from trainer.parallel.apply import give_values, wrap_blocks
+from trainer.parallel.apply import give_values, sharding_of, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas
 from trainer.parallel.patches import steady_buckets
@@ -48,7 +48,8 @@ def build(job: Job) -> TorchEngine:
     job, notes = mesh_engine.compiling(job)
     layout, spec, device = job.layout, job.spec, job.machine.device
     mesh = mesh_of(job)
-    model, dropout = wrap_blocks(spec, job.task, layout)
+    say = job.machine.signs.applied
+    model, dropout = wrap_blocks(spec, job.task, layout, say=say)
     float8.apply(model, spec, layout, device)
     module: Any = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
@@ -59,10 +60,12 @@ def build(job: Job) -> TorchEngine:
         options = shard.options_of(layout, shared, device.type, job.reduction)
         # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
         shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
+        say(sharding_of("Accelerate's FSDP", layout))
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:
         with nullcontext() if job.sparse else steady_buckets():  # sparse: DDP keeps one
             module = accelerator.prepare(module)
+        say(f"Accelerate's DDP over replicate={layout.replicate}")
     check_replicas([module], mesh, job.machine.ranks)
     used = Used([module], mesh) if job.sparse and layout.zero_stage > 0 else None
     forward_backward = GradientAccumulation(module, dropout, layout, job.reduction)

@@ -18,7 +18,7 @@ from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import in_torch
 from trainer.parallel import compilation, float8, shard
-from trainer.parallel.apply import give_values, stages_of_rank, wrap_blocks
+from trainer.parallel.apply import give_values, sharding_of, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas
 from trainer.parallel.patches import steady_buckets
@@ -108,6 +108,7 @@ def build(job: Job) -> TorchEngine:
     job, notes = compiling(job)
     layout, device = job.layout, job.machine.device
     mesh = mesh_of(job)
+    say = job.machine.signs.applied
     if layout.tensor > 1:
         splits = vocabulary.note_of(job.spec, layout.tensor), matrices.note_of(job.spec)
         notes = (*filter(None, splits), *notes)
@@ -124,27 +125,33 @@ def build(job: Job) -> TorchEngine:
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
         if layout.zero_stage > 0:
             float8.apply(module.model, spec, layout, device)
+            if layout.float8 != "none":
+                say(f"float8 ({layout.float8}) to large linear layers")
             options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction)
             if layout.expert > 1:
                 expert_ranks.shard(module.model, spec, mesh, options)
             shard.apply(module, spec, ends, options)
+            say(sharding_of("FSDP", layout))
         give_values(module.model, spec, layout, job.seed_of_values, device)
 
     forward_backward: ForwardBackward
     if layout.pipeline > 1:
-        stages, cut_note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish)
+        stages, cut_note = stages_of_rank(job.spec, job.task, mesh, job.machine.ranks, finish, say)
         check_replicas(stages, mesh, job.machine.ranks)
         forward_backward = PipelineRun(stages, job.task, mesh, device)
         notes = (cut_note, *notes)
     else:
-        model, dropout = wrap_blocks(job.spec, job.task, layout, mesh)
+        model, dropout = wrap_blocks(job.spec, job.task, layout, mesh, say=say)
         module = ModelWithLoss(model, job.task)
         finish(module, job.spec)
         check_replicas([module], mesh, job.machine.ranks)
         # FSDP, and `GradientSync` for tensor ranks and sparse models, average gradients themselves
         replicas = layout.replicate > 1 and layout.zero_stage == 0
         by_ddp = replicas and layout.tensor == 1 and not job.sparse
-        wrapped = _replicated(module, job) if by_ddp else module
+        wrapped: nn.Module = module
+        if by_ddp:
+            wrapped = _replicated(module, job)
+            say(f"DDP over replicate={layout.replicate}")
         forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, job, mesh, builder_of(KIND, job), (*notes, *noted), used)
