@@ -36,7 +36,7 @@ def _ask(about: Probed) -> Finding | None:
             own.zero_grad()
         return None
 
-    return probe(about.spec, lambda model, small: task.prepare(model), compare)
+    return probe(about.spec, lambda model, small: task.prepare(model), compare, about.tiny)
 
 
 def _own_loss(own: nn.Module, batch: Batch, shifts: bool) -> torch.Tensor | None:
