@@ -6,17 +6,15 @@ import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.support.tree import nodes, room_of, sources
+
 RECIPES = "trainer/recipes/"
 TOOLS = "trainer.tools"
 """Commands beside training."""
-MOST_LINES, MOST_PARAMETERS, MOST_FIELDS, MOST_FILES = 60, 7, 14, 14
 WIDTH = 100
 SMALL = re.compile(r"(^|_)(small|shrunk|shrink|shallow|reduced|copied|few)(_|$)", re.IGNORECASE)
 """Words for what is called `tiny`."""
@@ -28,29 +26,6 @@ PATCHES = {"patches.py", "pretend.py"}
 """Files that set attributes of libraries."""
 PHASES = "trainer/supervise/stall.py"
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
-
-
-@cache
-def sources() -> dict[str, tuple[str, ast.Module]]:
-    """The product's files: text and tree by their path."""
-    paths = [
-        path for folder in ("trainer", "launch") for path in sorted((ROOT / folder).rglob("*.py"))
-    ]
-    return {
-        str(path.relative_to(ROOT)): (path.read_text(), ast.parse(path.read_text()))
-        for path in paths
-    }
-
-
-def nodes(*kinds: type[ast.AST]) -> Iterator[tuple[str, Any]]:
-    for path, (_, tree) in sources().items():
-        yield from ((path, node) for node in ast.walk(tree) if isinstance(node, kinds))
-
-
-def room_of(path: str) -> str:
-    """The folder or the file in `trainer/`; a folder in a room is a room of its own."""
-    parts = Path(path).with_suffix("").parts
-    return "/".join(parts[1 : max(2, len(parts) - 1)]) if parts[0] == "trainer" else parts[0]
 
 
 def called(node: ast.expr) -> str:
@@ -149,24 +124,6 @@ def no_two_files_of_one_name() -> Iterator[str]:
 def no_two_classes_of_one_name() -> Iterator[str]:
     names = Counter(node.name for _, node in nodes(ast.ClassDef))
     yield from (f"{name}: {count} classes" for name, count in names.items() if count > 1)
-
-
-def nothing_is_too_long() -> Iterator[str]:
-    for path, node in nodes(ast.FunctionDef, ast.AsyncFunctionDef):
-        taken = node.args
-        count = len([*taken.posonlyargs, *taken.args, *taken.kwonlyargs]) - bool(
-            taken.args and taken.args[0].arg in ("self", "cls")
-        )
-        if (lines := node.end_lineno - node.lineno + 1) > MOST_LINES:
-            yield f"{path}: {node.name} has {lines} lines"
-        if count > MOST_PARAMETERS:
-            yield f"{path}: {node.name} has {count} parameters"
-    for path, node in nodes(ast.ClassDef):
-        if (count := sum(isinstance(line, ast.AnnAssign) for line in node.body)) > MOST_FIELDS:
-            yield f"{path}: {node.name} has {count} fields"
-    for room, count in Counter(room_of(path) for path in sources()).items():
-        if count > MOST_FILES:
-            yield f"{room} has {count} files"
 
 
 def a_phase_is_of_the_enum() -> Iterator[str]:
@@ -369,7 +326,6 @@ RULES: list[Callable[[], Iterable[str]]] = [
     nobody_else_knows_a_recipe,
     no_two_files_of_one_name,
     no_two_classes_of_one_name,
-    nothing_is_too_long,
     a_phase_is_of_the_enum,
     libraries_are_patched_in_patches,
     nobody_sets_anothers_attribute,

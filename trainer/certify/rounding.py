@@ -124,7 +124,9 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
     """Collate rows with all targets, or with `kept` of the first row alone."""
     samples = []
     for number, (inputs, targets) in enumerate(rows):
-        counted = len(targets) if kept is None else kept if number == 0 else 0
+        counted = len(targets)
+        if kept is not None:
+            counted = kept if number == 0 else 0
         targets = np.where(np.arange(len(targets)) < counted, targets, IGNORED)
         sample = {"input_ids": inputs, "targets": targets}
         samples.append(sample | ({"documents": [len(inputs)]} if packed else {}))

@@ -244,8 +244,8 @@ class PackedReference(LanguageReference):
         """Return a micro-batch for each document, with its place in its row."""
         width, parts = max(sum(len(ids) for ids, _ in row) for row in rows), []
         for row in rows:
-            starts = accumulate((len(ids) for ids, _ in row), initial=0)
-            for start, document in zip(starts, row, strict=False):
+            starts = list(accumulate((len(ids) for ids, _ in row), initial=0))[:-1]
+            for start, document in zip(starts, row, strict=True):
                 part = MicroBatch(rank, number, *self._collated([document]), start, width)
                 parts.append(part)
         return parts
@@ -253,7 +253,7 @@ class PackedReference(LanguageReference):
 
 def sample_of(document: Encoded, longest: int) -> Sample:
     tokens = list(document.tokens)[: longest + 1]
-    counted = zip(tokens, document.counted, strict=False)
+    counted = zip(tokens, list(document.counted)[: longest + 1], strict=True)
     return tokens[:-1], [token if counts else IGNORED for token, counts in counted][1:]
 
 

@@ -35,7 +35,8 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     neither gives their size or the number of classes, DataError for images that can't be read.
     """
     path, options = section.data.path, section.images
-    name = (path if isinstance(path, str) else path[0]) if path else ""
+    paths = [path] if isinstance(path, str) else path or []
+    name = paths[0] if paths else ""
     is_here = Path(name).expanduser().exists() or glob(os.path.expanduser(name), recursive=True)
     if name and name not in SHAPES and section.data.format != "hub" and is_here:
         training = section.data.model_copy(update={"evaluation_path": None})
