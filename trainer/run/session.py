@@ -44,7 +44,7 @@ class Session:
     trackers: Sequence[Tracker] = ()
     """Those of every rank; the first has those of the config, too."""
     log_in: Callable[[Path], None] = in_no_log
-    """Takes the run's folder, in which the log goes on."""
+    """Takes the run's folder, in which the log continues."""
     chosen: Start | None = None
     """The folder and the checkpoint, once they are chosen."""
     publish: Callable[[Path], str] | None = None

@@ -112,14 +112,7 @@ def build(job: Job) -> TorchEngine:
     if layout.tensor > 1:
         splits = vocabulary.note_of(job.spec, layout.tensor), matrices.note_of(job.spec)
         notes = (*filter(None, splits), *notes)
-    splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
-    if job.sparse and splits_backward and layout.zero_stage > 0:
-        # such a schedule accumulates gradients itself, unseen by `Used`
-        key, hint = "trainer.pipeline_schedule", "Use the schedule 1F1B."
-        tokens = "tokens that leave parameters without a gradient"
-        actual = f"{layout.schedule.name} with ZeRO, and {tokens}"
-        raise ConfigError(Problem(key, actual, "a gradient of each", hint))
-
+    _check_sparse(job)
     ends, noted = job.machine.ranks.on_first(lambda: fsdp_units.ends_of(job.spec, layout))
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
@@ -155,6 +148,18 @@ def build(job: Job) -> TorchEngine:
         forward_backward = GradientAccumulation(wrapped, dropout, layout, job.reduction)
     used = Used(forward_backward.modules, mesh) if job.sparse else None
     return TorchEngine(forward_backward, job, mesh, builder_of(KIND, job), (*notes, *noted), used)
+
+
+def _check_sparse(job: Job) -> None:
+    """Raise ConfigError for sparse parameters under a schedule that sums gradients by itself."""
+    layout = job.layout
+    splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
+    if job.sparse and splits_backward and layout.zero_stage > 0:
+        # such a schedule accumulates gradients itself, unseen by `Used`
+        key, hint = "trainer.pipeline_schedule", "Use the schedule 1F1B."
+        tokens = "tokens that leave parameters without a gradient"
+        actual = f"{layout.schedule.name} with ZeRO, and {tokens}"
+        raise ConfigError(Problem(key, actual, "a gradient of each", hint))
 
 
 def _replicated(module: ModelWithLoss, job: Job) -> nn.Module:
