@@ -106,14 +106,14 @@ def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
 
 
 def drawn(small: ModelSpec) -> nn.Module:
-    """Build the tiny model anew, so that nothing is left over from an earlier pass."""
+    """Build the tiny model again, so that nothing is left over from an earlier pass."""
     model = on_host(small)
     spread(model, seed=0)
     return model
 
 
 def spread(model: nn.Module, seed: int) -> None:
-    """Draw the weights anew, such that activations keep their scale; files stay as they are."""
+    """Draw the weights again, such that activations keep their scale; files stay as they are."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
