@@ -337,10 +337,10 @@ class Bench:
     def described(self) -> tuple[Any, Any]:
         """The model's config for transformers, and the section of the JSON that it is from."""
         from trainer.config import load
-        from trainer.models import huggingface
+        from trainer.models.language import model_config
 
         section = load(self.folder / "config.json", []).trainer
-        return huggingface.read_config(section.model), section.model
+        return model_config.read_config(section.model), section.model
 
     def engine(self) -> tuple[Any, Callable[[int], object], list[str]]:
         """The engine that the JSON names, its step, and lines on the kernels of attention."""

@@ -55,6 +55,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update
 from trainer.recipes.causal_lm.task import CausalLM
@@ -120,7 +121,7 @@ class Bench:
         options = SimpleNamespace(
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
-        self.spec = huggingface.spec_of(huggingface.read_config(options), options)
+        self.spec = huggingface.spec_of(model_config.read_config(options), options)
         self.task = CausalLM(self.spec.language)
 
     def batches(self, count: int = 1) -> list[Batch]:
@@ -320,7 +321,7 @@ def measure_build(bench: Bench, kind: str, folder: str) -> str:
     options = SimpleNamespace(
         name_or_path=folder, config=None, revision=None, trust_remote_code=False, attention=None
     )
-    bench.spec = huggingface.spec_of(huggingface.read_config(options), options)
+    bench.spec = huggingface.spec_of(model_config.read_config(options), options)
     pipeline, stage = BUILDS[kind]
     block = sum(
         p.numel() for p in bench.spec.build().get_submodule(bench.spec.blocks[0]).parameters()

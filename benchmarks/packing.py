@@ -41,6 +41,7 @@ from trainer.engines import Job, Machine
 from trainer.engines.torch import mesh
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.optim.lr_schedules import Update
 from trainer.recipes.causal_lm.task import CausalLM
 from trainer.supervise.world import environment_of, free_port
@@ -95,7 +96,7 @@ class Ours:
 
     def __init__(self, source: PreparedSource, options: argparse.Namespace) -> None:
         self._source, self._options, self._position = source, options, 0
-        spec = huggingface.spec_of(huggingface.read_config(Options), Options)
+        spec = huggingface.spec_of(model_config.read_config(Options), Options)
         sizes = {"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1}
         layout = Layout(
             **sizes, micro_batch=options.rows, accumulation=1, zero_stage=0,

@@ -41,6 +41,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine, Metrics
 from trainer.layout import Layout, Recompute
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.materialise import materialise
 from trainer.optim.lr_schedules import Update, schedule_of
 from trainer.recipes.causal_lm.task import CausalLM
@@ -138,7 +139,7 @@ class Bench:
         self.options = argparse.Namespace(
             name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
         )
-        self.config = huggingface.read_config(self.options)
+        self.config = model_config.read_config(self.options)
         self.spec = huggingface.spec_of(self.config, self.options)
         self.task = CausalLM(self.spec.language)
         self.samples = Samples(sizes["vocab_size"], self.sequence)

@@ -24,7 +24,7 @@ from trainer.command import checkpoint as command
 from trainer.config import load
 from trainer.data.text.preview import _line
 from trainer.errors import ConfigError, Problem, printable
-from trainer.models.huggingface import read_config
+from trainer.models.language.model_config import read_config
 from trainer.models.pretrained.files import stored_tensors
 
 STRANGE = "a\x1b[2J\x07\x9b\u202eb\x00\ud800"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from trainer.certify.certificate import Certificate
+    from trainer.config import Config
     from trainer.data.images.transforms import OpenedClassifier
     from trainer.run.result import Result
     from trainer.tasks.supervised import Loss
@@ -125,27 +126,32 @@ def train(options: TrainOptions) -> Result:
     hidden = NO_GPUS if compiled.trainer.device == "cpu" else {}
 
     def trained() -> Result:
-        from trainer.recipe import HandedIn
-        from trainer.run.run import train_given
-        from trainer.run.start.request import Request
-        from trainer.tools.hub.repository import open_hub
-        from trainer.tools.planner.memory_check import check_memory
-
-        fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
-        own = {key: it for key in fields if (it := getattr(options, key)) is not None}
-        request = Request(
-            resume=None if options.resume is None else str(options.resume),
-            fresh=options.fresh,
-            resume_anyway=options.resume_anyway,
-            weights_only=options.resume_weights_only,
-            script=True,
-            memory_check=check_memory,
-            open_hub=open_hub,
-            callbacks=options.callbacks,
-        )
-        return train_given(compiled, HandedIn(**own) if own else None, request, options.quiet)
+        return _trained(options, compiled)
 
     return in_processes(trained, options.processes, **hidden)
+
+
+def _trained(options: TrainOptions, config: Config) -> Result:
+    """Run this rank's share of a script's run."""
+    from trainer.recipe import HandedIn
+    from trainer.run.run import train_given
+    from trainer.run.start.request import Request
+    from trainer.tools.hub.repository import open_hub
+    from trainer.tools.planner.memory_check import check_memory
+
+    fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
+    own = {key: it for key in fields if (it := getattr(options, key)) is not None}
+    request = Request(
+        resume=None if options.resume is None else str(options.resume),
+        fresh=options.fresh,
+        resume_anyway=options.resume_anyway,
+        weights_only=options.resume_weights_only,
+        script=True,
+        memory_check=check_memory,
+        open_hub=open_hub,
+        callbacks=options.callbacks,
+    )
+    return train_given(config, HandedIn(**own) if own else None, request, options.quiet)
 
 
 @_with_keywords_of(VerifyOptions)

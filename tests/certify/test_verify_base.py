@@ -18,6 +18,7 @@ from tests.support.messages import shows
 from tests.support.pool import Pools, machine_here
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.pretrained import quantised, reader
 from trainer.recipes.causal_lm.base_files import compare_base
 
@@ -66,7 +67,7 @@ def a_matrix_of_another_layer() -> Any:
 
 def compared(folder: Path) -> Any:
     options = ModelSection(name_or_path=str(folder))
-    return compare_base(huggingface.read_config(options), options)
+    return compare_base(model_config.read_config(options), options)
 
 
 @pytest.mark.parametrize("base", [plain, in_fp8, with_another_head])
@@ -94,7 +95,7 @@ def test_a_base_that_is_read_otherwise_fails(tmp_path, base, fault: Callable[[],
 
 def test_a_family_whose_config_has_no_word_of_ties_is_compared(tmp_path):
     architecture = ModelSection(config={"model_type": "inkling_text"})
-    spec = huggingface.spec_of(huggingface.read_config(architecture), architecture)
+    spec = huggingface.spec_of(model_config.read_config(architecture), architecture)
     small = spec.tiny.copy(2).build().config
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path)
     assert compared(tmp_path).finding.passed
@@ -105,7 +106,7 @@ def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
 
     write_base(tmp_path, "llama")
     size = huggingface.spec_of(
-        huggingface.read_config(ModelSection(name_or_path=str(tmp_path))),
+        model_config.read_config(ModelSection(name_or_path=str(tmp_path))),
         ModelSection(name_or_path=str(tmp_path)),
     ).parameters
     monkeypatch.setattr(base, "MOST_VALUES", size - 1)

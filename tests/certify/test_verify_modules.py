@@ -154,6 +154,7 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     from tests.support.probing import findings_of
     from trainer.config.sections.model_and_data import ModelSection
     from trainer.models import huggingface
+    from trainer.models.language import model_config
     from trainer.recipes.causal_lm.task import CausalLM
 
     sizes = {"hidden_size": 64, "vocab_size": 200, "intermediate_size": 64, "num_hidden_layers": 4}
@@ -172,7 +173,7 @@ def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():
     }
     wanted = {"model_type": "qwen3_next", **sizes, **heads, "linear_value_head_dim": 16, **experts}
     options = ModelSection(config=wanted)
-    spec = huggingface.spec_of(huggingface.read_config(options), options)
+    spec = huggingface.spec_of(model_config.read_config(options), options)
     assert spec.tiny.copy is not None
     assert "gate" in {
         name.split(".")[-2] for name, _ in spec.tiny.copy().build().named_parameters()

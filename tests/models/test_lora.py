@@ -540,7 +540,7 @@ def test_a_text_as_targets_means_the_modules_that_it_means_to_peft(pattern):
 
 @pytest.mark.more
 def test_an_adapter_is_no_base(tmp_path):
-    from trainer.models.huggingface import read_config
+    from trainer.models.language.model_config import read_config
 
     spec_in(Case(adapter=DRY)).files.save_config(tmp_path, None)
     options = SimpleNamespace(name_or_path=str(tmp_path), revision=None, trust_remote_code=False)

@@ -14,6 +14,7 @@ from tests.support.messages import raises, shows
 from tests.support.training import GPT2, LLAMA, VOCABULARY, spec_of
 from trainer.errors import ConfigError
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.materialise import materialise
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.models.spec import flops_per_token, units
@@ -84,7 +85,7 @@ def test_initial_values_have_the_spread_that_transformers_gives(name):
     torch.manual_seed(0)
     theirs = dict(
         AutoModelForCausalLM.from_config(
-            huggingface.read_config(options(family(name)))
+            model_config.read_config(options(family(name)))
         ).named_parameters()
     )
     assert ours.keys() == theirs.keys()
@@ -185,28 +186,28 @@ def options(config: Any = None, path: str | None = None) -> SimpleNamespace:
 )
 def test_a_config_that_names_no_model(config, text):
     with pytest.raises(ConfigError) as caught:
-        huggingface.read_config(options(config))
+        model_config.read_config(options(config))
     assert text in str(caught.value)
 
 
 def test_a_model_without_a_language_head():
     with raises(ConfigError, "causal language model head"):
-        huggingface.spec_of(huggingface.read_config(options({"model_type": "vit"})), options({}))
+        huggingface.spec_of(model_config.read_config(options({"model_type": "vit"})), options({}))
 
 
 def test_a_folder_that_is_not_a_model(tmp_path):
     with raises(ConfigError, "no such folder", "save_pretrained"):
-        huggingface.read_config(options(path="/nowhere/at/all"))
+        model_config.read_config(options(path="/nowhere/at/all"))
     with raises(ConfigError, "no config.json", "save_pretrained"):
-        huggingface.read_config(options(path=str(tmp_path)))
-    huggingface.read_config(options(LLAMA)).save_pretrained(tmp_path)
+        model_config.read_config(options(path=str(tmp_path)))
+    model_config.read_config(options(LLAMA)).save_pretrained(tmp_path)
     with raises(ConfigError, "no weights", "model.safetensors", "trainer.model.config"):
         spec_of(LLAMA, str(tmp_path))
 
 
 def test_weights_of_another_shape(tmp_path):
     real(spec_of(LLAMA)).save_pretrained(tmp_path)
-    config = huggingface.read_config(options({**LLAMA, "intermediate_size": 64}))
+    config = model_config.read_config(options({**LLAMA, "intermediate_size": 64}))
     config.save_pretrained(tmp_path)
     with pytest.raises(ConfigError) as caught:
         real(spec_of(LLAMA, str(tmp_path)))

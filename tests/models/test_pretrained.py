@@ -25,6 +25,7 @@ from tests.support.bases import (
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.materialise import on_host
 
 
@@ -33,7 +34,7 @@ def options(folder: Path) -> ModelSection:
 
 
 def spec_of(folder: Path) -> Any:
-    return huggingface.spec_of(huggingface.read_config(options(folder)), options(folder))
+    return huggingface.spec_of(model_config.read_config(options(folder)), options(folder))
 
 
 def assert_read_as_transformers_does(folder: Path) -> Any:

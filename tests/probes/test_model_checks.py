@@ -29,6 +29,7 @@ from trainer.engines.deepspeed import engine as deepspeed
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.materialise import materialise
 from trainer.models.spec import LanguageModel, TinyCopies
 from trainer.parallel.checks import check_layout, checked
@@ -528,7 +529,7 @@ def test_blocks_are_found_where_the_config_does_not_count_them():
     )
     assert llama4.blocks == tuple(f"model.layers.{index}" for index in range(3))
     assert llama4.build().base_model is not llama4.build()
-    longcat = huggingface.read_config(
+    longcat = model_config.read_config(
         type("Options", (), {"name_or_path": None, "config": {"model_type": "longcat_flash"}})
     )
     options = type(

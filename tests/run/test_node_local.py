@@ -312,7 +312,7 @@ def test_machines_with_other_weights_under_one_name_are_refused(tmp_path: Path) 
     from transformers import AutoModelForCausalLM
 
     from trainer.data.text.tokenizer import embedded_tokenizer
-    from trainer.models.huggingface import read_config
+    from trainer.models.language.model_config import read_config
     from trainer.supervise.process import cache_folder
 
     job = write_job(tmp_path, engine="mesh")

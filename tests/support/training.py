@@ -174,6 +174,7 @@ def samples(step: int) -> list[dict[str, np.ndarray]]:
 
 def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
     from trainer.models import huggingface
+    from trainer.models.language import model_config
 
     options = SimpleNamespace(
         name_or_path=path,
@@ -182,7 +183,7 @@ def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
         trust_remote_code=False,
         attention=None,
     )
-    return huggingface.spec_of(huggingface.read_config(options), options)
+    return huggingface.spec_of(model_config.read_config(options), options)
 
 
 def spec_in(case: Case, path: str | None = None) -> Any:

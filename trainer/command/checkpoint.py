@@ -95,7 +95,7 @@ def _copy_model_files(source: str, folder: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer
 
     from trainer.models.door import BUILD_MEMORY, BUILD_SECONDS, bounded, check_folder, opening
-    from trainer.models.huggingface import check_kernels
+    from trainer.models.language.model_config import check_kernels
 
     expected = "a folder or name with the model's config and tokenizer"
     check_folder(Path(source))

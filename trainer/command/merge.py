@@ -64,8 +64,8 @@ def merge(folder: Path, base: str, out: Path) -> None:
     from trainer.distributed.ranks import ALONE
     from trainer.models.door import opening
     from trainer.models.finetuning.lora import adapted
-    from trainer.models.huggingface import read_config as read_architecture
     from trainer.models.huggingface import spec_of
+    from trainer.models.language.model_config import read_config as read_architecture
     from trainer.models.spec import given_tensors
 
     expected = "an adapter that PEFT opens, and its base with a tokenizer"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from trainer.errors import ConfigError, Problem, refused
@@ -22,11 +22,10 @@ from trainer.models.door import (
     BUILD_MEMORY,
     BUILD_SECONDS,
     bounded,
-    check_counts,
-    check_folder,
     opening,
 )
 from trainer.models.language.blocks import blocks_by_run, blocks_like, stated_blocks
+from trainer.models.language.model_config import pretrained_config
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
@@ -36,99 +35,9 @@ from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.spec import ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
-from trainer.storage import parse_json, read_file
-
-EMBEDDED: dict[str, Any] = {
-    "model_type": "llama",
-    "vocab_size": 4096,
-    "hidden_size": 128,
-    "intermediate_size": 384,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "initializer_range": 0.06,  # the usual 0.02 is for wider models: 1 / sqrt(128) is 0.09
-    "tie_word_embeddings": True,
-}
-"""The config used when no model is named: 1.3 million parameters, for the embedded tokenizer."""
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Config keys that may differ while the architecture is the same."""
-
-
-def pretrained_blocks(options: Any, layers: int, blocks: int) -> PreTrainedConfig:
-    """Return the config of the first `layers` of a base's `blocks`, as its folder states it.
-
-    A quantised base stays one, and says that it is to be dequantised.
-    """
-    config = _pretrained_config(options)
-    stored = quantised.stored_config(config)
-    quantised.remove_config(config)
-    kept: PreTrainedConfig = tiny_config(config, KEPT, range(layers), blocks)
-    if stored is not None:
-        kept.update({quantised.KEY: {**stored, "dequantize": True}})
-    return kept
-
-
-def read_config(options: Any) -> PreTrainedConfig:
-    """Read and check the architecture of `trainer.model`; it is not built. Raises ConfigError."""
-    if options.name_or_path is not None:
-        config = _pretrained_config(options)
-        quantised.remove_config(config)
-        return config
-    values = EMBEDDED if options.config is None else stated(options.config)
-    place = "trainer.model.config"
-    if isinstance(options.config, str):
-        place = f"{place}: {options.config}"
-    if "model_type" not in values:
-        expected = 'an architecture, such as "model_type": "llama"'
-        raise ConfigError(Problem(place, "no model_type", expected))
-    check_counts(values, place)
-    # of many kinds for a bad value
-    with opening(place, "a config that transformers accepts"), bounded(BUILD_MEMORY, BUILD_SECONDS):
-        config = AutoConfig.for_model(**values)
-    quantised.remove_config(config)
-    check_kernels(config, place)
-    return config
-
-
-def stated(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
-    """Return what `trainer.model.config` states of a new model. Raises ConfigError."""
-    return _read_json(Path(config)) if isinstance(config, str) else config or {}
-
-
-def _pretrained_config(options: Any) -> PreTrainedConfig:
-    name, place = options.name_or_path, f"trainer.model.name_or_path: {options.name_or_path}"
-    folder, expected = Path(name), "a folder that save_pretrained wrote"
-    check_folder(folder)
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if not folder.is_dir() and looks_local:
-        raise ConfigError(Problem(place, "no such folder", f"{expected}, or a hub id"))
-    if folder.is_dir() and not (folder / "config.json").is_file():
-        seen, mend = "no config.json in it", ""
-        if (folder / "adapter_config.json").is_file():
-            seen = "an adapter, which is no model by itself"
-            mend = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
-        raise ConfigError(Problem(place, seen, expected, mend))
-    # network, JSON and value errors alike
-    expected = "a folder or hub id that transformers opens"
-    with opening(place, expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
-        config = AutoConfig.from_pretrained(name, **_source(options))
-    check_kernels(config, place)
-    return config
-
-
-def _source(options: Any) -> dict[str, Any]:
-    return {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-
-
-def _read_json(path: Path) -> Mapping[str, Any]:
-    place = f"trainer.model.config: {path}"
-    with refused(place, "a JSON file", OSError, ValueError):
-        values = parse_json(read_file(path))
-    if not isinstance(values, dict):
-        raise ConfigError(Problem(place, type(values).__name__, "a JSON object"))
-    return values
 
 
 def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
@@ -139,12 +48,7 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     """
     name = options.name_or_path or config.model_type
     place = f"trainer.model: {name}"
-    # checked before the model is built, which changes the config
-    if getattr(config, "is_encoder_decoder", False):
-        kind = type(config).__name__
-        seen = f"{kind} is an encoder with a decoder, of which the decoder alone would be trained"
-        mend = 'Set "is_encoder_decoder": false in its config if that is what you want.'
-        raise ConfigError(Problem(place, seen, "a decoder", mend))
+    _check_decoder(config, place)  # before the model is built, which changes the config
     stated = list(getattr(config, "architectures", None) or ())
     build = _builder(config, options)
     fits = "a config that the family's own code builds a model of"
@@ -157,12 +61,7 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
     ):
         model = build()
     _check_router(model, place)
-    notes = []
-    kind = type(model).__name__
-    if options.name_or_path and stated and kind not in stated:
-        notes.append(f"{name} says that it is a {stated[0]}; a {kind} is trained and saved")
-    elif type(model.config) is not type(config):
-        notes.append(f"of {config.model_type} the text model alone is trained and saved, a {kind}")
+    notes = list(_class_notes(config, model, name, stated if options.name_or_path else []))
     given: Weights = NoWeights()
     if options.name_or_path and weights:
         given = weights_of(model, options)
@@ -188,6 +87,26 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         files=replace(spec.files, revision=options.revision),
         notes=tuple(notes),
     )
+
+
+def _check_decoder(config: PreTrainedConfig, place: str) -> None:
+    """Raise ConfigError for an encoder with a decoder: the decoder alone would be built."""
+    if getattr(config, "is_encoder_decoder", False):
+        kind = type(config).__name__
+        seen = f"{kind} is an encoder with a decoder, of which the decoder alone would be trained"
+        mend = 'Set "is_encoder_decoder": false in its config if that is what you want.'
+        raise ConfigError(Problem(place, seen, "a decoder", mend))
+
+
+def _class_notes(
+    config: PreTrainedConfig, model: PreTrainedModel, name: str, stated: list[str]
+) -> Iterator[str]:
+    """Yield a note if another class is trained than the folder or the config says."""
+    kind = type(model).__name__
+    if stated and kind not in stated:
+        yield f"{name} says that it is a {stated[0]}; a {kind} is trained and saved"
+    elif type(model.config) is not type(config):
+        yield f"of {config.model_type} the text model alone is trained and saved, a {kind}"
 
 
 def untie(config: PreTrainedConfig) -> None:
@@ -311,7 +230,7 @@ def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
     folder = Path(options.name_or_path)
     if not folder.is_dir():
         folder = _downloaded(options)
-    config = _pretrained_config(options)
+    config = pretrained_config(options)
     quantiser = quantised.dequantiser(quantised.stored_config(config), place)
     return ConvertedWeights(stored_tensors(folder, config), model, quantiser, place)
 
@@ -364,30 +283,3 @@ def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None
     config.save_pretrained(folder)
     if model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)
-
-
-NAMES = {
-    "attn_implementation": (
-        *("eager", "sdpa", "flex_attention"),
-        *("flash_attention_2", "flash_attention_3", "flash_attention_4"),
-    ),
-    "experts_implementation": ("eager", "batched_mm", "grouped_mm"),
-}
-"""The implementations in transformers; any other name is a repository of compiled code to load."""
-
-
-def check_kernels(config: PreTrainedConfig, place: str) -> None:
-    """Raise ConfigError for a kernel that is not in NAMES, in the config or in one of its parts."""
-    for part in _parts(config):
-        for key, known in NAMES.items():
-            value = getattr(part, f"_{key}", None)
-            if value is not None and value not in known:
-                seen = f"{key} {str(value)!r:.100}, whose code would be fetched and run"
-                raise ConfigError(Problem(place, seen, f"none, or one of {', '.join(known)}"))
-
-
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    yield config
-    for value in vars(config).values():
-        if isinstance(value, PreTrainedConfig):
-            yield from _parts(value)

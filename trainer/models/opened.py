@@ -91,7 +91,7 @@ def _check_model(source: Any, trust: bool, place: str) -> None:
     """Raise ConfigError unless a folder's or hub id's config makes a model of a plausible size."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from trainer.models.huggingface import check_kernels
+    from trainer.models.language.model_config import check_kernels
 
     if not isinstance(source, Path | str):
         raise ConfigError(Problem(place, f"the base {source!r}"[:200], "its folder or hub id"))

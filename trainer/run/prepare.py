@@ -15,10 +15,11 @@ from torch import nn
 
 from trainer.checkpoint import ModelForm
 from trainer.checkpoint.safetensors_stream import new_hash
-from trainer.config import Config, RuntimeFacts, support
+from trainer.config import Config, RuntimeFacts, TrainerSection, support
 from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED
 from trainer.data.progress import Progress
+from trainer.distributed.ranks import Ranks
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -128,12 +129,11 @@ def prepare(
 
     Without `builds`, nothing will be built: this machine need not have what the engine requires.
     """
-    ranks, section = machine.ranks, config.trainer
-    kind: Any = machine.device.type
-    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    local = machine.local_world_size
-    composed = compose(config, RuntimeFacts(ranks.world_size, None, None, bf16, kind, local))
-    config, layout = composed.config, composed.layout
+    ranks = machine.ranks
+    section = config.trainer
+    composed = compose(config, _facts(machine))
+    config = composed.config
+    layout = composed.layout
     name, engine = composed.engine()
     if builds:
         ranks.on_own(lambda: engine.ready(layout, machine.device, config.deepspeed))
@@ -143,21 +143,16 @@ def prepare(
     progress = Progress(terminal, machine.watch.moves, machine.signs)
     subject = open_subject(config, given, layout, ranks, progress, order)
     machine.signs.at("trying a tiny copy of the model")
-    spec, model_notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
-    ranks.on_first(lambda: engine.check(spec, layout))
-    ranks.try_on_first(lambda: subject.trained(spec, section))
-    subject = subject.trained(spec, section)
-    if builds and kind == "cuda" and section.model.attention in (None, "sdpa"):
+    subject, model_notes = _tried(subject, section, layout, engine, ranks)
+    on_gpu = builds and machine.device.type == "cuda"
+    if on_gpu and section.model.attention in (None, "sdpa"):
         model_notes = (*model_notes, *subject.kernels(layout, machine.device))
-    samples = (section.epochs or 1) * len(subject.data.train)
-    steps = section.steps or max(1, math.ceil(samples / layout.train_batch))
-    if problems := profile_problems(section, steps):
-        raise ConfigError(*problems).share()
+    spec = subject.spec
+    steps = _steps_of(section, len(subject.data.train), layout.train_batch)
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
     config = subject.settled(config)
-    few_cores = share_of_cores(local or 1) if layout.offloads else None
-    notes = [*filter(None, [few_cores]), *_faster(composed, name)]
-    config = replace(config, notes=(*config.notes, *notes, *support.notes(config, name)))
+    notes = (*config.notes, *_machine_notes(composed, name, machine), *support.notes(config, name))
+    config = replace(config, notes=notes)
     model = spec.build()
     _check_weights(spec, [name for name, _ in model.named_parameters()], machine)
     return Prepared(
@@ -193,6 +188,46 @@ def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
         seen = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
         place, expected = f"{spec.name}: pretrained weights", "the same files on every machine"
         raise ConfigError(Problem(place, seen, expected)).share()
+
+
+def _tried(
+    subject: Subject, section: TrainerSection, layout: Layout, engine: EngineKind, ranks: Ranks
+) -> tuple[Subject, tuple[str, ...]]:
+    """Try a tiny copy under the layout; return the subject as it is trained, and notes. Collective.
+
+    Raises ConfigError for a model, a layout or an engine that do not go together.
+    """
+    spec, notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
+    ranks.on_first(lambda: engine.check(spec, layout))
+    ranks.try_on_first(lambda: subject.trained(spec, section))
+    return subject.trained(spec, section), notes
+
+
+def _facts(machine: Machine) -> RuntimeFacts:
+    """Return what a config is resolved by, as far as it is known before the model is."""
+    kind: Any = machine.device.type
+    bf16 = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    world_size = machine.ranks.world_size
+    return RuntimeFacts(world_size, None, None, bf16, kind, machine.local_world_size)
+
+
+def _steps_of(section: TrainerSection, samples: int, train_batch: int) -> int:
+    """Return the steps of a run on so many samples. Raises ConfigError for steps to profile that
+    it does not have."""
+    seen = (section.epochs or 1) * samples
+    steps = section.steps or max(1, math.ceil(seen / train_batch))
+    if problems := profile_problems(section, steps):
+        raise ConfigError(*problems).share()
+    return steps
+
+
+def _machine_notes(composed: Composed, name: str, machine: Machine) -> Iterator[str]:
+    """Yield a note on few cores for an optimizer, and one on an engine that is faster here."""
+    if composed.layout.offloads:
+        few_cores = share_of_cores(machine.local_world_size or 1)
+        if few_cores:
+            yield few_cores
+    yield from _faster(composed, name)
 
 
 def _faster(composed: Composed, name: str) -> Iterator[str]:

@@ -20,8 +20,8 @@ from trainer.config.sections.model_and_data import AdapterSection, ModelSection
 from trainer.errors import ConfigError, DiskError
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_targets import LINEAR
-from trainer.models.huggingface import read_config
 from trainer.models.huggingface import spec_of as spec_from
+from trainer.models.language.model_config import read_config
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.probes.probe import drawn

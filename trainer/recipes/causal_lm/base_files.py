@@ -11,6 +11,7 @@ from torch import nn
 from trainer.certify.finding import CheckResult
 from trainer.errors import refused
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS
 from trainer.models.spec import ModelSpec
 
@@ -80,7 +81,7 @@ def _loaded(options: Any, layers: int, blocks: int) -> dict[str, torch.Tensor]:
     """Load the first blocks by transformers, in the dtype that the base states."""
     from transformers import AutoModelForCausalLM
 
-    config = huggingface.pretrained_blocks(options, layers, blocks)
+    config = model_config.pretrained_blocks(options, layers, blocks)
     more = {"trust_remote_code": options.trust_remote_code, "revision": options.revision}
     place = f"trainer.model.name_or_path: {options.name_or_path}"
     # network, memory and value errors alike

@@ -27,6 +27,7 @@ from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
 from trainer.models.finetuning.changed import changed_spec
+from trainer.models.language import model_config
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
@@ -53,7 +54,7 @@ class LanguageCase:
 
     def __init__(self, small: Tiny, machine: Machine, folder: Path) -> None:
         """Make the copy, and in `folder` its weights if a run would read them. Collective."""
-        architecture = huggingface.read_config(small.config.trainer.model)
+        architecture = model_config.read_config(small.config.trainer.model)
         named = small.config.trainer.model
         files = machine.ranks.await_first(lambda: compare_base(architecture, named))
         if files.untied:

@@ -8,6 +8,7 @@ from trainer.config import TrainerSection
 from trainer.distributed.ranks import ALONE
 from trainer.models import huggingface
 from trainer.models.finetuning.changed import changed_spec
+from trainer.models.language import model_config
 from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.recipe import PlannedModel, SampleCost
 from trainer.recipes.causal_lm.task import CausalLM
@@ -16,7 +17,7 @@ from trainer.tasks.task import Batch, Task
 
 def planned_language_model(section: TrainerSection) -> PlannedModel:
     """Describe the language model that a config names. Raises ConfigError."""
-    architecture = huggingface.read_config(section.model)
+    architecture = model_config.read_config(section.model)
     plain = huggingface.spec_of(architecture, section.model, weights=False)
     spec = changed_spec(plain, section, ALONE)
     length = section.data.sequence_length

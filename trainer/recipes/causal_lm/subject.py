@@ -24,6 +24,7 @@ from trainer.engines import Metrics
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import huggingface
+from trainer.models.language import model_config
 from trainer.models.own_vocabulary import align
 from trainer.models.spec import ModelSpec, flops_per_token
 from trainer.parallel.checks import packing_refusal
@@ -91,8 +92,8 @@ class LanguageSubject(Subject):
         model = planned["model"]
         if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
             rows = {"vocab_size": self.spec.language.vocabulary}
-            stated = huggingface.stated(model["config"])
-            model["config"] = {**rows, **stated} if stated else {**huggingface.EMBEDDED, **rows}
+            stated = model_config.stated(model["config"])
+            model["config"] = {**rows, **stated} if stated else {**model_config.EMBEDDED, **rows}
 
     def measures(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, 700.0))}
@@ -127,11 +128,11 @@ def open_language_model(context: RunContext) -> LanguageSubject:
     section, ranks = context.section, context.ranks
     if section.evaluation.tasks:
         ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
-    architecture = ranks.on_own(lambda: huggingface.read_config(section.model))
+    architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     tokenizer = _tokenizer(context)
     notes: tuple[str, ...] = ()
     if section.model.name_or_path is None:
-        stated = huggingface.stated(section.model.config)
+        stated = model_config.stated(section.model.config)
         notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
     spec = context.changed(huggingface.spec_of(architecture, section.model))
     task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
