@@ -165,9 +165,9 @@ ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
 def by_kernel(case: Case, kernel: str) -> dict[str, torch.Tensor]:
     """Return the gradients by a GPU's kernel, on this CPU. Runs on each rank of a pool."""
     from tests.support.varlen import on_cpu
-    from trainer.recipes.causal_lm.task import CausalLM
 
-    with on_cpu(), patch.object(CausalLM, "_kernels", lambda *_: lambda *_: kernel):
+    chooser = "trainer.recipes.causal_lm.task.kernel_chooser"
+    with on_cpu(), patch(chooser, lambda *_: lambda *_: kernel):
         return gradients(case)
 
 
@@ -195,6 +195,7 @@ def test_a_kernel_is_tested_as_it_will_run(groups):
     """Every copy of a task asks with its own ranks, the one with noise that is trained, too."""
     import trainer.recipes.causal_lm.task as causal_lm
     from trainer.distributed.context_ranks import ContextRanks
+    from trainer.tasks import kernels
 
     spec = spec_in(CONTEXT)
     plain = task_of(spec, CONTEXT)
@@ -209,12 +210,13 @@ def test_a_kernel_is_tested_as_it_will_run(groups):
 
     row = torch.zeros(1, 8, dtype=torch.int64)
     batch = {"input_ids": row, "targets": row, "documents": torch.tensor([[3, 5]])}
-    kernels = causal_lm.CausalLM._kernels
+
+    def on_gpu(attention: Any, device: torch.device, ranks: Any) -> Any:
+        return kernels.kernel_chooser(attention, torch.device("cuda"), ranks)
+
     with (
-        patch.object(causal_lm, "tested", tested),
-        patch.object(
-            causal_lm.CausalLM, "_kernels", lambda task, _: kernels(task, torch.device("cuda"))
-        ),
+        patch.object(kernels, "tested", tested),
+        patch.object(causal_lm, "kernel_chooser", on_gpu),
     ):
         task.loss_sum(model, batch | {"lengths": torch.tensor([[8]])})
     assert asked == [groups > 1]

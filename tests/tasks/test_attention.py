@@ -224,14 +224,19 @@ def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
 # Exactness
 
 
+def by(kernel: str) -> Any:
+    """Let each task compute its masks by this kernel."""
+    chooser = "trainer.recipes.causal_lm.task.kernel_chooser"
+    return patch(chooser, lambda *_: lambda *_: kernel)
+
+
 def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
     """Compare packed documents, of ragged rows, with each document alone."""
     spec, task, model = tiny(name)
     own = tiny(name)[2]
     recompute.apply(model, spec, Recompute(mode))
-    task._kernels = lambda *_: lambda *_: kernel
     samples = packed_samples(0, 3)
-    with on_cpu():
+    with on_cpu(), by(kernel):
         loss = task.loss_sum(model, task.collate(samples))
         loss.backward()
     alone = loss_alone(own, samples)
@@ -269,8 +274,7 @@ def test_windows_of_whole_rows_are_those_of_masks(name: str, kernel: str) -> Non
     inputs = batch(2 * WINDOW + 3, rows=3)
     for chosen in ("mask", kernel):
         _, task, model = tiny(name)
-        task._kernels = lambda *_, chosen=chosen: lambda *_: chosen
-        with on_cpu():
+        with on_cpu(), by(chosen):
             loss = task.loss_sum(model, inputs)
             loss.backward()
         losses.append((loss, *(p.grad for p in model.parameters())))
@@ -362,9 +366,7 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
     counter = CompileCounterWithBackend("aot_eager" if kernel == "cu_seqlens" else "eager")
     for block in model.model.layers:
         block.forward = torch.compile(block.forward, fullgraph=True, backend=counter)
-    for each in (task, again):
-        each._kernels = lambda *_: lambda *_: kernel
-    with on_cpu():
+    with on_cpu(), by(kernel):
         for step in range(2):
             inputs = task.collate(packed_samples(step, 3))
             loss = task.loss_sum(model, inputs)
@@ -374,7 +376,6 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
 
 def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
     _, task, model = tiny("mistral")
-    task._kernels = lambda *_: lambda *_: "cu_seqlens"
     seen: list[Any] = []
 
     def see(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
@@ -382,7 +383,7 @@ def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
         return query.transpose(1, 2), None
 
     inputs, lengths = batch(12, rows=3), torch.tensor([[5, 4], [9, 0], [1, 2]])
-    with patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see):
+    with patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see), by("cu_seqlens"):
         task.loss_sum(model, inputs)
         task.loss_sum(model, {**inputs, "documents": lengths})
     assert all(isinstance(mask, CuSeqlens) for mask in seen)
