@@ -34,7 +34,6 @@ RWKV = {
     "num_hidden_layers": 9,
     "intermediate_size": 48,
 }
-CALLS = 0
 
 
 class Net(nn.Module):
@@ -66,14 +65,6 @@ class Counting(nn.Module):
 
     def forward(self, hidden):
         self.n += 1
-        return hidden
-
-
-class OfItsClass(nn.Module):
-    calls = 0
-
-    def forward(self, hidden):
-        type(self).calls += 1
         return hidden
 
 
@@ -110,12 +101,6 @@ def averaged(net, hidden):
         net.kept["mean"] = 0.5 * net.kept.get("mean", mean).to(mean.device) + 0.5 * mean
 
 
-def hooked(seen):
-    identity = nn.Identity()
-    identity.register_forward_hook(lambda *_: seen.append(1))
-    return identity
-
-
 def counted_backward():
     """The backward pass of each call is another one: its gradients grow, and forward passes show
     nothing.
@@ -128,16 +113,6 @@ def counted_backward():
     return identity
 
 
-def in_a_global(net, hidden):
-    global CALLS
-    CALLS += 1
-    return hidden
-
-
-def counted_by_a_partial():
-    return functools.partial(lambda box, hidden: (box.append(1), hidden)[1], [])
-
-
 def divided(net, hidden):
     if not net.training and not hidden.is_meta:
         net.b.weight.data.div_(2)
@@ -146,34 +121,24 @@ def divided(net, hidden):
 MOVES = {
     "a count": ((Counting,), "kept.n ("),
     "a count that matters later": ((lambda: {"steps": 0}, late), "kept['steps'] ("),
-    "a count in a dataclass": (
-        (Record, after(lambda net, h: vars(net.kept).update(count=net.kept.count + 1))),
-        ".count",
-    ),
-    "a count of the class": ((OfItsClass,), "OfItsClass['calls'] ("),
-    "a count in a global": ((None, in_a_global), "CALLS ("),
-    "a count in a partial": ((counted_by_a_partial,), "kept"),
-    "itertools.count": ((itertools.count, after(lambda net, h: next(net.kept))), "kept"),
     "a queue that grows": (
         (lambda: collections.deque(maxlen=99), after(lambda net, h: net.kept.append(1))),
         "kept",
     ),
-    "a module in a list": ((lambda: [Counting()], lambda net, h: net.kept[0](h)), "kept[0].n ("),
     "the first rows": ((dict, first_seen), "after other passes, by"),
     "on and off": ((dict, turned_over), "kept['on'] ("),
     "a mean that goes along": ((dict, after(averaged)), "kept['mean']"),
-    "a hook that counts": ((functools.partial(hooked, []), None), "_forward_hooks"),
     "a hook of the backward pass": (
         (counted_backward, None),
         "other gradients after other passes, by ",
     ),
     "NumPy's generator": (
         (lambda: np.random.default_rng(1), lambda net, h: h * float(net.kept.random())),
-        "kept",
+        "after other passes, by",
     ),
     "Python's generator": (
         (lambda: random.Random(1), lambda net, h: h * net.kept.random()),
-        "kept",
+        "after other passes, by",
     ),
     "weights in evaluation": (
         (None, after(divided)),
@@ -248,9 +213,9 @@ def test_what_rests_is_allowed(name):
 
 def test_a_tensor_that_nobody_knows_of_is_told_by_its_place():
     scaled = functools.partial(
-        Net, lambda: Record(last=torch.ones(8)), lambda net, hidden: hidden * net.kept.last
+        Net, lambda: {"last": torch.ones(8)}, lambda net, hidden: hidden * net.kept["last"]
     )
-    with raises(ConfigError, "kept.last", "parameter nor"):
+    with raises(ConfigError, "kept['last']", "parameter nor"):
         findings_of(*spec_and_task(scaled))
 
 

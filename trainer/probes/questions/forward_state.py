@@ -13,10 +13,10 @@ from trainer.errors import listed
 from trainer.models.materialise import on_host
 from trainer.models.names import gradients_of
 from trainer.models.own.module import running_norms
-from trainer.models.own.python_state import snapshot
 from trainer.models.spec import ModelSpec
 from trainer.probes.dispatch_modes import Alone
 from trainer.probes.inputs import Batch, sequence_of
+from trainer.probes.kept_state import snapshot
 from trainer.probes.probe import Differs, Finding, drawn, observe
 from trainer.probes.question import Probed, Question
 from trainer.probes.questions.can_run import is_tried
@@ -46,17 +46,17 @@ class Pass(NamedTuple):
     """The output, and in training the norm of each gradient: backward hooks may leave things."""
 
 
-def moved_buffers(make: Callable[[], nn.Module], run: Run, *beside: tuple[str, Any]) -> list[str]:
+def moved_buffers(make: Callable[[], nn.Module], run: Run) -> list[str]:
     """Return the persistent buffers that a forward pass in training changes.
 
     `make` gives the same model each time, and each pass starts from the buffers' first values.
-    `beside`: objects that a pass may change besides the model, by name. Raises Differs, with the
-    place, if a pass changes a parameter, if one in evaluation changes a persistent buffer, if
-    anything left behind changes a later output, and if an attribute never settles, such as a count.
+    Raises Differs, with the place, if a pass changes a parameter, if one in evaluation changes a
+    persistent buffer, if anything left behind changes a later output, and if an attribute never
+    settles, such as a count.
     State that settles and changes no output is allowed, such as a mask.
     """
-    by_itself, moved = _passes(make(), run, BY_ITSELF, beside)
-    others, _ = _passes(make(), run, AFTER_OTHERS, beside)
+    by_itself, moved = _passes(make(), run, BY_ITSELF)
+    others, _ = _passes(make(), run, AFTER_OTHERS)
     for training in (TRAIN, EVAL):
         passes = [one for one in (*by_itself, *others) if one.training == training]
         first, *later = [one for one in passes if one.number == 0]
@@ -77,7 +77,6 @@ def _passes(
     model: nn.Module,
     run: Run,
     order: Sequence[tuple[bool, int]],
-    beside: Sequence[tuple[str, Any]],
 ) -> tuple[list[Pass], list[str]]:
     """Run the passes; return them, and the persistent buffers that those in training change."""
     parameters = dict(model.named_parameters(remove_duplicate=False)).keys()
@@ -85,11 +84,11 @@ def _passes(
     first = {key: value.clone() for key, value in buffers.items()}
     passes = list[Pass]()
     moved = dict[str, None]()
-    after = snapshot(model, *beside)
+    after = snapshot(model)
     for training, number in order:
         for key, value in first.items():
             buffers[key].copy_(value)
-        before = snapshot(model, *beside) if first else after
+        before = snapshot(model) if first else after
         seed_generators(1)
         with torch.set_grad_enabled(training):
             output = run(model.train(training), number).float()
@@ -99,7 +98,7 @@ def _passes(
             norms = [gradient.norm() for gradient in gradients_of(model).values()]
             found["other gradients"] = torch.stack(norms)
             model.zero_grad()
-        after = snapshot(model, *beside)
+        after = snapshot(model)
         changed = _changed(before, after)
         fixed = parameters if training else {*parameters, *buffers}
         if wrong := [key for key in changed if key in fixed]:
@@ -123,7 +122,7 @@ def _compare(first: Pass, later: Pass) -> None:
                 f"the same input with the same random numbers gives {what} after other passes, by "
                 f"{moved:.1e} of {largest:.1e}: a pass leaves something behind{where}"
             )
-            raise Differs(f"{actual}. Ranks run different rows")
+            raise Differs(f"{actual}. Ranks run different sequences")
 
 
 def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
@@ -168,8 +167,7 @@ def _moved_of_own(about: Probed) -> str:
     def run(model: nn.Module, number: int) -> torch.Tensor:
         return task.loss_sum(model, halves[number])
 
-    loss = ("loss", getattr(task, "_loss", None))
-    moved = moved_buffers(lambda: on_host(spec), run, loss)
+    moved = moved_buffers(lambda: on_host(spec), run)
     statistics = _statistics(spec) if moved else set()
     return next((name for name in moved if name not in statistics), "")
 
@@ -190,15 +188,15 @@ def _halves(batch: Batch) -> list[Batch]:
 QUESTION = Question(
     name="whether it computes the same again",
     key="trainer.model",
-    expected="a forward pass that depends on its rows, weights and torch's random numbers alone",
+    expected="a forward pass that depends on its input, weights and torch's random numbers alone",
     needed=is_tried,
     ask=_ask,
     who="all models",
     holds=(
         "A forward pass changes no parameter and, in evaluation, no persistent buffer. It leaves "
-        "nothing behind (in attributes of any submodule, closures, globals, generators) that "
+        "nothing behind, wherever it is kept, that "
         "changes a later output. State that settles is accepted, such as a cached mask; a counter "
-        "does not settle"
+        "in an attribute does not settle"
     ),
     otherwise=(
         "error, with the module, the attribute and both values: weights that are divided in "

@@ -11,11 +11,11 @@ from torch import nn
 from trainer.errors import ConfigError, Problem
 from trainer.models.names import gradients_of, pattern_of
 from trainer.models.own.module import running_norms
-from trainer.models.own.python_state import snapshot
 from trainer.models.spec import ModelSpec
 from trainer.probes.dispatch_modes import Alone
 from trainer.probes.findings import notes_on_unused
 from trainer.probes.inputs import Batch, ProbeTask
+from trainer.probes.kept_state import snapshot
 from trainer.probes.question import Probed, Question
 from trainer.probes.questions.can_run import is_own_module
 
