@@ -55,44 +55,44 @@ class Comparison:
         """
         ranks = self.machine.ranks
         self.machine.watch.at(Phase.FINISHING)
-        found: list[CheckResult] = []  # of the first rank, which does not send them
-        expected, order = ranks.on_first(Alone()(lambda: self._one_process(run, resumed, found)))
+        results: list[CheckResult] = []  # of the first rank, which does not send them
+        expected, order = ranks.on_first(Alone()(lambda: self._one_process(run, resumed, results)))
         for step, one in enumerate(expected):
-            found.extend(compare_step(run, step, one, order, ranks.rank))
+            results.extend(compare_step(run, step, one, order, ranks.rank))
             if step < self.small.total:
                 so_far = sum(other.targets for other in expected[: step + 1])
-                found.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
-        findings = [finding for theirs in ranks.gather(found) for finding in theirs]
+                results.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
+        findings = [finding for theirs in ranks.gather(results) for finding in theirs]
         sequence = {check: index for index, check in enumerate(TOLERANCES)}
         failures = (finding for finding in findings if not finding.passed)
         first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
         return worst_of(findings), first
 
     def _one_process(
-        self, run: Recording, resumed: Recording, found: list[CheckResult]
+        self, run: Recording, resumed: Recording, results: list[CheckResult]
     ) -> tuple[list[Expected], Order]:
         """Add the findings of the whole run; return what each step is expected to give."""
         small = self.small
         reference = self.make(small)
         order = Order(reference.order, self.spec.blocks)
         own = small.own.config
-        found.append(compare_initial(run, reference.weights(), order, reference.frozen))
-        found.append(compare_schedule(own, own.trainer.steps or UNKNOWN_STEPS))
+        results.append(compare_initial(run, reference.weights(), order, reference.frozen))
+        results.append(compare_schedule(own, own.trainer.steps or UNKNOWN_STEPS))
         expected = list[Expected]()
-        if found[0].error == float("inf"):  # other tensors: nothing else can be compared
+        if results[0].error == float("inf"):  # other tensors: nothing else can be compared
             return expected, order
         for one, findings in one_by_one(run, reference, small, self.edges, order):
             self.machine.watch.moves()
             expected.append(one)
-            found.extend(findings)
-        found.extend(self._of_options(run, expected))
-        found.extend(compare_resumed(resumed, run, small.middle, order))
+            results.extend(findings)
+        results.extend(self._of_options(run, expected))
+        results.extend(compare_resumed(resumed, run, small.middle, order))
         if run.exported is not None and reference.published is not None:
             opened = reference.published(run.exported)
-            found.extend(compare_published(run, opened, reference.frozen, order))
+            results.extend(compare_published(run, opened, reference.frozen, order))
         if run.rounded is not None:
             projected = reference.projected(run.states[-1], len(run.losses))
-            found.extend(compare_rounded(run, *projected))
+            results.extend(compare_rounded(run, *projected))
         return [light(one) for one in expected], order
 
     def _of_options(self, run: Recording, expected: list[Expected]) -> Iterator[CheckResult]:

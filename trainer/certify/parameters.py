@@ -72,9 +72,9 @@ def learner(
             return of_whole
         return carried(of_whole, copied[0].blocks, copied[1].blocks, model)[0]
 
-    held = dict.fromkeys(_matching(whole, section.freeze), True)
-    _hold(model, of_copy(held))
-    _hold(whole, held)
+    frozen = dict.fromkeys(_matching(whole, section.freeze), True)
+    _hold(model, of_copy(frozen))
+    _hold(whole, frozen)
     groups: dict[str, tuple[float, float | None]] = {}
     learned = {name for name, p in whole.named_parameters() if p.requires_grad}
     for group in section.parameter_groups:

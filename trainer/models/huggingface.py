@@ -93,9 +93,9 @@ def _check_decoder(config: PreTrainedConfig, place: str) -> None:
     """Raise ConfigError for an encoder with a decoder: the decoder alone would be built."""
     if getattr(config, "is_encoder_decoder", False):
         kind = type(config).__name__
-        seen = f"{kind} is an encoder with a decoder, of which the decoder alone would be trained"
-        mend = 'Set "is_encoder_decoder": false in its config if that is what you want.'
-        raise ConfigError(Problem(place, seen, "a decoder", mend))
+        actual = f"{kind} is an encoder with a decoder, of which the decoder alone would be trained"
+        hint = 'Set "is_encoder_decoder": false in its config if that is what you want.'
+        raise ConfigError(Problem(place, actual, "a decoder", hint))
 
 
 def _class_notes(
@@ -132,9 +132,9 @@ def _check_router(model: PreTrainedModel, place: str) -> None:
     """Raise ConfigError for a router's loss in a model without routed experts: it has no value."""
     stated = getattr(language_model.text_config(model), "output_router_logits", False)
     if stated and not language_model.routes(model):
-        seen = "a router's loss (output_router_logits), and no layer with experts to route to"
+        actual = "a router's loss (output_router_logits), and no layer with experts to route to"
         expected = "output_router_logits false, or a layer with experts"
-        raise ConfigError(Problem(place, seen, expected))
+        raise ConfigError(Problem(place, actual, expected))
 
 
 def _tiny_copy(

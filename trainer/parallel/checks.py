@@ -167,11 +167,13 @@ def check_blocks(spec: ModelSpec, layout: Layout) -> None:
     for key, need in needs.items():
         if need and not spec.blocks:
             once = "modules that run once each, in order, from hidden state to hidden state"
-            seen = f"{need}, and it has no list of {once}"
-            raise _refused(spec, key, seen, "a model of repeated blocks")
+            actual = f"{need}, and it has no list of {once}"
+            raise _refused(spec, key, actual, "a model of repeated blocks")
     if layout.recompute.tile and not tiles.mlps(spec.build(), spec):
-        seen = "no module of its blocks gets one tensor, and has two matrices but no routed experts"
-        raise _refused(spec, computed_again.TILED, seen, "a model with such MLPs")
+        actual = (
+            "no module of its blocks gets one tensor, and has two matrices but no routed experts"
+        )
+        raise _refused(spec, computed_again.TILED, actual, "a model with such MLPs")
 
 
 def _notes_on_batch_norm(layout: Layout, findings: Findings) -> tuple[str, ...]:
@@ -199,8 +201,8 @@ def _notes_on_balance(spec: ModelSpec, layout: Layout) -> Iterator[str]:
 
 def _notes_on_tiles(spec: ModelSpec, layout: Layout) -> Iterator[str]:
     """Yield a note on the blocks that have no MLP to compute in tiles, if some have none."""
-    found = tiles.mlps(spec.build(), spec) if layout.recompute.tile else []
-    with_tiles = {name.rpartition(".")[0] for name in found}
+    mlps = tiles.mlps(spec.build(), spec) if layout.recompute.tile else []
+    with_tiles = {name.rpartition(".")[0] for name in mlps}
     if 0 < len(with_tiles) < len(spec.blocks):
         count = f"{len(with_tiles)} of {len(spec.blocks)} blocks"
         yield f"{computed_again.TILED}: {count} have an MLP for it"

@@ -87,10 +87,10 @@ def refusal(layout: Layout) -> str | None:
 
 def check_compiler(layout: Layout, device: torch.device) -> None:
     """Raise ConfigError if blocks are to be compiled, and this machine can't compile."""
-    if layout.compile == "blocks" and (seen := lacking(device)):
+    if layout.compile == "blocks" and (actual := lacking(device)):
         expected = "a machine on which torch.compile works"
         hint = 'Install a C++ compiler such as g++, or set trainer.compile to "none".'
-        raise ConfigError(Problem("trainer.compile", seen, expected, hint))
+        raise ConfigError(Problem("trainer.compile", actual, expected, hint))
 
 
 def lacking(device: torch.device) -> str | None:

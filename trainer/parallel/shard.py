@@ -140,5 +140,5 @@ def check_units(module: nn.Module, spec: ModelSpec) -> None:
     missing = [name for name in spec.blocks if f"model.{name}" not in units]
     if missing:
         count = f"{len(missing)} of {len(spec.blocks)} blocks"
-        seen = f"{count} are no unit of their own ({missing[0]}, ...)"
-        raise NumericsError(Problem("FSDP", seen, "one unit per block"))
+        actual = f"{count} are no unit of their own ({missing[0]}, ...)"
+        raise NumericsError(Problem("FSDP", actual, "one unit per block"))

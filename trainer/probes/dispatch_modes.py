@@ -23,10 +23,10 @@ class Alone(ContextDecorator, TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            seen = f"a collective operation ({func}) in a forward pass or a loss"
+            actual = f"a collective operation ({func}) in a forward pass or a loss"
             expected = "what each rank computes by itself"
-            mend = "The loss and the number of targets are summed over the ranks for it."
-            raise ConfigError(Problem("model, loss", seen, expected, mend))
+            hint = "The loss and the number of targets are summed over the ranks for it."
+            raise ConfigError(Problem("model, loss", actual, expected, hint))
         return func(*args, **(kwargs or {}))
 
 

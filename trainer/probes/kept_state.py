@@ -23,12 +23,12 @@ _OF_MODULES = {"training", "_parameters", "_buffers", "_modules"}
 
 def snapshot(model: nn.Module) -> dict[str, str]:
     """Return the state by place: tensors and arrays as checksums, all else as text."""
-    found: dict[str, str] = {}
+    result: dict[str, str] = {}
     for name, module in model.named_modules():
         attributes = {key: v for key, v in vars(module).items() if key not in _OF_MODULES}
         for key, value in {**module._parameters, **module._buffers, **attributes}.items():
-            found |= dict(_leaves(f"{name}.{key}".lstrip("."), value))
-    return found
+            result |= dict(_leaves(f"{name}.{key}".lstrip("."), value))
+    return result
 
 
 def _leaves(place: str, value: object, depth: int = 0) -> Iterator[tuple[str, str]]:

@@ -88,12 +88,12 @@ def observe(look: Callable[[], T]) -> T | Finding:
     The generators of random numbers are left as they were.
     """
     with own_randomness():
-        seen = attempt(look)
-    if not isinstance(seen, Raised):
-        return seen
-    if isinstance(seen.error, Differs):
-        return Finding(str(seen.error))
-    return Finding(seen.reason, raised=seen.error)
+        actual = attempt(look)
+    if not isinstance(actual, Raised):
+        return actual
+    if isinstance(actual.error, Differs):
+        return Finding(str(actual.error))
+    return Finding(actual.reason, raised=actual.error)
 
 
 def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:

@@ -58,8 +58,8 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     if shown := subject.samples(list(range(min(2, len(data.train))))):
         yield "samples"
         yield shown
-    held = [f"{len(source)}{name and f' of {name}'}" for name, source in data.evaluations.items()]
-    yield f"evaluation: {' and '.join(held) or 0} held-out samples, seed {section.seed}"
+    counts = [f"{len(source)}{name and f' of {name}'}" for name, source in data.evaluations.items()]
+    yield f"evaluation: {' and '.join(counts) or 0} held-out samples, seed {section.seed}"
 
 
 def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
@@ -93,15 +93,17 @@ def _rate_notes(prepared: Prepared) -> list[str]:
     scheduler, notes = prepared.config.scheduler, list[str]()
     warmup = scheduler.params.get("warmup_num_steps", 0) if scheduler else 0
     if warmup >= prepared.steps:
-        seen = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
-        notes = [f"{seen} steps: all of it is warm-up; lower it, or train for more steps"]
+        actual = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
+        notes = [f"{actual} steps: all of it is warm-up; lower it, or train for more steps"]
     # an own module's values are its constructor's: nobody knows if these were trained
     initial = type(spec.weights) in (NoWeights, MadeWeights)
     begun = initial or prepared.config.trainer.adapter is not None
     if begun or "adam" not in optimizer.type.lower() or optimizer.params["lr"] < 1e-3:
         return notes
-    seen = f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"
-    return [*notes, f"{seen}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
+    actual = (
+        f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"
+    )
+    return [*notes, f"{actual}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
 
 
 def device_notes(precision: str, machine: Machine) -> Iterator[str]:
@@ -141,13 +143,13 @@ def run_description(prepared: Prepared) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    found = {"meshloom": VERSION, "python": platform.python_version()}
+    result = {"meshloom": VERSION, "python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = version(package)
+            result[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return result
 
 
 def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequence[str]) -> None:

@@ -148,17 +148,17 @@ class RunHooks(Hooks):
         by_source = {name: held_out_loss(self._engine, source, *given) for name, source in sources}
         if not by_source:
             return False
-        found = together(list(by_source.values()))
-        if math.isfinite(found.loss):
-            self._held_out[state.step] = found.loss
+        result = together(list(by_source.values()))
+        if math.isfinite(result.loss):
+            self._held_out[state.step] = result.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        own, metrics = found.split()
-        named: dict[str, Any] = {**own, **subject.measures(found.loss), "by_source": losses}
+        own, metrics = result.split()
+        named: dict[str, Any] = {**own, **subject.measures(result.loss), "by_source": losses}
         metrics |= self._scores()
-        evaluation = Evaluation(state.step, found.loss, found.targets, **named, metrics=metrics)
+        evaluation = Evaluation(state.step, result.loss, result.targets, **named, metrics=metrics)
         for tracker in self._trackers:
             tracker.evaluation(evaluation)
-        ends = self._patience.ends(state.step, found.loss)
+        ends = self._patience.ends(state.step, result.loss)
         return self.callbacks.call("on_evaluate", evaluation) or ends
 
     def _scores(self) -> dict[str, float]:
@@ -170,9 +170,9 @@ class RunHooks(Hooks):
         self._session.machine.watch.moves(86_400.0)  # tasks give no sign of life
         form = self._prepared.exported_form
         export(self._prepared.subject, self._engine, folder, ranks, form, merges=False)
-        found = ranks.await_first(lambda: scores(folder / FINAL, section))
+        result = ranks.await_first(lambda: scores(folder / FINAL, section))
         ranks.on_node_firsts(lambda: shutil.rmtree(folder, ignore_errors=True))
-        return found
+        return result
 
     def save(self, state: RunState) -> None:
         prepared, subject = self._prepared, self._prepared.subject

@@ -185,9 +185,9 @@ def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
     if not several or isinstance(spec.weights, NoWeights):
         return
     if others := ranks.differing(ranks.on_own(lambda: fingerprint(spec.weights, names))):
-        seen = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
+        actual = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
         place, expected = f"{spec.name}: pretrained weights", "the same files on every machine"
-        raise ConfigError(Problem(place, seen, expected)).share()
+        raise ConfigError(Problem(place, actual, expected)).share()
 
 
 def _tried(
@@ -214,8 +214,8 @@ def _facts(machine: Machine) -> RuntimeFacts:
 def _steps_of(section: TrainerSection, samples: int, train_batch: int) -> int:
     """Return the steps of a run on so many samples. Raises ConfigError for steps to profile that
     it does not have."""
-    seen = (section.epochs or 1) * samples
-    steps = section.steps or max(1, math.ceil(seen / train_batch))
+    actual = (section.epochs or 1) * samples
+    steps = section.steps or max(1, math.ceil(actual / train_batch))
     if problems := profile_problems(section, steps):
         raise ConfigError(*problems).share()
     return steps

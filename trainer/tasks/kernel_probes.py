@@ -53,10 +53,10 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
                 outputs.append(logits(model.train(), sequence_of(small)[None], seal))
         return small.language, model, outputs
 
-    found = observe(packed)
-    if isinstance(found, Finding):
-        return Attention(refusal=f"its layers need it ({found.actual:.80})")
-    small, model, outputs = found
+    result = observe(packed)
+    if isinstance(result, Finding):
+        return Attention(refusal=f"its layers need it ({result.actual:.80})")
+    small, model, outputs = result
     if not calls or not torch.equal(*outputs):
         kind = model.config._attn_implementation  # type: ignore[union-attr]
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
@@ -148,10 +148,10 @@ def fault_of(
     """
     example = _Example(heads, pattern, dtype, device, divided)
     with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
-        found = observe(lambda: example.difference(kernel))
+        result = observe(lambda: example.difference(kernel))
         if kernel == "blocks":
             torch.compiler.reset()  # it would make the length of the run's own rows dynamic
-    return f"{found.actual:.80}" if isinstance(found, Finding) else found
+    return f"{result.actual:.80}" if isinstance(result, Finding) else result
 
 
 class _Example:
@@ -188,10 +188,10 @@ class _Example:
         at = torch.arange(self.LENGTH, device=self._device)
         mask = self._mask_function()(at[:2, None, None, None], None, at[:, None], at)
         expected = self._computed(drawn, mask, self._device, torch.float32)
-        found = self._computed(drawn, self._masked_for(kernel), self._device)
+        result = self._computed(drawn, self._masked_for(kernel), self._device)
         most = 8 * max(torch.finfo(self._dtype).eps, 2**-10)  # float32 may be computed as TF32
         names = ("output", "gradient of q", "gradient of k", "gradient of v")
-        for name, actual, true in zip(names, found, expected, strict=True):
+        for name, actual, true in zip(names, result, expected, strict=True):
             share = float((actual - true).abs().max() / true.abs().max())
             if not share <= most:  # or it is NaN
                 return f"its {name} differs by {share:.2g} of the largest value"

@@ -37,10 +37,12 @@ def first_finding(
 ) -> CheckResult:
     """Return the first error that is too large; if none is, the nearest to its tolerance."""
     usual = TOLERANCES[check]
-    found = [CheckResult(check, step, errors[n], tolerances.get(n, usual), n, rank) for n in ranked]
-    failed = next((finding for finding in found if not finding.passed), None)
+    results = [
+        CheckResult(check, step, errors[n], tolerances.get(n, usual), n, rank) for n in ranked
+    ]
+    failed = next((finding for finding in results if not finding.passed), None)
     nothing = CheckResult(check, step, 0.0, usual, "", rank)
-    return failed or max(found, key=lambda finding: finding.severity, default=nothing)
+    return failed or max(results, key=lambda finding: finding.severity, default=nothing)
 
 
 def tolerance_of(check: str, band: float, one: Expected) -> float:

@@ -32,15 +32,15 @@ MOST_STEPS = 200_000
 
 
 def compare_initial(
-    run: Recording, weights: Tensors, order: Order, held: Collection[str] = ()
+    run: Recording, weights: Tensors, order: Order, frozen: Collection[str] = ()
 ) -> CheckResult:
     """Compare the initial weights, by float32 masters if any, which must not start rounded.
 
-    Frozen weights, `held`, need no master: they may be kept in 16 bits alone.
+    The `frozen` weights need no master: they may be kept in 16 bits alone.
     """
     state = run.states[0]
     theirs = {(name, WEIGHT): value for name, value in weights.items()}
-    for key in theirs.keys() & {(name, WEIGHT) for name in held} & state.keys():
+    for key in theirs.keys() & {(name, WEIGHT) for name in frozen} & state.keys():
         theirs[key] = theirs[key].to(state[key].dtype).to(theirs[key].dtype)
     ours = {
         key: exact_value(state, key[0], value) for key, value in state.items() if key[1] == WEIGHT
@@ -68,13 +68,13 @@ def compare_resumed(
 
 
 def compare_published(
-    run: Recording, theirs: Published, held: Collection[str], order: Order
+    run: Recording, theirs: Published, frozen: Collection[str], order: Order
 ) -> Iterator[CheckResult]:
     """Compare the adapter that PEFT opens with the one that was trained, and the merged model with
     PEFT's merge: the error beyond the rounding of its dtype, relative to the adapter's effect.
     """
     step, state = len(run.losses), run.states[-1]
-    names = {name for name in order.places if name not in held}
+    names = {name for name in order.places if name not in frozen}
     names |= {name for name in {*theirs.adapted, *(of for of, _ in state)} if ".lora_" in name}
     ours = {(n, WEIGHT): state[n, WEIGHT].float() for n in names if (n, WEIGHT) in state}
     shown = {(n, WEIGHT): theirs.adapted[n] for n in names if n in theirs.adapted}
@@ -133,10 +133,10 @@ def compare_schedule(own: Config, steps: int) -> CheckResult:
     worst = CheckResult("schedule", 0, 0.0, most, f"(the first {steps:,} steps)")
     for step in range(min(steps, MOST_STEPS)):
         update, [group] = ours(step), optimizer.param_groups
-        found = [(update.learning_rate, group["lr"])]
+        rates = [(update.learning_rate, group["lr"])]
         if update.betas is not None and theirs is not None:
-            found += zip(update.betas, group["betas"], strict=True)
-        for mine, expected in found:
+            rates += zip(update.betas, group["betas"], strict=True)
+        for mine, expected in rates:
             error = abs(mine - expected) / max(abs(expected), 1e-6 * base, 1e-30)
             if not error <= worst.error:
                 where = f"({mine:.6g} in place of {expected:.6g})"

@@ -1,4 +1,4 @@
-"""The order of samples and the seeds of a run, written anew from their contracts."""
+"""The order of samples and the seeds of a run, written again from their contracts."""
 
 from __future__ import annotations
 

@@ -26,8 +26,8 @@ def stated_blocks(model: Any) -> tuple[str, ...]:
     """
     layers = getattr(text_config(model), "num_hidden_layers", 0)
     long = [name for name, module in _lists(model).items() if len(module) == layers]
-    found = outermost([name for name in long if name.startswith(model.base_model_prefix)])
-    return tuple(f"{found[0]}.{i}" for i in range(layers)) if len(found) == 1 else ()
+    result = outermost([name for name in long if name.startswith(model.base_model_prefix)])
+    return tuple(f"{result[0]}.{i}" for i in range(layers)) if len(result) == 1 else ()
 
 
 def blocks_like(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
@@ -42,8 +42,8 @@ def blocks_by_run(spec: ModelSpec) -> tuple[str, ...]:
     if spec.parameters > LARGEST:
         return ()
     ids = torch.arange(1, 17)[None] % spec.language.vocabulary
-    found = attempt(lambda: blocks_of(on_host(spec).eval(), ids))
-    return () if isinstance(found, Raised) else found
+    result = attempt(lambda: blocks_of(on_host(spec).eval(), ids))
+    return () if isinstance(result, Raised) else result
 
 
 def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
@@ -72,8 +72,8 @@ def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
                 hooks.enter_context(hook)
         with torch.no_grad():
             model(input_ids=ids, use_cache=False)
-    found = outermost([name for name in lists if calls[name] == list(range(len(lists[name])))])
-    sizes = {name: sum(p.numel() for p in lists[name].parameters()) for name in found}
+    result = outermost([name for name in lists if calls[name] == list(range(len(lists[name])))])
+    sizes = {name: sum(p.numel() for p in lists[name].parameters()) for name in result}
     best = max(sizes, key=lambda name: sizes[name], default="")
     return tuple(f"{best}.{index}" for index in range(len(lists[best]))) if best else ()
 

@@ -117,7 +117,7 @@ def is_word_by_word(model: PreTrainedModel) -> bool:
         alike = torch.allclose(split, logits(head_of(matrix), hidden), rtol=1e-4, atol=1e-5)
         return alike and torch.equal(vectors(parts[1], ids - 5), vectors(matrix, ids))
 
-    found = attempt(in_parts)
+    result = attempt(in_parts)
     model.set_submodule(model.base_model_prefix, body)
     model.set_submodule(name, head)
-    return found is True
+    return result is True

@@ -94,11 +94,11 @@ def pretrained_config(options: Any) -> PreTrainedConfig:
     if not folder.is_dir() and looks_local:
         raise ConfigError(Problem(place, "no such folder", f"{expected}, or a hub id"))
     if folder.is_dir() and not (folder / "config.json").is_file():
-        seen, mend = "no config.json in it", ""
+        actual, hint = "no config.json in it", ""
         if (folder / "adapter_config.json").is_file():
-            seen = "an adapter, which is no model by itself"
-            mend = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
-        raise ConfigError(Problem(place, seen, expected, mend))
+            actual = "an adapter, which is no model by itself"
+            hint = "Name its base, or the model that it was merged into (trainer.adapter.merge)."
+        raise ConfigError(Problem(place, actual, expected, hint))
     # network, JSON and value errors alike
     expected = "a folder or hub id that transformers opens"
     with opening(place, expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
@@ -126,8 +126,8 @@ def check_kernels(config: PreTrainedConfig, place: str) -> None:
         for key, known in NAMES.items():
             value = getattr(part, f"_{key}", None)
             if value is not None and value not in known:
-                seen = f"{key} {str(value)!r:.100}, whose code would be fetched and run"
-                raise ConfigError(Problem(place, seen, f"none, or one of {', '.join(known)}"))
+                actual = f"{key} {str(value)!r:.100}, whose code would be fetched and run"
+                raise ConfigError(Problem(place, actual, f"none, or one of {', '.join(known)}"))
 
 
 def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:

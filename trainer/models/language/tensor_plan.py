@@ -24,9 +24,9 @@ def tensor_plan_of(model: PreTrainedModel, blocks: tuple[str, ...], heads: int) 
     parts = dict((*model.named_modules(), *model.named_parameters()))
     names = [name for name in parts if name.startswith(inside)]
     plan = {pattern: style for pattern, style in model.tp_plan.items() if style}
-    if found := {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}:
-        stacks = {name for name, style in found.items() if style == "moe_tp_experts"}
-        return {n: style for n, style in found.items() if n.rpartition(".")[0] not in stacks}
+    if matched := {name: plan[pattern_of(name)] for name in names if pattern_of(name) in plan}:
+        stacks = {name for name, style in matched.items() if style == "moe_tp_experts"}
+        return {n: style for n, style in matched.items() if n.rpartition(".")[0] not in stacks}
     guessed: dict[str, set[str]] = {}
     for block in blocks:
         for name, style in _guessed_plan(model.get_submodule(block), heads).items():

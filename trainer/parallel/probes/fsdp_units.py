@@ -29,10 +29,10 @@ def ends_of(spec: ModelSpec, layout: Layout) -> tuple[Ends, tuple[str, ...]]:
     """
     if layout.zero_stage == 0 or spec.tiny.copy is None:
         return Ends(), ()
-    found = observe(lambda: _units_at_the_ends(spec))
-    if isinstance(found, Ends):
-        return found, ()
-    return Ends(), (f"FSDP: embedding and head are in the unit of the root: {_reason(found)}",)
+    result = observe(lambda: _units_at_the_ends(spec))
+    if isinstance(result, Ends):
+        return result, ()
+    return Ends(), (f"FSDP: embedding and head are in the unit of the root: {_reason(result)}",)
 
 
 def _reason(finding: Finding) -> str:
@@ -78,7 +78,7 @@ def _are_units(spec: ModelSpec, trial: Trial, ends: Ends, expected: torch.Tensor
     _have_weights_while_running(model, (*ends.tables, *ends.head), dtype=torch.float64)
     if ends.head:
         first = model.get_submodule(ends.head[0])
-        first.register_forward_hook(lambda module, inputs, found: found.detach().requires_grad_())
+        first.register_forward_hook(lambda module, inputs, result: result.detach().requires_grad_())
     output = trial.output(model)
     if ends.head:
         output.sum().backward()

@@ -69,7 +69,7 @@ def difference(
         terms = [part.gradients[name] for part in parts if name in part.gradients]
         for part in parts if terms else ():
             part.gradients[name] = torch.stack(terms).sum(0)
-    return next((seen for part in parts for seen in part.differences(whole)), None)
+    return next((actual for part in parts for actual in part.differences(whole)), None)
 
 
 class _RankThread(Exchange):
@@ -132,11 +132,11 @@ class _Pass(TorchDispatchMode):
 
     def run(self, split: Split | None = None) -> Exception | None:
         """Run both passes."""
-        found = attempt(lambda: self._losses(split))
-        if isinstance(found, Raised):
+        result = attempt(lambda: self._losses(split))
+        if isinstance(result, Raised):
             self._ranks.group.abort()
-            return found.error
-        self._loss = found
+            return result.error
+        self._loss = result
         self.gradients = gradients_of(self.model)
         return None
 

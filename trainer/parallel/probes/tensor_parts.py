@@ -58,8 +58,8 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
     if not plan:
         lacks = "its blocks have no linear layers to make one of"
-        seen = f"its family has no tensor plan in transformers, and {lacks}"
-        yield seen, "a model with `base_model_tp_plan`"
+        actual = f"its family has no tensor plan in transformers, and {lacks}"
+        yield actual, "a model with `base_model_tp_plan`"
     for name, style in plan.items():
         layer, rows = modules.get(name), style.startswith("rowwise")
         if style in (*UNSPLIT, experts.STYLE):
@@ -69,20 +69,20 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
             what, width = "in_features" if rows else "out_features", widths(layer)[not rows]
         else:
-            seen = f"{name} is to be split as {style!r}"
-            yield seen, f"linear layers, split as one of {', '.join(STYLES)}"
+            actual = f"{name} is to be split as {style!r}"
+            yield actual, f"linear layers, split as one of {', '.join(STYLES)}"
             continue
         if width % size:
-            seen = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
-            yield seen, f"a multiple of {size}"
+            actual = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
+            yield actual, f"a multiple of {size}"
     yield from experts.problems(spec, size)
     regions = {layer_of(name).rpartition(".")[0] for name in plan if plan[name] == "colwise"}
     if any("att" in region for region in regions):
         counts = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
         for what, heads in counts.items():
             if heads % size:
-                seen = f"{heads} {what} = {heads // size} x {size} + {heads % size}"
-                yield seen, f"a multiple of {size}"
+                actual = f"{heads} {what} = {heads // size} x {size} + {heads % size}"
+                yield actual, f"a multiple of {size}"
 
 
 def _ask(about: Probed) -> Finding | None:

@@ -35,14 +35,14 @@ def biases_of(spec: ModelSpec, built: nn.Module | None = None) -> dict[str, str]
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = learned | spec.training.frozen.keys() | spec.training.unsaved
     sizes = {name: t.numel() for name, t in model.state_dict().items() if name not in kept}
-    found = {}
+    biases = {}
     for stack in stacks(model, spec):
         count = len(next(model.get_submodule(stack).parameters()))
         beside, inside = f"{stack.rpartition('.')[0]}.", f"{stack}."
         for name, size in sizes.items():
             if size == count and name.startswith(beside) and not name.startswith(inside):
-                found[stack] = name
-    return found
+                biases[stack] = name
+    return biases
 
 
 def hold(model: nn.Module, spec: ModelSpec) -> None:
@@ -91,9 +91,9 @@ class ExpertLoads:
 
     def _watch(self, experts: nn.Module, bias: torch.Tensor, name: str) -> None:
         if bias.dtype != torch.float32:
-            seen, hint = f"{name} in {bias.dtype}", "Leave data_types.buffer_dtype out."
+            actual, hint = f"{name} in {bias.dtype}", "Leave data_types.buffer_dtype out."
             expected = "float32: in 16 bits a bias of 1 would stay where it is"
-            raise ConfigError(Problem(KEY, seen, expected, hint))
+            raise ConfigError(Problem(KEY, actual, expected, hint))
         load = torch.zeros(bias.numel(), dtype=torch.int64, device=bias.device)
         experts.register_forward_pre_hook(partial(self._count, load), with_kwargs=True)
         self._loads.append((bias, load))

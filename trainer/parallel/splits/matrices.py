@@ -191,16 +191,16 @@ def entered_by(spec: ModelSpec) -> dict[str, bool]:
 
     Where that is a block, they enter its layers. True: what the module computes is a rank's term.
     """
-    found: dict[str, bool] = {}
+    entered: dict[str, bool] = {}
     for name, style in spec.language.tensor_plan.items():
         layer, region = layer_of(name), layer_of(name).rpartition(".")[0]
         if style.startswith("colwise"):
             at = layer if region in spec.blocks else region
-            found[at] = found.get(at, False) or style == "colwise"
+            entered[at] = entered.get(at, False) or style == "colwise"
     regions = {
-        at: [f"{other}.".startswith(f"{at}.") for other in found] for at in outermost([*found])
+        at: [f"{other}.".startswith(f"{at}.") for other in entered] for at in outermost([*entered])
     }
-    return {at: any(compress(found.values(), inside)) for at, inside in regions.items()}
+    return {at: any(compress(entered.values(), inside)) for at, inside in regions.items()}
 
 
 def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], bool]:

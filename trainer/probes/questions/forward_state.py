@@ -42,7 +42,7 @@ class Pass(NamedTuple):
     """The number of the input."""
     before: dict[str, Any]
     after: dict[str, Any]
-    found: dict[str, torch.Tensor]
+    values: dict[str, torch.Tensor]
     """The output, and in training the norm of each gradient: backward hooks may leave things."""
 
 
@@ -92,11 +92,11 @@ def _passes(
         seed_generators(1)
         with torch.set_grad_enabled(training):
             output = run(model.train(training), number).float()
-        found = {"something else": output.detach().clone()}
+        result = {"something else": output.detach().clone()}
         if output.requires_grad:
             output.square().sum().backward()
             norms = [gradient.norm() for gradient in gradients_of(model).values()]
-            found["other gradients"] = torch.stack(norms)
+            result["other gradients"] = torch.stack(norms)
             model.zero_grad()
         after = snapshot(model)
         changed = _changed(before, after)
@@ -107,13 +107,13 @@ def _passes(
             effect = "What is trained and saved would depend on when it is evaluated"
             raise Differs(f"{actual}. {effect}")
         moved |= dict.fromkeys(key for key in changed if key in buffers)
-        passes.append(Pass(training, number, before, after, found))
+        passes.append(Pass(training, number, before, after, result))
     return passes, list(moved)
 
 
 def _compare(first: Pass, later: Pass) -> None:
-    for what, value in first.found.items():
-        moved = float((later.found[what] - value).abs().max())
+    for what, value in first.values.items():
+        moved = float((later.values[what] - value).abs().max())
         largest = float(value.abs().max())
         if not moved <= TOLERANCE * largest and bool(value.isfinite().all()):
             changed = _changed(first.before, later.before)
@@ -137,10 +137,10 @@ def _shown(places: Sequence[str], before: dict[str, Any], after: dict[str, Any])
 
 
 def _ask(about: Probed) -> Finding | None:
-    found = observe(lambda: _moved_of_tokens(about) if about.is_language else _moved_of_own(about))
-    if isinstance(found, Finding):
-        return found
-    about.learn(moves_buffers=found)
+    result = observe(lambda: _moved_of_tokens(about) if about.is_language else _moved_of_own(about))
+    if isinstance(result, Finding):
+        return result
+    about.learn(moves_buffers=result)
     return None
 
 

@@ -68,10 +68,10 @@ def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, tas
         labels = torch.tensor(targets)
         loss = F.cross_entropy(_logits(alone, ids), labels, reduction="sum", ignore_index=IGNORED)
         loss.backward()
-    if not (found := differing_gradient(packed, alone)):
+    if not (different := differing_gradient(packed, alone)):
         return ""
-    gradient = f"the gradient of {found[0]} from packed documents"
-    return f"{gradient} is off by {found[1]:.1%} of its largest entry"
+    gradient = f"the gradient of {different[0]} from packed documents"
+    return f"{gradient} is off by {different[1]:.1%} of its largest entry"
 
 
 QUESTION = Question(

@@ -47,7 +47,7 @@ def _ask(about: Probed) -> None:
 def _check_loss(model: nn.Module, spec: ModelSpec, task: OwnTask, batch: Batch) -> set[str]:
     """Return the parameters that get a gradient, by name. Raises ConfigError for a wrong loss."""
     try:
-        loss, found = _with_gradient(model, task, batch)
+        loss, gradients = _with_gradient(model, task, batch)
     except RuntimeError as error:
         for place, value in snapshot(model).items():
             if "without values" in value:
@@ -64,7 +64,7 @@ def _check_loss(model: nn.Module, spec: ModelSpec, task: OwnTask, batch: Batch) 
     if count != expected_count:
         actual = f"{count} targets where an output of zeros gives {expected_count}"
         raise ConfigError(Problem(place, actual, "a count that depends on the target alone"))
-    return found
+    return gradients
 
 
 def _without_gradient(

@@ -24,14 +24,14 @@ def _ask(about: Probed) -> Finding | None:
         shifts = _shifts_labels(own, small)
         for batch in batches(small, task):
             if not int((batch["targets"] != IGNORED).sum()):
-                found = _without_targets(ours, task, batch)
+                result = _without_targets(ours, task, batch)
             elif (loss := _own_loss(own, batch, shifts)) is None:
                 about.learn(f"{small.name} has no loss of its own that ours could be compared with")
                 return None
             else:
-                found = _compare(own, ours, task, batch, loss)
-            if found is not None:
-                return found
+                result = _compare(own, ours, task, batch, loss)
+            if result is not None:
+                return result
             ours.zero_grad()
             own.zero_grad()
         return None
@@ -65,8 +65,8 @@ def _compare(
     if not error <= TOLERANCE * abs(float(theirs.detach())):
         expected = f"its own, {float(loss.detach()):.6g}"
         return _other(f"loss {float(mine.detach()) / counted:.6g}", expected)
-    if found := differing_gradient(ours, own):
-        name, share = found
+    if result := differing_gradient(ours, own):
+        name, share = result
         actual = f"the gradient of {name} is off by {share:.1%} of its largest entry"
         return _other(actual, "that of its own loss")
     return None

@@ -33,18 +33,18 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
     if len(spec.blocks) < stages:
         actual = f"{len(spec.blocks)} blocks for {stages} pipeline stages"
         raise ConfigError(Problem(place, actual, "at least one block for each stage"))
-    found = boundary_of(spec)
-    if isinstance(found, Finding):
-        raise found.error(place, EXPECTED, HINT)
-    return found
+    result = boundary_of(spec)
+    if isinstance(result, Finding):
+        raise result.error(place, EXPECTED, HINT)
+    return result
 
 
 def boundary_of(spec: ModelSpec) -> StageBoundary | Finding:
     """Return where a model is cut, or why it can't be."""
-    found = observe(lambda: _compare(spec.tiny.copy() if spec.tiny.copy else spec))
-    if isinstance(found, Finding):
-        return Finding(f"cut into stages: {found.actual}", raised=found.raised)
-    return found
+    result = observe(lambda: _compare(spec.tiny.copy() if spec.tiny.copy else spec))
+    if isinstance(result, Finding):
+        return Finding(f"cut into stages: {result.actual}", raised=result.raised)
+    return result
 
 
 @dataclass
@@ -71,8 +71,8 @@ def _compare(spec: ModelSpec) -> StageBoundary:
     for name, _ in whole.named_parameters():
         if name not in gradients:
             raise Differs(f"no stage for {name}")
-    if found := differing(gradients, gradients_of(whole), TOLERANCE):
-        raise Differs(f"another gradient of {found[0]} than the whole model")
+    if result := differing(gradients, gradients_of(whole), TOLERANCE):
+        raise Differs(f"another gradient of {result[0]} than the whole model")
     return boundary
 
 
@@ -96,7 +96,7 @@ def _forward(spec: ModelSpec, boundary: StageBoundary, trial: Trial) -> list[_St
 
 def _backward(passes: Sequence[_StagePass], weight: torch.Tensor) -> dict[str, torch.Tensor]:
     """Run the backward passes, last stage first; return the gradients, summed over stages."""
-    found: dict[str, torch.Tensor] = {}
+    result: dict[str, torch.Tensor] = {}
     gradient: torch.Tensor | None = weight
     for one in reversed(passes):
         if one.output.requires_grad:  # else every parameter up to here is frozen
@@ -104,8 +104,8 @@ def _backward(passes: Sequence[_StagePass], weight: torch.Tensor) -> dict[str, t
         gradient = None if one.hidden is None else one.hidden.grad
         own = gradients_of(one.stage)
         for name, parameter in one.stage.named_parameters():
-            found[name] = found.get(name, 0.0) + own.get(name, torch.zeros_like(parameter))
-    return found
+            result[name] = result.get(name, 0.0) + own.get(name, torch.zeros_like(parameter))
+    return result
 
 
 def runs_outside(
@@ -182,8 +182,8 @@ def _overlaps(name: str, others: Sequence[str]) -> bool:
 
 
 def _ask(about: Probed) -> Finding | None:
-    found = boundary_of(about.trained)
-    return found if isinstance(found, Finding) else None
+    result = boundary_of(about.trained)
+    return result if isinstance(result, Finding) else None
 
 
 QUESTION = Question(

@@ -44,17 +44,17 @@ def _unused(
     sometimes: dict[str, None] = {}
     for batch in (*_single_tokens(spec, task), *batches(spec, task)):
         if bool((batch["targets"] != IGNORED).any()):
-            found = _with_gradient(ours, batch, task)
-            sometimes |= dict.fromkeys(pattern_of(name) for name in names if name not in found)
-            with_gradient |= {pattern_of(name) for name in found}
+            gradients = _with_gradient(ours, batch, task)
+            sometimes |= dict.fromkeys(pattern_of(name) for name in names if name not in gradients)
+            with_gradient |= {pattern_of(name) for name in gradients}
     for seed in range(TRIES):
         if with_gradient.issuperset(sometimes):
             break
         spread(ours, seed)
         drawing = torch.Generator().manual_seed(seed)
         tokens = torch.randint(1, spec.language.vocabulary, (16, LENGTH), generator=drawing)
-        found = _with_gradient(ours, {"input_ids": tokens, "targets": tokens}, task)
-        with_gradient |= {pattern_of(name) for name in found}
+        gradients = _with_gradient(ours, {"input_ids": tokens, "targets": tokens}, task)
+        with_gradient |= {pattern_of(name) for name in gradients}
     never = tuple(name for name in sometimes if name not in with_gradient)
     return never, tuple(name for name in sometimes if name in with_gradient)
 

@@ -151,8 +151,8 @@ def with_arrangement(small: Tiny, architecture: Any, machine: Machine) -> Tiny:
     form = arranged(section.data, refusal, machine.ranks)
     data = section.data.model_copy(update={"documents": form.documents})
     changed = replace(small.config, trainer=section.model_copy(update={"data": data}))
-    said = (f"trainer.data.documents is {form.documents}: {form.reason}",) if form.reason else ()
-    return replace(small, config=changed).noting(*said)
+    reason = (f"trainer.data.documents is {form.documents}: {form.reason}",) if form.reason else ()
+    return replace(small, config=changed).noting(*reason)
 
 
 def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:
