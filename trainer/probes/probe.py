@@ -67,7 +67,7 @@ def probe(
 ) -> Finding | None:
     """Compare a changed tiny copy with one that is left as it is; return how they differ.
 
-    Both have the same values: they are built again, or copied from `like`, a tiny copy that is there
+    Both have the same values: they are built, or copied from `like`, a tiny copy that is there
     already, which is faster. The generators of random numbers are left as they were. Whatever the
     model's own code raises, or a `Differs`, is the finding.
     """
