@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # PyTorch's threads share few cores
 
@@ -121,14 +122,10 @@ def skip_without_gpu(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Compare the texts that a test has recorded, or hand them to the process that writes them."""
+    """Hand the texts that a test has recorded to the process that compares or writes them."""
     messages.RECORDED.clear()
     yield
-    recorded = list(messages.RECORDED)
-    if item.config.getoption("--rewrite-messages"):
-        item.user_properties.append(("messages", recorded))
-    else:
-        messages.compare(item.nodeid, recorded)
+    item.user_properties.append(("messages", list(messages.RECORDED)))
 
 
 DURATIONS: dict[str, float] = {}
@@ -155,6 +152,15 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         record(DURATIONS)
     if session.config.getoption("--rewrite-messages"):
         messages.rewrite(MESSAGES)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Name the tests whose users' texts have changed. That is no failure: a diff shows them."""
+    if config.getoption("--rewrite-messages"):
+        return
+    if changed := messages.changed(MESSAGES):
+        start = f"{len(changed)} tests see other texts than tests/messages.txt has, such as"
+        terminalreporter.write_line(f"{start} {changed[0]}: python -m pytest --rewrite-messages")
 
 
 @pytest.fixture(scope="session")
