@@ -76,7 +76,8 @@ def load(name: str, given: ValidationInfo) -> str:
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(f"a plug-in that can be imported ({named_line(error)})") from None
     package = name.partition(".")[0]
-    origin, own = _folder(sys.modules[package].__spec__), PathFinder.find_spec(package, [beside])
+    origin = _folder(sys.modules[package].__spec__)
+    own = PathFinder.find_spec(package, [beside])
     elsewhere = origin in _FOLDERS and os.path.realpath(origin) != os.path.realpath(beside)
     if elsewhere and _folder(own):
         actual = f"Python has imported that of {origin} by its name; give it another"

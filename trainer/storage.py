@@ -43,7 +43,8 @@ def imported(module: str, place: str) -> Any:
 def required(module: str, place: str, extra: str) -> Any:
     """Import a module of an optional package that our `extra` brings. Raises ConfigError."""
     if not installed(package := module.partition(".")[0]):
-        actual, hint = f"{package} is not installed", f"pip install 'meshloom[{extra}]'"
+        actual = f"{package} is not installed"
+        hint = f"pip install 'meshloom[{extra}]'"
         raise ConfigError(Problem(place, actual, f"the package {package}", hint))
     return imported(module, place)
 
@@ -60,7 +61,8 @@ def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
         probe.unlink(missing_ok=True)
         free = shutil.disk_usage(folder).free
     if free < needed_bytes:
-        actual, expected = f"{size(free)} free", f"at least {size(needed_bytes)} free"
+        actual = f"{size(free)} free"
+        expected = f"at least {size(needed_bytes)} free"
         hint = "Free space there, or choose another folder"
         raise DiskError(Problem(str(folder), actual, expected, hint))
 
@@ -184,7 +186,8 @@ class Unfailing:
     def __init__(
         self, file: TextIO, failed: Callable[[OSError], object] = lambda error: None
     ) -> None:
-        self._file, self._failed = file, failed
+        self._file = file
+        self._failed = failed
         self.lost: OSError | None = None
 
     def __getattr__(self, name: str) -> Any:

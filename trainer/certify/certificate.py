@@ -44,11 +44,13 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
     Raises ConfigError if no engine can run the layout, and ConfigError or DataError for an unfit
     model or data.
     """
-    section, ranks = small.config.trainer, machine.ranks
+    section = small.config.trainer
+    ranks = machine.ranks
     handed_in = HandedIn.by_task(section, handed_in)
     with shared_folder(ranks) as folder, constant(float8, "LEAST", float8.MULTIPLE):
         case = _case_of(section, handed_in, small, machine, folder)
-        small, subject = case.small, case.subject
+        small = case.small
+        subject = case.subject
         spec, _ = checked(subject.spec, subject.task, small.layout, ranks, subject.packed)
         sources, reference = case.rehearse(spec)
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
@@ -58,7 +60,8 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         options = case.options(small)
         comparison = Comparison(small, spec, machine, options, case.edges, reference)
         findings, first = comparison.findings(run, resumed)
-        layout, engine = small.layout.describe(), engine_of(small, machine.device.type)
+        layout = small.layout.describe()
+        engine = engine_of(small, machine.device.type)
         if (base := case.base) is not None:
             findings = (base, *findings)
             first = first if base.passed else base

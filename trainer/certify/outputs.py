@@ -31,7 +31,8 @@ def parts_of(
 
     The first token is at `start` of rows of `row` tokens, by default at 0 of whole ones.
     """
-    places, ranks = torch.arange(row or ids.shape[1], device=ids.device)[None], division.size
+    places = torch.arange(row or ids.shape[1], device=ids.device)[None]
+    ranks = division.size
     here = places[0, start : start + ids.shape[1]]
     own = [torch.isin(here, division.part(places, rank, fill=-1)) for rank in range(ranks)]
     return {data_rank * ranks + rank: ids * own[rank] for rank in range(ranks)}
@@ -46,7 +47,8 @@ class Listener:
     def __init__(self, models: Iterable[nn.Module], compiled: Sequence[str] = ()) -> None:
         inside = tuple(f"{block}." for block in compiled)
         self._parts: Sequence[Tokens] = ()
-        self._calls, self._found = Counter[str](), Outputs()
+        self._calls = Counter[str]()
+        self._found = Outputs()
         for name, module in (pair for model in models for pair in model.named_modules()):
             if not name or name.startswith(inside):
                 continue
@@ -55,11 +57,14 @@ class Listener:
 
     def begin(self, parts: Sequence[Tokens]) -> None:
         """Listen to forward passes of so many micro-batches."""
-        self._parts, self._calls, self._found = parts, Counter(), {}
+        self._parts = parts
+        self._calls = Counter()
+        self._found = {}
 
     def end(self) -> Outputs:
         """Return what was heard since, of modules that ran once for each."""
-        count, self._parts = len(self._parts), ()
+        count = len(self._parts)
+        self._parts = ()
         return {key: value for key, value in self._found.items() if self._calls[key[2]] == count}
 
     def _hook(self, name: str) -> Callable[..., None]:
@@ -88,7 +93,8 @@ class Loads:
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, rate: float) -> None:
-        state, self._rate = model.state_dict(), rate
+        state = model.state_dict()
+        self._rate = rate
         biases = biases_of(spec) if rate else {}
         self.biases = {name: state[name] for name in biases.values()}
         self.ids = torch.empty(0)

@@ -44,7 +44,8 @@ class PairsReference(Reference):
     def held_out(self, state: State) -> Judged:
         """Evaluate each sample by itself; by micro-batches if the loss is one of pairs."""
         self._load(state)
-        samples, sizes = self._evaluated_samples(), (1, self._layout.micro_batch)
+        samples = self._evaluated_samples()
+        sizes = (1, self._layout.micro_batch)
         alone, together = (self._judged(samples, size) for size in sizes)
         return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
 
@@ -74,7 +75,8 @@ class PairsReference(Reference):
 
     def _whole_step(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches; those that batch norm normalises together are one here."""
-        layout, training = self._layout, self._data.training
+        layout = self._layout
+        training = self._data.training
         if not layout.sync_batch_norm:
             return super()._whole_step(step)
         of_ranks = [self._numbers(step, rank) for rank in range(layout.data_ranks)]
@@ -119,7 +121,8 @@ class PairsCase:
 
         Raises ConfigError if one process would draw other numbers, DataError for too few samples.
         """
-        layout, source = self.small.layout, self.subject.data.train
+        layout = self.small.layout
+        source = self.subject.data.train
         if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
             actual = "with a module that draws random numbers, on each data rank its own"
             expected = "dropout of 0 to verify it"

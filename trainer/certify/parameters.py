@@ -65,7 +65,8 @@ def learner(
         targets = _targets(whole, copied[0].blocks, section.adapter)
         patterns = {pattern_of(name) for name in targets}
         inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
-        whole, model = _adapted(whole, section, targets), _adapted(base, section, inside)
+        whole = _adapted(whole, section, targets)
+        model = _adapted(base, section, inside)
 
     def of_copy(of_whole: Mapping[str, Any]) -> Mapping[str, Any]:
         if copied is None:
@@ -120,7 +121,8 @@ def published(base: Path, options: Any, exported: Path) -> Published:
         return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named}
 
     model: Any = opened(base, options)
-    before, merged = tensors(model), exported / MERGED
+    before = tensors(model)
+    merged = exported / MERGED
     model = PeftModel.from_pretrained(model, exported / FINAL)
     adapted = tensors(model)
     ours = tensors(opened(merged, options)) if merged.exists() else None
@@ -167,7 +169,8 @@ def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) 
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
 
-    on_meta, config = next(model.parameters()).is_meta, _lora(section.adapter, ("by tensors",))
+    on_meta = next(model.parameters()).is_meta
+    config = _lora(section.adapter, ("by tensors",))
     names: Any = {f"{name}.lora_A.weight": None for name in targets}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the config has other names

@@ -70,7 +70,8 @@ class Recording:
     """The folder with `final/` and `final-merged/`, if the model has an adapter."""
 
     def saved(self, position: RunState, path: Path) -> None:
-        self.position, self.checkpoint = position, path
+        self.position = position
+        self.checkpoint = path
 
 
 class Overflowing:
@@ -96,7 +97,9 @@ class Recorder:
     """An engine that records its steps."""
 
     def __init__(self, engine: Engine, task: Overflowing, recording: Recording, observes: bool):
-        self._engine, self._task, self._recording = engine, task, recording
+        self._engine = engine
+        self._task = task
+        self._recording = recording
         self._observes = observes
         modules = [module.get_submodule("model") for module in engine.modules if observes]
         compiled = engine.job.spec.blocks if engine.job.layout.compile == "blocks" else ()
@@ -126,13 +129,15 @@ class Recorder:
     def _tokens(self, micro_batches: Sequence[Batch]) -> list[Tokens]:
         """Return the tokens that this rank has of each micro-batch."""
         job = self._engine.job
-        layout, part = job.layout, job.machine.ranks.rank // job.layout.tensor % job.layout.context
+        layout = job.layout
+        part = job.machine.ranks.rank // job.layout.tensor % job.layout.context
         place = job.data_rank * layout.context + part
         if not job.spec.language.vocabulary:
             return [{(place, number): None} for number in range(len(micro_batches))]
         if layout.pipeline > 1 or job.one_width:  # parts are those of rows of one length
             micro_batches = job.task.padded(micro_batches)
-        part_of, rows = division_of(layout, job.spec.language.heads).part, enumerate(micro_batches)
+        part_of = division_of(layout, job.spec.language.heads).part
+        rows = enumerate(micro_batches)
         return [{(place, n): part_of(batch["input_ids"], part)} for n, batch in rows]
 
 
@@ -142,8 +147,11 @@ class RecordingHooks(Hooks):
     def __init__(
         self, engine: Engine, recording: Recording, small: Tiny, samples: Source, saves: Path | None
     ) -> None:
-        self._engine, self._recording, self._small = engine, recording, small
-        self._samples, self._saves = samples, saves
+        self._engine = engine
+        self._recording = recording
+        self._small = small
+        self._samples = samples
+        self._saves = saves
         self._first_step = 0 if saves else small.total
 
     def log(self, state: RunState, metrics: Metrics, update: Update) -> None:
@@ -157,9 +165,11 @@ class RecordingHooks(Hooks):
     def save(self, state: RunState) -> None:
         if self._saves is None or state.step != self._small.middle:
             return
-        job, position = self._engine.job, replace(state, engine=self._engine.scalars())
+        job = self._engine.job
+        position = replace(state, engine=self._engine.scalars())
         entries = stored(job.spec, self._engine.state_tensors())
-        form, ranks = checkpoint.ModelForm(stem=job.spec.files.stem), job.machine.ranks
+        form = checkpoint.ModelForm(stem=job.spec.files.stem)
+        ranks = job.machine.ranks
         path = checkpoint.save(self._saves, position, entries, {}, lambda _: None, ranks, form)
         self._recording.saved(position, path)
 
@@ -208,7 +218,9 @@ def record(
 
     No step of the second run is observed, which shows that observing changes nothing.
     """
-    section, layout, ranks = small.config.trainer, small.layout, machine.ranks
+    section = small.config.trainer
+    layout = small.layout
+    ranks = machine.ranks
     name = engine_of(small, machine.device.type)
     kind = ENGINES[name]
     ranks.on_each(lambda: kind.ready(layout, machine.device, small.config.deepspeed))
@@ -241,7 +253,8 @@ def record(
 
 def _exported(engine: Engine, folder: Path) -> Path:
     """Write the adapter as a run does at its end, merged if it is to be. Collective."""
-    job, ranks = engine.job, engine.job.machine.ranks
+    job = engine.job
+    ranks = engine.job.machine.ranks
     ranks.on_first(folder.mkdir)
     form = checkpoint.ModelForm(stem=job.spec.files.stem)
     subject = Subject(job.spec, job.task, Pairs((), None, ""))
@@ -259,7 +272,8 @@ def _train(
 ) -> Recording:
     """Train from `state` by the loop of a real run; the whole run `saves` a checkpoint."""
     job: Any = engine.job
-    layout, machine = job.layout, job.machine
+    layout = job.layout
+    machine = job.machine
     recording = Recording(position=replace(state, engine=engine.scalars()))
     recorder: Any = Recorder(engine, job.task, recording, observes=saves is not None)
     batching = Batching.of(layout, machine.ranks.rank, machine.device)

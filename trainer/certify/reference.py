@@ -41,7 +41,8 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 
-REPEATS, FEWER = 6, 3
+REPEATS = 6
+FEWER = 3
 """The runs that measure the rounding of float8: in the first steps, and later."""
 
 
@@ -65,13 +66,19 @@ class Reference(ABC):
         device: torch.device,
         tops: Sequence[int] = (1,),
     ) -> None:
-        self.small, self._spec, self._data, self._device = small, spec, data, device
-        self._layout, self._seed, self._tops = small.layout, small.config.trainer.seed, tops
+        self.small = small
+        self._spec = spec
+        self._data = data
+        self._device = device
+        self._layout = small.layout
+        self._seed = small.config.trainer.seed
+        self._tops = tops
         self._smoothing = small.config.trainer.label_smoothing
         in_float8 = self._layout.float8 != "none"
         self._scale = self._layout.data_ranks if in_float8 else 1  # rounds as the engine
         self._margin = 0.05 if small.low_precision or in_float8 else 1e-4
-        self.model, self.published = own.model.to(device), own.published
+        self.model = own.model.to(device)
+        self.published = own.published
         if in_float8:
             multiply_in_float8(self.model, spec.blocks, self._layout.float8)
         self._named = dict(self.model.named_parameters())
@@ -83,7 +90,8 @@ class Reference(ABC):
         self._block_seed = 0
         for index, name in enumerate(spec.blocks):
             self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
-        self._listener, self._outputs = Listener([self.model]), Outputs()
+        self._listener = Listener([self.model])
+        self._outputs = Outputs()
         self._loads = Loads(self.model, spec, small.layout.router_bias_rate)
         self._optimizer = optimizer_of(own, small, spec.blocks)
         self._scheduler = scheduler_of(self._optimizer, small.config)
@@ -154,7 +162,8 @@ class Reference(ABC):
         self._load(state)
         counted = self._count(parts)
         loss, own = self._gradients(self.model, step, parts, counted)
-        outputs, rounding = self._outputs, EXACT
+        outputs = self._outputs
+        rounding = EXACT
         if measures and (self.small.low_precision or self._layout.float8 != "none"):
             rounding = self._rounding(step, parts, counted, loss, own)
         return Expected(loss, norm_of(own), own, {}, counted, rounding, outputs)
@@ -174,12 +183,13 @@ class Reference(ABC):
 
     def _judged(self, samples: Sequence[Any], size: int) -> Judged:
         """Evaluate samples, `size` at a time."""
-        total, counted, right, unsure = 0.0, 0, [0] * len(self._tops), 0
+        total = 0.0
+        counted = 0
+        right = [0] * len(self._tops)
+        unsure = 0
         repeats = FEWER if self._layout.float8 != "none" else 0
-        others, rounded = (
-            [shaken(self.model, seed).eval() for seed in range(repeats)],
-            [0.0] * repeats,
-        )
+        others = [shaken(self.model, seed).eval() for seed in range(repeats)]
+        rounded = [0.0] * repeats
         self.model.eval()
         with torch.no_grad():
             for start in range(0, len(samples), size):
@@ -191,7 +201,8 @@ class Reference(ABC):
                 for index, most in enumerate(self._tops):
                     logits = self._output(self.model, inputs)
                     judged = right_of(logits, targets, most, self._margin)
-                    right[index], unsure = right[index] + judged[0], unsure + judged[1]
+                    right[index] = right[index] + judged[0]
+                    unsure = unsure + judged[1]
         self.model.train()
         rounding = max((abs(other - total) for other in rounded), default=0.0) / total
         return Judged(total / counted, counted, tuple(right), unsure, rounding)
@@ -201,7 +212,8 @@ class Reference(ABC):
     ) -> tuple[float, Tensors]:
         """Return the mean loss of micro-batches with `counted` targets, and its gradients."""
         model.zero_grad()
-        total, self._outputs = 0.0, {}
+        total = 0.0
+        self._outputs = {}
         self._loads.begin()
         for part in parts:
             self._start_dropout(step, part.data_rank, part.number)
@@ -240,7 +252,8 @@ class Reference(ABC):
     ) -> Rounding:
         """Repeat the step as it may be rounded: in low precision, gradients summed in it and in
         float32; in float8 products, with weights that differ by a little."""
-        dtype, exact = getattr(torch, self._layout.precision), self._outputs
+        dtype = getattr(torch, self._layout.precision)
+        exact = self._outputs
         outputs = dict[tuple[int, int, str], float]()
         runs: list[tuple[float, Tensors]] = []
 

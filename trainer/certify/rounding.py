@@ -58,7 +58,8 @@ def recording_into(gradients: Tensors) -> Observer:
 
 def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
     """Measure rounding by the engine of this kind, at a learning rate of 0. Collective."""
-    job, layout = engine.job, small.layout
+    job = engine.job
+    layout = small.layout
     vocabulary = job.spec.language.vocabulary
 
     def gradients(number: int, batches: list[Batch]) -> Tensors:
@@ -67,7 +68,8 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
         return own
 
     def batches_of(number: int, targets: Callable[[int, int], int | None]) -> list[Batch]:
-        rank, batches = job.data_rank, []
+        rank = job.data_rank
+        batches = []
         for i in range(layout.accumulation):
             rows = rows_of(small, vocabulary, number, rank, i)
             batches.append(_batch(job, rows, targets(rank, i), small.packed))
@@ -102,7 +104,8 @@ def _allowed(small: Tiny, engine: str) -> float:
 
     The other engines reduce in it if the key says so.
     """
-    settings, layout = small.config.settings, small.layout
+    settings = small.config.settings
+    layout = small.layout
     accumulated = settings.get("data_types", {}).get("grad_accum_dtype")
     kinds = [accumulated, settings.get("communication_data_type")]
     if engine != "deepspeed":
@@ -136,10 +139,13 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
 
 def coefficients(own: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
     """Return the coefficients of projection on `theirs`; and the relative norm of all residuals."""
-    parts, left, whole = [], 0.0, 0.0
+    parts = []
+    left = 0.0
+    whole = 0.0
     for ours, exact in zip(own, theirs, strict=True):
         names = sorted(ours.keys() & exact.keys())
         g, r = (torch.cat([of[n].double().flatten() for n in names]) for of in (ours, exact))
         parts.append(float(g @ r / (r @ r)))
-        left, whole = left + float((g - parts[-1] * r).norm()) ** 2, whole + float(r.norm()) ** 2
+        left = left + float((g - parts[-1] * r).norm()) ** 2
+        whole = whole + float(r.norm()) ** 2
     return parts, (left / whole) ** 0.5

@@ -18,7 +18,9 @@ from trainer.optim.builders import No, in_torch
 from trainer.run.compose import Composed, compose
 from trainer.storage import installed
 
-MICRO_BATCH, ACCUMULATION, DATA_RANKS = 2, 3, 3
+MICRO_BATCH = 2
+ACCUMULATION = 3
+DATA_RANKS = 3
 """The sizes of the tiny run: with 2 of the last two, a mean over the wrong group could be right."""
 LONGEST = 28
 """The tokens of all samples but one: more than three windows of the tiny copy's attention."""
@@ -31,7 +33,8 @@ APART = 1.01
 """The ratio of two norms at which a limit between them surely separates those of the run."""
 UNKNOWN_STEPS = 1000
 """The steps compared for a run that is as long as its data."""
-PROBES, PROBE_RATE = 2, 1e-2
+PROBES = 2
+PROBE_RATE = 1e-2
 """Steps at the end, at a rate at which all that an optimizer does shows in float32."""
 SHORT = {
     "warmup_num_steps": 2,
@@ -134,7 +137,8 @@ def tiny_run(
             notes.append("products in the run's precision: torchao is not installed")
     facts = RuntimeFacts(world_size, HIDDEN, steps, False, "cpu")
     composed = compose(load(path, small), facts)
-    config, layout = composed.config, composed.layout
+    config = composed.config
+    layout = composed.layout
     if isinstance(reason := in_torch(config.settings, layout, "cpu", grouped=True), No):
         expected = "one with a reference in PyTorch"
         raise ConfigError(Problem("optimizer", config.optimizer.type, expected, reason))
@@ -144,7 +148,8 @@ def tiny_run(
 def _sized(config: Config, world_size: int, steps: int) -> Change:
     """Return the change to so many steps of few samples."""
     local = local_world_size(config, world_size)
-    sizes, options = mesh_sizes(config, world_size, local), config.trainer
+    sizes = mesh_sizes(config, world_size, local)
+    options = config.trainer
     accumulation = ACCUMULATION
     if sizes.pipeline > 1:  # as many micro-batches as any schedule needs
         stages = PIPELINE_SCHEDULES[options.pipeline_schedule].stages_per_rank
@@ -169,7 +174,8 @@ def _sized(config: Config, world_size: int, steps: int) -> Change:
 
 def _in_precision(config: Config, precision: str) -> Change:
     """Return the change of precision; "auto" means what it would on a capable GPU."""
-    small, notes = list[str](), list[str]()
+    small = list[str]()
+    notes = list[str]()
     for section in ("bf16", "fp16"):
         enabled = config.settings.get(section, {}).get("enabled")
         if enabled not in (True, "auto"):
@@ -220,7 +226,8 @@ def smallest_world(config: Config) -> int:
     Prefers DATA_RANKS data ranks, and differing numbers of replicas and shards. Raises ConfigError
     if none fits.
     """
-    mesh, worlds = config.trainer.mesh, dict[int, int]()
+    mesh = config.trainer.mesh
+    worlds = dict[int, int]()
     by_node = mesh.shard == "node"
     for world_size in range(2, LARGEST_WORLD + 1):
         try:

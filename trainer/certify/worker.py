@@ -24,7 +24,8 @@ from trainer.supervise.process import join
 from trainer.supervise.stall import Phase
 from trainer.supervise.world import World, world_of
 
-PASSED, FAILED = 0, 76
+PASSED = 0
+FAILED = 76
 
 
 def tiny_run_of(

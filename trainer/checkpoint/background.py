@@ -45,7 +45,8 @@ class Background:
 
     def wait(self) -> None:
         """Wait for the current save, and raise its error on every rank."""
-        saving, self._saving = self._saving, None
+        saving = self._saving
+        self._saving = None
         if saving is not None:
             saving.result()
 
@@ -63,7 +64,8 @@ class Background:
 
         frozen = []
         for number, part in enumerate(entry.parts()):
-            key, like = (entry.name, entry.key, number), part.value
+            key = (entry.name, entry.key, number)
+            like = part.value
             if key not in self._copies:
                 self._copies[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
             frozen.append(replace(part, value=self._copies[key].copy_(like, non_blocking=True)))

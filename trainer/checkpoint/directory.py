@@ -18,7 +18,8 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import DiskError, Problem, listed
 from trainer.storage import disk_errors, rename_folder
 
-DELETING, DAMAGED = ".deleting", ".damaged"
+DELETING = ".deleting"
+DAMAGED = ".damaged"
 LATEST = "latest"
 """The file with the newest one's name, for users and scripts: resuming does not read it."""
 _LEFTOVER = re.compile(rf"step-\d{{6,}}({re.escape(PARTIAL)}|{re.escape(DELETING)})")
@@ -44,7 +45,8 @@ def newest(
     same folder, or it can't be written.
     """
     damaged: list[tuple[Path, Path, list[Problem]]] = []
-    newest, copied = None, []
+    newest = None
+    copied = []
     for path in _published_anywhere(folder, ranks):
         there = ranks.gather(path.is_dir())
         _differing_beside(path, there, ranks)
@@ -92,7 +94,8 @@ def _differing_beside(path: Path, there: Sequence[bool], ranks: Ranks) -> None:
         rank for rank, node_first in enumerate(node_firsts) if there[node_first] and not there[rank]
     ]
     if blind:
-        actual, expected = f"not there for rank {blind[0]}", "a folder that all machines share"
+        actual = f"not there for rank {blind[0]}"
+        expected = "a folder that all machines share"
         hint = "Put trainer.run.folder on a shared file system"
         raise DiskError(Problem(str(path), actual, expected, hint)).share()
 

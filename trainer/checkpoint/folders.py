@@ -112,7 +112,8 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
     import torch.distributed as dist
 
     (place, wanted), gives, came = part, ranks.rank == giver, new_hash(kind_of(part[1]))
-    file, failure = -1, None
+    file = -1
+    failure = None
 
     def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
         nonlocal failure
@@ -131,7 +132,8 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
 
     def move(values: memoryview, pieces: Sequence[tuple[int, int]]) -> None:
         for start, end in pieces:
-            own, values = values[: end - start], values[end - start :]
+            own = values[: end - start]
+            values = values[end - start :]
             os.preadv(file, [own], start) if gives else put(file, own, start)
 
     file = attempt(begin, path)
@@ -158,11 +160,13 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
 
 def _batches(pieces: Iterable[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
     """Yield pieces of a file in groups of about `CHUNK` bytes."""
-    batch, size = [], 0
+    batch = []
+    size = 0
     for start, end in pieces:
         batch.append((start, end))
         if (size := size + end - start) >= CHUNK:
             yield batch
-            batch, size = [], 0
+            batch = []
+            size = 0
     if batch:
         yield batch

@@ -37,7 +37,8 @@ def load(
     def check_files() -> tuple[Stored, RunState]:
         if problems := manifest.check_sizes(path, below):
             raise DiskError(*problems)
-        description, stored = manifest.read_description(path), _stored(path, below)
+        description = manifest.read_description(path)
+        stored = _stored(path, below)
         if below == ALL and (lost := _lost(entries, stored, description.get("stateless"))):
             actual = f"optimizer state is missing for {len(lost)} parameters ({listed(lost)})"
             raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))

@@ -25,12 +25,16 @@ from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import ConfigError, DiskError, Problem, refused
 from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
 
-MANIFEST, DESCRIPTION = "manifest.json", "trainer.json"
-FORMAT, WITH_BLAKE3, EARLIER = 2, 3, (1,)
+MANIFEST = "manifest.json"
+DESCRIPTION = "trainer.json"
+FORMAT = 2
+WITH_BLAKE3 = 3
+EARLIER = (1,)
 """The format that is written, that of one with a digest by BLAKE3, and those that are read too."""
 PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 """File types whose content can run code when opened, so that none is opened."""
-ALL, WEIGHTS_ALONE = ("",), ("model/", DESCRIPTION)
+ALL = ("",)
+WEIGHTS_ALONE = ("model/", DESCRIPTION)
 """The beginnings of the paths of all files, and of those read when optimizer state is not."""
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
@@ -80,7 +84,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
     if type(number := parsed.get("format")) is int and number > WITH_BLAKE3:
-        actual, expected = f"format {number}", f"format {WITH_BLAKE3}, or an earlier one"
+        actual = f"format {number}"
+        expected = f"format {WITH_BLAKE3}, or an earlier one"
         raise ConfigError(Problem(str(folder), actual, expected, "Install a newer Meshloom"))
     if number not in (FORMAT, WITH_BLAKE3, *EARLIER):
         raise ValueError(f"damaged (format {number!r:.50})")
@@ -109,7 +114,8 @@ def _record(name: str, entry: Any) -> FileRecord:
 
 def read_description(path: Path) -> dict[str, Any]:
     """Return the description of the run, with its `position`. Raises DiskError."""
-    place, expected = str(path / DESCRIPTION), "the description that was saved"
+    place = str(path / DESCRIPTION)
+    expected = "the description that was saved"
     with refused(place, expected, OSError, ValueError, raises=DiskError):
         description = parse_json(read_file(path / DESCRIPTION))
     whole = isinstance(description, dict) and _is(description.get("position"), _POSITION)
@@ -126,8 +132,10 @@ def read_description(path: Path) -> dict[str, Any]:
 
 def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
     """Return the first impossible field of a position with the reason, or an empty string."""
-    position, since = description["position"], description.get("since")
-    step, samples = position["step"], position["samples"]
+    position = description["position"]
+    since = description.get("since")
+    step = position["step"]
+    samples = position["samples"]
     for key in ("step", "samples", "tokens"):
         if not 0 <= position[key] < 2**63:
             return f"{key} is {position[key]!r:.40}"

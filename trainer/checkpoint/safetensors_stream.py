@@ -169,7 +169,9 @@ class SharedFile:
     """A file of the right size, of which this rank writes and hashes parts. Raises OSError."""
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor, kind: str) -> None:
-        self._path, self._threads, self._kind = path, threads, kind
+        self._path = path
+        self._threads = threads
+        self._kind = kind
         self._file: Any = None
         self._hashes: list[tuple[Span, Any]] = []
 
@@ -218,7 +220,8 @@ def put(handle: int, content: memoryview, start: int) -> None:
     """Write bytes at a place of a file. Raises OSError."""
     while content:  # one call takes at most 2 GiB
         count = os.pwrite(handle, content, start)
-        start, content = start + count, content[count:]
+        start = start + count
+        content = content[count:]
 
 
 def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
@@ -241,7 +244,8 @@ def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
 
     The tensor begins at `start`.
     """
-    shape, strides = part.value.shape, part.strides
+    shape = part.value.shape
+    strides = part.strides
     if strides is None or not part.value.numel():
         return [span(start, start + kind.size)] if part.value.numel() else []
     dims = [(1, 1)]  # sizes and strides, innermost first; those without a gap joined to one
@@ -251,7 +255,8 @@ def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
         elif size > 1:
             dims.append((size, stride))
     run, (count, step) = dims[0][0], (*dims[1:], (1, dims[0][0]))[0]
-    length, each = (count - 1) * step + run, kind.dtype.itemsize
+    length = (count - 1) * step + run
+    each = kind.dtype.itemsize
     outer = product(*(range(0, size * stride, stride) for size, stride in reversed(dims[2:])))
     starts = [start + each * (part.offset + sum(at)) for at in outer]
     return [Span(at, at + each * length, each * run, each * step) for at in starts]
@@ -267,7 +272,8 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
         with safe_open(path, framework="np") as file:
             for name in file.offset_keys():
                 part = file.get_slice(name)
-                dtype, shape = part.get_dtype(), tuple(part.get_shape())
+                dtype = part.get_dtype()
+                shape = tuple(part.get_shape())
                 entries[name] = _DTYPES[dtype], shape, math.prod(shape) * _ITEMSIZES[dtype]
     except (SafetensorError, KeyError) as error:
         raise ValueError(f"no whole file of tensors: {error!s:.100}") from error
@@ -296,7 +302,8 @@ def header_of(types: Mapping[str, TensorType]) -> bytes:
         if str(kind.dtype) not in _NAMES:
             expected = f"one of {', '.join(_NAMES)}"
             raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", expected))
-        start, end = end, end + kind.size
+        start = end
+        end = end + kind.size
         entries[name] = {
             "dtype": _NAMES[str(kind.dtype)],
             "shape": list(kind.shape),

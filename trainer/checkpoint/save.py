@@ -174,7 +174,8 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
     last = threads.submit(write, beginning, planned.header)
     for slot in planned.slots:
         for part in slot.entry.parts():
-            came, kind = tuple(part.value.shape), slot.type
+            came = tuple(part.value.shape)
+            kind = slot.type
             if part.strides is None and came != kind.shape:
                 raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
             content = stream.on_host(slot.name, part.value, kind.dtype)

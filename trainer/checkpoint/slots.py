@@ -12,7 +12,8 @@ from trainer.state import MASTER, WEIGHT, StateTensor
 if TYPE_CHECKING:
     import torch
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL = "model"
+OPTIMIZER = "optimizer"
 """The folders, and the first word of the names of the safetensors files in them."""
 MOST_FILES = 64
 """So many files of a kind at the most: every rank opens and flushes each."""
@@ -114,7 +115,8 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
 def _file(members: Sequence[tuple[StateTensor, TensorType]], kind: str) -> FilePlan:
     names = [e.name if kind == MODEL else optimizer_name(e) for e, _ in members]
     header = header_of(dict(zip(names, (stored for _, stored in members), strict=True)))
-    slots, end = [], len(header)
+    slots = []
+    end = len(header)
     for name, (entry, stored) in zip(names, members, strict=True):
         slots.append(Slot(entry, name, stored, end))
         end += stored.size

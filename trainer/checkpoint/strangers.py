@@ -23,8 +23,10 @@ def strangers(path: Path) -> tuple[list[Problem], list[str]]:
     that are neither files nor folders; other files are harmless. Raises OSError, ValueError and
     ConfigError as `read_manifest` does.
     """
-    records, root = read_manifest(path), path.resolve()
-    problems, others = [], []
+    records = read_manifest(path)
+    root = path.resolve()
+    problems = []
+    others = []
     for entry in _entries(path):
         name = entry.relative_to(path).as_posix()
         if entry.is_symlink() and not _resolved(entry).is_relative_to(root):

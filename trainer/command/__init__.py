@@ -99,8 +99,10 @@ def run_command(main: Main, arguments: Sequence[str], name: str) -> NoReturn:
             os.fstat(descriptor)
             continue
         os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
-    output, errors = Unfailing(sys.stdout or open(1, "w")), Unfailing(sys.stderr or open(2, "w"))
-    sys.stdout, sys.stderr = cast(TextIO, output), cast(TextIO, errors)
+    output = Unfailing(sys.stdout or open(1, "w"))
+    errors = Unfailing(sys.stderr or open(2, "w"))
+    sys.stdout = cast(TextIO, output)
+    sys.stderr = cast(TextIO, errors)
     sys.stdin = open(0, errors="replace", closefd=False)  # it may have been closed
     try:
         code = main(arguments, name)

@@ -34,7 +34,8 @@ def main() -> NoReturn:
     epilog = f"{EPILOG}\n\nEach of them has its own --help.\n"
     parser = parser_of("meshloom", "Trains transformers from a DeepSpeed JSON config.", epilog)
     parser.add_argument("command", choices=COMMANDS, help="one of those below")
-    text, script = "print the script of bash's completion", COMPLETION.read_text()
+    text = "print the script of bash's completion"
+    script = COMPLETION.read_text()
     parser.add_argument("--print-completion", action="version", version=script, help=text)
     command = parser.parse_args(sys.argv[1:2]).command  # the rest is parsed by the command
     main = import_module(f"trainer.command.{MODULES.get(command, command)}").main

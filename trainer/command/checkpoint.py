@@ -53,18 +53,22 @@ def each(path: Path, work: Callable[[Path], Finding]) -> int:
     """Run `work` on each checkpoint of `path`; return the worst exit code."""
     from trainer.checkpoint import leftovers
 
-    folders, worst = checkpoints(path), 0
+    folders = checkpoints(path)
+    worst = 0
     for checkpoint in folders:
         try:
             code, lines = work(checkpoint)
         except ConfigError as error:  # a later format, or a hash without its package
-            code, lines = error.exit_code, [f"{checkpoint.name}  {error}"]
+            code = error.exit_code
+            lines = [f"{checkpoint.name}  {error}"]
         except (OSError, ValueError, DiskError):
             if checkpoint.is_dir():
                 raise
-            code, lines = 74, []
+            code = 74
+            lines = []
         if code and not checkpoint.is_dir():  # by a run that is in progress
-            code, lines = 0, [f"{checkpoint.name}  removed meanwhile"]
+            code = 0
+            lines = [f"{checkpoint.name}  removed meanwhile"]
         for line in lines:
             print(printable(line))
         worst = max(worst, code)
@@ -142,7 +146,8 @@ def verify(path: Path) -> Finding:
     from trainer.checkpoint import strangers
     from trainer.checkpoint import verify as wrong
 
-    problems, others = wrong(path), list[str]()
+    problems = wrong(path)
+    others = list[str]()
     if not problems:  # with a manifest that can be read
         problems, others = strangers(path)
     line = f"{path.name}  {'; '.join(map(str, problems)) or 'good'}"

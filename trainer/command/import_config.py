@@ -83,7 +83,8 @@ def _check_room(output: Path | None, template: Path, text: str) -> None:
         with refused(str(template), "a chat template", OSError, UnicodeDecodeError):
             existing = template.read_text(encoding="utf-8")
         if existing != text:
-            actual, hint = "another chat template is there", "Move it, or choose another --output."
+            actual = "another chat template is there"
+            hint = "Move it, or choose another --output."
             raise ConfigError(Problem(str(template), actual, "the one of their config", hint))
 
 

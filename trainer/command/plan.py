@@ -49,7 +49,8 @@ def _sign_of_life() -> AbstractContextManager[Any]:
     """Show a moving line on a terminal during work; standard output has only the plan."""
     from rich.console import Console
 
-    console, line = Console(stderr=True), "planning: engines run on tensors without values"
+    console = Console(stderr=True)
+    line = "planning: engines run on tensors without values"
     return console.status(line) if console.is_terminal else nullcontext()
 
 

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     hub |= {key: value for key, value in options.items() if value is not None}
     section, problems = validate({"hub": hub})
     if "repository" not in hub:
-        name, hint = "trainer.hub.repository", "Name it by --repository"
+        name = "trainer.hub.repository"
+        hint = "Name it by --repository"
         problems = [Problem(name, "the run's config has none", '"owner/name"', hint)]
     if not (folder / "final").is_dir():
         hint = "Run its command again, which resumes it"

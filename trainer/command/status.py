@@ -47,9 +47,11 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str]:
     """Yield the lines on a run, from its status as it was written."""
-    code, place = written.get("ended"), written["place"]
+    code = written.get("ended")
+    place = written["place"]
     if written["step"] and written.get("steps"):
-        step, steps = written["step"], written["steps"]  # after the last, `step` is past it
+        step = written["step"]  # after the last, `step` is past it
+        steps = written["steps"]
         place = place.replace(f"step {step},", f"step {min(step, steps)} of {steps},", 1)
     if code is not None:
         yield f"ended: {place}" if code else f"finished: {place.rpartition(', ')[0] or place}"
@@ -60,7 +62,8 @@ def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str
     if lives:
         yield f"still   {written['still']:.0f} s, of at most {written['limit']:.0f} s"
         for rank in written["waits_for"]:
-            name, seconds = f"rank {rank['rank']} on {rank['host']}", f"{rank['still']:.0f} s"
+            name = f"rank {rank['rank']} on {rank['host']}"
+            seconds = f"{rank['still']:.0f} s"
             yield f"waits   for {name}: {rank['place']}, for {seconds}"
     yield f"saved   {_newest(folder / 'checkpoints')}"
 

@@ -82,7 +82,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     try:
         return command(options_of(arguments, name), StopSignals())
     except MeshloomError as error:
-        rank, notes = int(os.environ.get("RANK", "0")), notes_of(os.environ)
+        rank = int(os.environ.get("RANK", "0"))
+        notes = notes_of(os.environ)
         written = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
         if rank == 0 and not written:
             with suppress(OSError):  # nobody may read it
@@ -139,7 +140,8 @@ def checked_config(options: argparse.Namespace, world_size: int, local_size: int
         raise ConfigError(Problem(place, "no such file", "a list of machines", hint))
     config = load(options.config, options.overrides)
     facts = RuntimeFacts(world_size, None, None, False, "cpu", local_size)
-    each, nodes = f"nodes (processes on each: {local_size})", world_size // local_size
+    each = f"nodes (processes on each: {local_size})"
+    nodes = world_size // local_size
     try:
         compose(config, facts)
     except ConfigError as error:

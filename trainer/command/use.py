@@ -30,7 +30,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.supervise.process import quiet_libraries
 
     quiet_libraries()
-    folder, trust = model_in(options.path), options.trust_remote_code
+    folder = model_in(options.path)
+    trust = options.trust_remote_code
     print(f"model   {folder}", file=sys.stderr)
     if command == "evaluate":
         from trainer.tasks.harness import table

@@ -30,7 +30,8 @@ Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks hu
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
     options = _options(arguments, name)
-    on_cpu, world = options.device == "cpu", world_of(os.environ)
+    on_cpu = options.device == "cpu"
+    world = world_of(os.environ)
     drop_accelerate(os.environ)
     if on_cpu:
         os.environ.update(NO_GPUS)

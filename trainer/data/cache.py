@@ -245,6 +245,7 @@ def _disk(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        actual, expected = f"{error.strerror or error}", "a cache folder that can be written"
+        actual = f"{error.strerror or error}"
+        expected = "a cache folder that can be written"
         hint = "Free space there, change its permissions, or set XDG_CACHE_HOME to another folder"
         raise DiskError(Problem(str(cache), actual, expected, hint)) from error

@@ -74,7 +74,8 @@ def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
 def check_data_set(name: str, given: Any) -> None:
     """Raise DataError for an object that is no data set."""
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
-        actual, expected = type(given).__name__, "an object with __len__ and __getitem__"
+        actual = type(given).__name__
+        expected = "an object with __len__ and __getitem__"
         raise DataError(Problem(name, actual, expected))
 
 

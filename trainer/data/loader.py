@@ -97,13 +97,15 @@ class BatchLoader:
         self._ready: queue.Queue[StepBatches | BaseException | None] = queue.Queue(_AHEAD - 1)
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
         self._stream = source if isinstance(source, Stream) else None
-        train_batch, shuffle = math.prod(shape), self._stream or Shuffle(len(source), order, seed)
+        train_batch = math.prod(shape)
+        shuffle = self._stream or Shuffle(len(source), order, seed)
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:
             ahead = 1 if self._stream else max(1, _ORDERED // math.prod(shape[:2]))
             for first in range(0, len(steps), ahead):
-                count, at = len(steps[first : first + ahead]), position + first * train_batch
+                count = len(steps[first : first + ahead])
+                at = position + first * train_batch
                 if self._stream:
                     self._stream.reach(at + count * train_batch)
                 whole = np.arange(at, at + count * train_batch)

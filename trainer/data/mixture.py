@@ -40,8 +40,10 @@ class Mixture:
     def place(self, index: int, epoch: int) -> tuple[int, int]:
         """Return the source that sample `index` of an epoch is from, and its number there."""
         which = int(np.searchsorted(self._ends, index, side="right"))
-        count, size = self._counts[which], len(self._sources[which])
-        within, whole = index - int(self._ends[which]) + count, count // size * size
+        count = self._counts[which]
+        size = len(self._sources[which])
+        within = index - int(self._ends[which]) + count
+        whole = count // size * size
         if within < whole:
             return which, within % size
         position = epoch * (count - whole) + within - whole

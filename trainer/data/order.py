@@ -17,7 +17,8 @@ import numpy as np
 
 from trainer.distributed.seeding import derive
 
-LISTED, KEYED = 1, 2
+LISTED = 1
+KEYED = 2
 """The versions of the order, which a checkpoint names: permutations in memory, in runs begun
 before it did; and permutations by a key, in all others."""
 ROUNDS = 12
@@ -82,7 +83,8 @@ class Numbered(Sequence[int]):
     """
 
     def __init__(self, size: int, below: Callable[[int], int]) -> None:
-        self._size, self._below = size, below
+        self._size = size
+        self._below = below
 
     def __len__(self) -> int:
         return self._below(self._size)

@@ -15,7 +15,8 @@ from rich.progress import Progress as Bar
 from trainer.errors import printable
 from trainer.supervise.output import Signs
 
-_MOMENT, _BETWEEN = 2.0, 30.0
+_MOMENT = 2.0
+_BETWEEN = 30.0
 """Seconds before anything is shown, and between lines without a terminal."""
 _MARKED = 1.0
 """The least seconds between two touches of the file that shows progress to other processes."""
@@ -31,16 +32,22 @@ class Progress:
         signs: Signs | None = None,
     ) -> None:
         """Call `moves(seconds)` on progress, with the seconds for which none may follow."""
-        self._console, self._moves, self._signs = console, moves, signs or Signs()
+        self._console = console
+        self._moves = moves
+        self._signs = signs or Signs()
         self._bar: Bar | None = None
-        self._name, self._begun, self._shown = "", math.inf, 0.0
+        self._name = ""
+        self._begun = math.inf
+        self._shown = 0.0
         self._from: tuple[int, float] | None = None
         self._noted: set[str] = set()
         self._mark: Path | None = None
         self._marked = 0.0
 
     def begin(self, name: str) -> None:
-        self._name, self._begun, self._from = name, time.monotonic(), None
+        self._name = name
+        self._begun = time.monotonic()
+        self._from = None
         self._shown = self._begun - _BETWEEN + _MOMENT
         self._signs.at(f"prepare {name}")
 
@@ -62,7 +69,8 @@ class Progress:
     def moves(self, seconds: float = 0.0) -> None:
         """Note progress; none may follow for so many seconds."""
         self._moves(seconds)
-        mark, now = self._mark, time.monotonic()
+        mark = self._mark
+        now = time.monotonic()
         if mark is not None and now - self._marked > _MARKED:
             self._marked = now
             with suppress(OSError):  # a full disk is told by who writes data
@@ -114,7 +122,8 @@ class Progress:
 
 
 def _bar(console: Console, name: str) -> Bar:
-    before, after = TextColumn("prepare {task.description}"), TextColumn("{task.fields[text]}")
+    before = TextColumn("prepare {task.description}")
+    after = TextColumn("{task.fields[text]}")
     shown = Bar(before, BarColumn(), after, console=console, transient=True, refresh_per_second=4)
     shown.add_task(name, total=None, text="")
     shown.start()

@@ -13,10 +13,12 @@ from typing import Any
 from trainer.storage import flush, write_file
 
 SEAL = "seal.json"
-_CHUNK, _READ = 1 << 26, 1 << 20
+_CHUNK = 1 << 26
+_READ = 1 << 20
 """Bytes that one thread hashes as one chunk, and bytes that it reads at once."""
 _THREADS = 8
-LOOKED_AT, MOST_FILES = 16, 64
+LOOKED_AT = 16
+MOST_FILES = 64
 """The chunks that a start reads, and the files of which it reads the first one, too, at most."""
 Block = tuple[str, int]
 """The name of a file, and the number of a chunk of it."""
@@ -52,7 +54,8 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
         content, _, check = text.rstrip("\n").rpartition("\n")
         if check != checked(content):
             return f"{SEAL} is not as it was written"
-        known, files = json.loads(content), _files(folder)
+        known = json.loads(content)
+        files = _files(folder)
         if differing := known["sizes"].items() ^ _sizes(files).items():
             return f"{min(differing)[0]} is not of the size that it had"
         chunks = _chunks(known["sizes"])
@@ -120,7 +123,8 @@ def _digests(
     with ThreadPoolExecutor(threads) as pool:
         apply: Any = pool.map if threads > 1 else map  # a pool would read on after an early end
         digests = apply(lambda chunk: _hash(files[chunk[0]], chunk[1] * _CHUNK), chunks)
-        done, all = 0, sum(lengths)
+        done = 0
+        all = sum(lengths)
         for chunk, length, digest in zip(chunks, lengths, digests, strict=True):
             yield chunk, digest
             done += length
@@ -128,7 +132,8 @@ def _digests(
 
 
 def _hash(path: Path, at: int) -> str:
-    digest, left = hashlib.sha256(), _CHUNK
+    digest = hashlib.sha256()
+    left = _CHUNK
     with open(path, "rb", buffering=0) as file:
         file.seek(at)
         while left and (part := file.read(min(left, _READ))):

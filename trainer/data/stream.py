@@ -60,9 +60,15 @@ class Stream:
         the monotonic time since when;
         `skips`: with that of one that is left out.
         """
-        self.files, self._seed, self._reports, self._skips = files, seed, awaits, skips
-        self._opened, self._kept, self._first = opened, kept, opened(kept[0])
-        self._turns, self._prepare = Shuffle(files, KEYED, seed), prepare
+        self.files = files
+        self._seed = seed
+        self._reports = awaits
+        self._skips = skips
+        self._opened = opened
+        self._kept = kept
+        self._first = opened(kept[0])
+        self._turns = Shuffle(files, KEYED, seed)
+        self._prepare = prepare
         self._beside: Beside
         self._is_read = False
         """True once its reader has ended."""
@@ -81,7 +87,8 @@ class Stream:
         return len(self._first)
 
     def __getitem__(self, index: int) -> Any:
-        file, number = index >> _BITS, index % (1 << _BITS)
+        file = index >> _BITS
+        number = index % (1 << _BITS)
         return self._first[number] if file == 0 else self._sources[file][number]
 
     def begin(self, place: Place) -> None:
@@ -123,7 +130,8 @@ class Stream:
         samples = []
         for (turn, start, _), some in groupby(positions.tolist(), self.place):
             numbers = self._shuffles[turn].ids(np.array(list(some)) - start)
-            first, epoch = self._file(turn) << _BITS, turn // self.files
+            first = self._file(turn) << _BITS
+            epoch = turn // self.files
             samples += [(first + number, epoch) for number in numbers.tolist()]
         return samples
 
@@ -146,7 +154,8 @@ class Stream:
 
     def _open_next(self) -> None:
         turn, position, expected = self._places[-1]
-        file, source = self._file(turn), None
+        file = self._file(turn)
+        source = None
         while source is None:
             self._since = time.monotonic()
             folder = self._beside.result()
@@ -169,7 +178,8 @@ class Stream:
             self._beside.begin(self._file(turn + 1))
             self._places[-1] = Place(turn + 1, position)
             return
-        self._sources[file], self._folders[file] = source, folder
+        self._sources[file] = source
+        self._folders[file] = folder
         self._shuffles[turn] = Shuffle(len(source), KEYED, self._seed, turn)
         after = Place(turn + 1, position + len(source))
         self._places[-1:] = [Place(turn, position, fingerprint), after]

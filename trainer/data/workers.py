@@ -43,7 +43,8 @@ def in_order(
         # elsewhere, forking is not safe with libraries' threads
         workers = cores() if sys.platform == "linux" else 1
         first = list(islice(rest, 1))
-        workers, rest = workers if first else 1, chain(first, rest)
+        workers = workers if first else 1
+        rest = chain(first, rest)
     if workers < 2:
         yield from map(work, rest)
         return

@@ -48,7 +48,8 @@ class Division:
 
     def sections(self, rank: int, row: int) -> list[tuple[int, int]]:
         """Return the begin and end of both sections of a rank's group, in rows of `row` tokens."""
-        each, group = row // (2 * self.groups), rank // self.group_size
+        each = row // (2 * self.groups)
+        group = rank // self.group_size
         return [(n * each, (n + 1) * each) for n in (group, 2 * self.groups - 1 - group)]
 
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
@@ -74,7 +75,9 @@ class ContextRanks:
     """
 
     def __init__(self, division: Division, heads: Exchange | None, rows: Exchange | None) -> None:
-        self.division, self._heads, self._rows = division, heads, rows
+        self.division = division
+        self._heads = heads
+        self._rows = rows
         group = rows.group.rank() if rows else 0
         self.rank = group * division.group_size + (heads.group.rank() if heads else 0)
         self._divides = False
@@ -149,7 +152,8 @@ class ContextRanks:
                 compute(part, key[:, :, : ends[1]], value[:, :, : ends[1]], section=ends)[0]
                 for part, ends in zip(query.chunk(2, 2), self.sections, strict=True)
             ]
-            output, weights = torch.cat(outputs, 1), None
+            output = torch.cat(outputs, 1)
+            weights = None
         else:
             output, weights = compute(*parts)
         return self._heads.swap(output, 1, 2) if self._heads else output, weights

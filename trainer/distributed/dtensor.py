@@ -53,7 +53,8 @@ def shard_at(value: torch.Tensor, like: DTensor, coordinate: Sequence[int]) -> t
     for axis in reversed(range(like.device_mesh.ndim)):
         dim = getattr(like.placements[axis], "dim", None)
         if dim is not None:
-            chunks, at = value.chunk(like.device_mesh.size(axis), dim), coordinate[axis]
+            chunks = value.chunk(like.device_mesh.size(axis), dim)
+            at = coordinate[axis]
             value = chunks[at] if at < len(chunks) else value.narrow(dim, 0, 0)
     return value
 
@@ -63,7 +64,8 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
 
     None if another process writes an equal part: that of the replica in which `owner` is does.
     """
-    own, at = like.device_mesh.get_coordinate(), coordinate_in(like.device_mesh, owner)
+    own = like.device_mesh.get_coordinate()
+    at = coordinate_in(like.device_mesh, owner)
     if own is None or at is None:
         return None
     if any(not hasattr(p, "dim") and own[a] != at[a] for a, p in enumerate(like.placements)):

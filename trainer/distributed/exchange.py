@@ -91,7 +91,8 @@ class Exchange:
     def _gathered(self, dim: int, length: int) -> Move:
         def gathered(part: torch.Tensor) -> torch.Tensor:
             first = part.movedim(dim, 0).contiguous()
-            name, size = self.group.group_name, self.group.size()
+            name = self.group.group_name
+            size = self.group.size()
             whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, size, name))
             return whole.narrow(0, 0, length).movedim(0, dim)  # type: ignore[no-any-return]
 
@@ -99,7 +100,8 @@ class Exchange:
 
     def _scattered(self, dim: int) -> Move:
         def scattered(term: torch.Tensor) -> torch.Tensor:
-            first, size = self._padded(term.movedim(dim, 0)).contiguous(), self.group.size()
+            first = self._padded(term.movedim(dim, 0)).contiguous()
+            size = self.group.size()
             part = _ops.reduce_scatter_tensor(first, "sum", size, self.group.group_name)
             return _ops.wait_tensor(part).movedim(0, dim)  # type: ignore[no-any-return]
 
@@ -171,8 +173,11 @@ def vocabulary_shard_of(weight: torch.Tensor) -> VocabularyShard | None:
     if "tensor" not in names:
         return None
     assert isinstance(weight, DTensor)
-    mesh, axis = weight.device_mesh, names.index("tensor")
-    size, rank, total = mesh.size(axis), mesh.get_local_rank(axis), len(weight)
+    mesh = weight.device_mesh
+    axis = names.index("tensor")
+    size = mesh.size(axis)
+    rank = mesh.get_local_rank(axis)
+    total = len(weight)
     most = -(-total // size)
     first = most * rank
     ranks = Exchange(mesh.get_group(axis))

@@ -70,7 +70,9 @@ class _BlockDraws(TorchDispatchMode):
 
     def __init__(self, seed: Callable[..., int], wanted: Mapping[torch.Tensor, range]) -> None:
         super().__init__()
-        self._seed, self._drawn, self._made = seed, 0, dict[int, _Filled]()
+        self._seed = seed
+        self._drawn = 0
+        self._made = dict[int, _Filled]()
         for tensor, rows in wanted.items():
             each = _rows_of_a_block(tensor)
             stop = min(-(-rows.stop // each) * each, len(tensor))
@@ -82,7 +84,9 @@ class _BlockDraws(TorchDispatchMode):
         known = [self._made[at] for t in given if (at := _memory(t)) in self._made]
         if not known:
             return func(*args, **(kwargs or {}))
-        target, name, options = args[0], func._opname, kwargs or {}
+        target = args[0]
+        name = func._opname
+        options = kwargs or {}
         alone = len([t for t in given if t.ndim]) == 1 and options.get("generator") is None
         if name in ROW_BY_ROW and alone and known[0].is_whole(target):
             seed = partial(self._seed, self._drawn) if name in DRAWS else None

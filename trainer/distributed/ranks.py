@@ -203,7 +203,8 @@ class Ranks:
         try:
             number = store.add(f"meshloom/rendezvous/{self.rank}", 1)
             key = f"meshloom/rendezvous/done/{number}"
-            done, pause = store.add(key, 1), 0.005
+            done = store.add(key, 1)
+            pause = 0.005
             while done < self.world_size:
                 time.sleep(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)

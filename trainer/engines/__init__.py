@@ -31,9 +31,11 @@ def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[st
     decays = config.optimizer.params.get("weight_decay", 0) > 0
     spares = decays and config.trainer.weight_decay_excludes != "nothing"
     grouped = spares or bool(config.trainer.parameter_groups)
-    problems, unsupported = [], support.refusals(config)
+    problems = []
+    unsupported = support.refusals(config)
     for name, kind in candidates.items():
-        place, refusal = f"engine {name}", kind.refusal(layout) or unsupported.get(name)
+        place = f"engine {name}"
+        refusal = kind.refusal(layout) or unsupported.get(name)
         builder = kind.optimizer(config.settings, layout, device, grouped)
         if refusal is not None:
             expected = "a layout that it can run"

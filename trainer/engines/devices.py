@@ -35,7 +35,8 @@ class Device:
         return self.capability is not None and self.capability < least
 
 
-BF16, FLOAT8 = (8, 0), (8, 9)
+BF16 = (8, 0)
+FLOAT8 = (8, 9)
 """The first compute capabilities that multiply in bfloat16 and in float8."""
 _CAPABILITY = {
     **{"v100": (7, 0), "t4": (7, 5), "a100": (8, 0), "b200": (10, 0)},

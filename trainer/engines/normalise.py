@@ -89,7 +89,9 @@ class NormalisedEngine(ABC):
         update: Update,
         observe: Observer | None = None,
     ) -> Metrics:
-        job, mesh, self._observe = self.job, self._mesh, observe
+        job = self.job
+        mesh = self._mesh
+        self._observe = observe
         set_update(self._optimizer.param_groups, update)
         seed = step_seed(job.seed, step, job.data_rank)
         if job.one_width:
@@ -108,7 +110,9 @@ class NormalisedEngine(ABC):
         """Update the weights if `train` did not; return the norm, and True for a skipped step."""
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
-        batches, mesh, sums = iter(micro_batches), self._mesh, []
+        batches = iter(micro_batches)
+        mesh = self._mesh
+        sums = []
         while part := list(islice(batches, AT_ONCE)):
             with mesh.dividing_rows():
                 targets = counted_here(self.job.task, part, mesh).double()

@@ -59,7 +59,8 @@ def fresh_state(optimizer: Optimizer, like: torch.Tensor, steps: int = 1) -> dic
 
     The optimizer makes it in steps over a stand-in of one entry: no other state changes.
     """
-    groups, states = optimizer.param_groups, optimizer.state
+    groups = optimizer.param_groups
+    states = optimizer.state
     group = next((g for g in groups if any(p is like for p in g["params"])), groups[0])
     stand_in = torch.zeros((1,) * max(like.ndim, 1), dtype=like.dtype, device=like.device)
     stand_in.grad = torch.zeros_like(stand_in)

@@ -52,8 +52,10 @@ class Tokens(nn.Module):
 
     def __init__(self, model: Any) -> None:
         super().__init__()
-        self.conv_proj, self.class_token = model.conv_proj, model.class_token
-        self.pos_embedding, self.dropout = model.encoder.pos_embedding, model.encoder.dropout
+        self.conv_proj = model.conv_proj
+        self.class_token = model.class_token
+        self.pos_embedding = model.encoder.pos_embedding
+        self.dropout = model.encoder.dropout
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         patches = self.conv_proj(images).flatten(2).transpose(1, 2)
@@ -153,7 +155,8 @@ class Classifier:
         unknown = ":" in self.name or self.folder or self.name in without
         known = {} if unknown else models.get_model_weights(self.name).__members__
         if self.weights not in known:
-            actual, expected = f'saw "{self.weights}" of {self.name}', f"one of {', '.join(known)}"
+            actual = f'saw "{self.weights}" of {self.name}'
+            expected = f"one of {', '.join(known)}"
             if not known:
                 expected = "none: there are no weights by name"
             raise ConfigError(Problem("trainer.model.weights", actual, expected))
@@ -190,7 +193,8 @@ def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -
         classifier = Classifier(name, arguments, weights=weights)
         _ = classifier.callable, classifier.pretrained
         return classifier
-    kinds, expected = (OSError, ValueError, KeyError, TypeError), "a folder such as runs/NAME/final"
+    kinds = (OSError, ValueError, KeyError, TypeError)
+    expected = "a folder such as runs/NAME/final"
     start = f"a folder without a {DESCRIPTION} that says how it is built: "
     check_folder(folder)
     with refused("trainer.model.name_or_path", expected, *kinds, named=True, start=start):
@@ -215,7 +219,8 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
     with torch.device("meta"):
         whole = classifier.build()
     names = published_names(whole, chain_of(whole)) if spec.name == "Sequential" else {}
-    weights, notes = spec.weights, spec.notes
+    weights = spec.weights
+    notes = spec.notes
     if classifier.folder is not None:
         weights = SafetensorsFolder(classifier.folder, renamed=names)
     config = module.config_of(whole)
@@ -228,7 +233,8 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
         weights = _Pretrained(classifier, names, head, spec.weights)
         anew = f"; {', '.join(head)} of other classes are initialised at random" if head else ""
         notes = (*notes, f"weights {entry}{anew}")
-    files, name = replace(spec.files, published=names), classifier.name
+    files = replace(spec.files, published=names)
+    name = classifier.name
     return replace(spec, name=name, files=files, weights=weights, config=config, notes=notes)
 
 
@@ -250,7 +256,9 @@ class _Pretrained(MadeWeights):
         initial: Weights,
     ) -> None:
         super().__init__(classifier.state)
-        self._names, self._head, self._initial = names, head, initial
+        self._names = names
+        self._head = head
+        self._initial = initial
 
     def read(self, name: str) -> torch.Tensor | None:
         own = self._names.get(name, name)
@@ -277,7 +285,8 @@ def describe(classifier: Classifier, images: Images) -> str:
 
 def opened(folder: Path) -> tuple[nn.Module, Images]:
     """Load a trained classifier, in evaluation mode. Raises ConfigError if the folder has none."""
-    classifier, weights = named(str(folder), {}), SafetensorsFolder(folder)
+    classifier = named(str(folder), {})
+    weights = SafetensorsFolder(folder)
     with opening(f"open: {folder}", "a classifier as a run saves it"):
         content = description_in(folder)
         given = content["images"]
@@ -321,7 +330,8 @@ def _imported(name: str) -> Callable[..., nn.Module]:
     path, _, attribute = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
         sys.path.append(here)  # a module beside the config, as `python -m` would find it
-    place, start = "trainer.model.name_or_path", f'saw "{name}": '
+    place = "trainer.model.name_or_path"
+    start = f'saw "{name}": '
     # whatever the module's own code raises
     with refused(place, "a callable that can be imported", named=True, start=start):
         imported = getattr(importlib.import_module(path), attribute)

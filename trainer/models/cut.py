@@ -59,7 +59,8 @@ class _UntilBlocks(nn.Module):
 
     def __init__(self, module: nn.Module, whole: nn.Module, last_block: nn.Module) -> None:
         super().__init__()
-        self.module, self._behind = module, False
+        self.module = module
+        self._behind = False
         whole.register_forward_pre_hook(lambda *_: self._stand(behind=False))
         last_block.register_forward_hook(lambda *_: self._stand(behind=True))
 
@@ -77,7 +78,9 @@ class _Blank(nn.Module):
 
     def __init__(self, stage_input: StageInput, width: int, table: bool) -> None:
         super().__init__()
-        self._stage_input, self._width, self._table = stage_input, width, table
+        self._stage_input = stage_input
+        self._width = width
+        self._table = table
 
     @property
     def weight(self) -> torch.Tensor | None:
@@ -112,7 +115,9 @@ def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: rang
     The first stage keeps the tables, the last norm and head; the last keeps an input table, too, if
     the head is tied to it: the parameter is then on both stages.
     """
-    stage_input, first, last = StageInput(), blocks.start == 0, blocks.stop == len(spec.blocks)
+    stage_input = StageInput()
+    first = blocks.start == 0
+    last = blocks.stop == len(spec.blocks)
     for index, name in enumerate(spec.blocks):
         if index == blocks.start - 1:
             _replace_block(model, name, _Received(stage_input, boundary.tuples))

@@ -21,9 +21,13 @@ from typing import Any
 from trainer.errors import ConfigError, Problem, refused
 from trainer.storage import REFUSED_PICKLE, check_regular, parse_json, read_file, size
 
-LONGEST, TIMES, MEMORY, SECONDS = 1 << 18, 16, 1 << 30, 60.0
+LONGEST = 1 << 18
+TIMES = 16
+MEMORY = 1 << 30
+SECONDS = 60.0
 """A rendering's limits: characters, characters for each of the chat, bytes, CPU seconds."""
-BUILD_MEMORY, BUILD_SECONDS = 1 << 34, 120.0
+BUILD_MEMORY = 1 << 34
+BUILD_SECONDS = 120.0
 """The limits of building a model without values: Kimi's trillion parameters take seconds."""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """The endings of files of any size."""
@@ -81,7 +85,8 @@ def check_counts(config: Mapping[str, Any], place: str) -> None:
         for key, value in part.items() if isinstance(part, Mapping) else ():
             counts = isinstance(value, int) and _MODULES.fullmatch(key)
             if counts and not 0 <= value <= MOST_MODULES:
-                actual, expected = f"{key} is {value:,}"[:200], f"from 0 to {MOST_MODULES:,}"
+                actual = f"{key} is {value:,}"[:200]
+                expected = f"from 0 to {MOST_MODULES:,}"
                 raise ConfigError(Problem(place, actual, expected))
         waiting = [one for one in waiting if isinstance(one, dict | list)]
 
@@ -126,7 +131,8 @@ def opening(place: str, expected: str) -> Iterator[None]:
     except ConfigError as error:
         cause = error.__cause__
         if isinstance(cause, UnpicklingError) or "weights_only" in str(cause):
-            actual, hint = f"weights in a file {REFUSED_PICKLE}", "Ask their author for safetensors"
+            actual = f"weights in a file {REFUSED_PICKLE}"
+            hint = "Ask their author for safetensors"
             raise ConfigError(Problem(place, actual, "tensors alone", hint)) from error
         if isinstance(cause, MemoryError | TimeoutError):
             actual = "it takes too much memory or time"
@@ -147,7 +153,8 @@ def limited(render: Callable[[], str], chat: Any, origin: str) -> str:
             raise MemoryError
     except (MemoryError, TimeoutError) as error:
         limits = f"more than {room:,} characters, or takes too much memory or time"
-        place, actual = f"the chat template of {origin}", f"it makes {limits}"
+        place = f"the chat template of {origin}"
+        actual = f"it makes {limits}"
         raise ConfigError(Problem(place, actual, "a template that ends soon")) from error
     return text
 

@@ -143,7 +143,8 @@ def _tiny_copy(
     def spec_of_tiny(small: Any) -> ModelSpec:
         return _spec_without_weights(name, _builder(small, options, on_cpu=True))
 
-    place, expected = f"trainer.model: {name}", "an architecture that can be tried out"
+    place = f"trainer.model: {name}"
+    expected = "an architecture that can be tried out"
     # whatever the family's own code raises
     with refused(place, expected, named=True, start="no tiny copy of it runs: "):
         full = _builder(config, options)()
@@ -213,7 +214,8 @@ def describe(
 
 def _initialise(root: nn.Module, name: str) -> None:
     """Initialise one module by the rule of the nearest transformers model around it."""
-    owner, module = root, root
+    owner = root
+    module = root
     for part in name.split(".") if name else ():
         module = getattr(module, part)
         owner = module if isinstance(module, PreTrainedModel) else owner
@@ -267,7 +269,8 @@ def _base_notes(weights: ConvertedWeights, model: PreTrainedModel, name: str) ->
         how = f"{name} is quantised by {method}: its values are dequantised as they are read"
         yield f"{how}; what is saved is not quantised, and has no quantization_config"
     if unread := weights.unread:
-        kind, shown = type(model).__name__, in_short(sorted(unread), model.state_dict().keys())
+        kind = type(model).__name__
+        shown = in_short(sorted(unread), model.state_dict().keys())
         dropped = f"{len(unread)} tensors of {name} have no place in a {kind}"
         yield f"{dropped} and are left out: {shown}"
 

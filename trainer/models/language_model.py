@@ -22,7 +22,8 @@ CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_expert
 def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageModel:
     """Read a model's head, sizes and tensor plan on the meta device."""
     text = text_config(model)
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    table = model.get_input_embeddings()
     tables = [module for module in (table, head) if module is not None]
     is_tied = head is not None and table is not None and head.weight is table.weight
     hidden = getattr(text, "hidden_size", None)
@@ -55,7 +56,9 @@ def text_config(model: Any) -> Any:
 def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
     """Return query and key-value heads (common divisors of layers), and mean heads x head size."""
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
-    heads, kv_heads, width = [], [], 0
+    heads = []
+    kv_heads = []
+    width = 0
     for layer in layers:
         many = getattr(layer, "num_attention_heads", 0) or 0
         size = getattr(layer, "head_dim", None) or (hidden // many if many else 0)
@@ -101,7 +104,8 @@ def _routed_parameters(model: nn.Module, config: Any) -> int:
 
 def idle_parameters(model: nn.Module, config: Any) -> int:
     """Count the parameters of the experts that a token is not routed to; 0 for a dense model."""
-    experts, chosen = _first_number(config, EXPERTS), _first_number(config, CHOSEN)
+    experts = _first_number(config, EXPERTS)
+    chosen = _first_number(config, CHOSEN)
     if not experts or not chosen or chosen >= experts:
         return 0
     return _routed_parameters(model, config) * (experts - chosen) // experts

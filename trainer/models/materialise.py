@@ -120,7 +120,8 @@ class _Values:
                 module._buffers[key] = real
 
     def _parameter(self, name: str, meta: nn.Parameter) -> nn.Parameter:
-        weights, value = self.spec.weights, self._given(name, meta)
+        weights = self.spec.weights
+        value = self._given(name, meta)
         needed = not isinstance(weights, NoWeights) and name not in self.spec.training.fresh
         if value is None and needed and name not in self._misshapen:
             self._report(name, "absent from the weights", "every parameter of the model")

@@ -47,10 +47,13 @@ def differing(
     thousandth of the largest of all; a missing gradient counts as zeros.
     """
     sizes = [float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel()]
-    largest, nothing = max(sizes, default=0.0), torch.zeros(())
+    largest = max(sizes, default=0.0)
+    nothing = torch.zeros(())
     for name in dict.fromkeys([*theirs, *ours]):
-        a, b = ours.get(name, nothing), theirs.get(name, nothing)
-        error, scale = float((a - b).abs().max()), max(float(b.abs().max()), 1e-3 * largest)
+        a = ours.get(name, nothing)
+        b = theirs.get(name, nothing)
+        error = float((a - b).abs().max())
+        scale = max(float(b.abs().max()), 1e-3 * largest)
         if not error <= most * scale:
             return name, error / max(scale, 1e-30)
     return None

@@ -67,11 +67,14 @@ def opened_language_model(folder: Path, trust: bool) -> Any:
 
 
 def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
-    library, name = "transformers", "AutoModelForCausalLM"
+    library = "transformers"
+    name = "AutoModelForCausalLM"
     if adapter:
-        library, name = "peft", "AutoPeftModelForCausalLM"
+        library = "peft"
+        name = "AutoPeftModelForCausalLM"
         required(library, f"open: {folder}: an adapter", "lora")
-    place, trust = f"open: {folder}", bool(options.setdefault("trust_remote_code", False))
+    place = f"open: {folder}"
+    trust = bool(options.setdefault("trust_remote_code", False))
     base: Any = folder
     if adapter:
         base = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
@@ -107,7 +110,8 @@ def _check_model(source: Any, trust: bool, place: str) -> None:
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
     """Load the folder's values into a user's module. Raises ConfigError if they are another's."""
-    weights, first = SafetensorsFolder(folder), aliases_of(model)
+    weights = SafetensorsFolder(folder)
+    first = aliases_of(model)
     # a tied tensor has one name in the files
     stored = {key: weights.read(first.get(key, key)) for key in model.state_dict()}
     stored |= {key: weights.read(key) for key in weights.names()}

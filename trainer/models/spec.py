@@ -229,7 +229,8 @@ def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
             return [] if value is None else [Part(value)]
 
         value = spec.weights.read(name)
-        dtype, shape = like.dtype if value is None else value.dtype, tuple(like.shape)
+        dtype = like.dtype if value is None else value.dtype
+        shape = tuple(like.shape)
         return StateTensor(name, WEIGHT, shape, dtype, owner, parts, write=lambda value: None)
 
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
@@ -269,7 +270,8 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
 
 def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
     """Count forward's FLOPs for the input and for the weight; PyTorch's formula ignores groups."""
-    transposed, wanted = rest[4], rest[7]
+    transposed = rest[4]
+    wanted = rest[7]
     return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
 

@@ -32,7 +32,8 @@ class Structure:
 
     def lacks(self, copy: Structure) -> Iterator[str]:
         """Yield each feature of this structure that `copy` does not have, for the user."""
-        there, steps = set(copy.blocks), set(pairwise(copy.blocks))
+        there = set(copy.blocks)
+        steps = set(pairwise(copy.blocks))
         outside = self.around - copy.around
         yield from sorted(f"{part.split(':')[0]} outside the blocks" for part in outside)
         for kind in dict.fromkeys(kind for kind in self.blocks if kind not in there):
@@ -87,7 +88,8 @@ def tiny(
     Numbers that are multiples of `split` stay so. The copy runs, and is as small as that allows.
     Raises the last attempt's error if no copy runs.
     """
-    whole, count = structure_of(full, blocks), len(blocks)
+    whole = structure_of(full, blocks)
+    count = len(blocks)
     best: tuple[ModelSpec, tuple[str, ...]] | None = None
     failed: Exception = ValueError("no copy of it is small enough to try things on")
     for keep in _choices(whole.blocks, layers):
@@ -128,7 +130,8 @@ def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
     if not kinds:
         yield range(layers)
         return
-    steps, keep = set(pairwise(kinds)), list(range(len(kinds)))
+    steps = set(pairwise(kinds))
+    keep = list(range(len(kinds)))
     for index in reversed(range(len(kinds))):
         fewer = [kept for kept in keep if kept != index]
         if len(fewer) >= layers and set(pairwise(kinds[kept] for kept in fewer)) == steps:

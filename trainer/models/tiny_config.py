@@ -18,7 +18,12 @@ from typing import Any, NamedTuple
 VOCABULARY = 97
 HIDDEN = 32
 """The approximate width of the copy."""
-_WINDOW, _EXPERTS, _GROUPS, _HEADS, _HEAD_SIZE, _WIDTH = 8, 4, 2, 4, 8, 8
+_WINDOW = 8
+_EXPERTS = 4
+_GROUPS = 2
+_HEADS = 4
+_HEAD_SIZE = 8
+_WIDTH = 8
 
 
 class Sizes(NamedTuple):
@@ -173,7 +178,8 @@ class _Resize:
         return self._list(name, value) if isinstance(value, (list, tuple)) else value
 
     def _list(self, name: str, value: Any) -> Any:
-        scale, kind = self.scale, type(value)
+        scale = self.scale
+        kind = type(value)
         if re.search("token_id", name):
             return kind(0 for _ in value)
         if scale and scale.head_size > 1 and name in ("short_factor", "long_factor"):
@@ -192,7 +198,9 @@ class _Resize:
         return value
 
     def _number(self, name: str, value: int) -> int:
-        scale, layers, role = self.scale, self.layers, _role(name)
+        scale = self.scale
+        layers = self.layers
+        role = _role(name)
         if re.search("token_id$|^(pad|bos|eos|unk|mask)_index$", name):
             return 0
         if role == "layers":
@@ -243,7 +251,8 @@ def _width(value: int, scale: Scale) -> int:
 
 def _other_heads(value: int, scale: Scale) -> int:
     """Shrink a head count that `scale` lacks: by its factor if heads stay whole, else to a few."""
-    most, fewest = max(scale.heads, default=1), min(scale.heads, default=1)
+    most = max(scale.heads, default=1)
+    fewest = min(scale.heads, default=1)
     exact = Fraction(value * scale.heads.get(most, 1), most)
     if scale.heads and exact.denominator == 1:
         return int(exact)

@@ -134,7 +134,8 @@ def in_torch(
     settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
 ) -> Builder | No:
     """Return the builder of `mesh` and `accelerate`, or why they can't build the optimizer."""
-    kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
+    kind = settings["optimizer"]["type"]
+    params = settings["optimizer"]["params"]
     if build := NAMED["optimizer"].get(kind):
         return Builder(kind, params, build=build)
     library = ROWS[kind].torch
@@ -152,7 +153,8 @@ def in_deepspeed(
 
     `grouped`: True if parameters have different learning rates or weight decays.
     """
-    kind, params = settings["optimizer"]["type"], settings["optimizer"]["params"]
+    kind = settings["optimizer"]["type"]
+    params = settings["optimizer"]["params"]
     if kind in NAMED["optimizer"]:
         return No("DeepSpeed builds its own, and not those of plug-ins and scripts")
     offloaded = layout.offload_optimizer != "none"

@@ -129,7 +129,8 @@ class Muon(OnShards, torch.optim.AdamW):
 
     def _direction(self, parameter: torch.Tensor, found_inf: torch.Tensor | None) -> torch.Tensor:
         """Update this rank's part of the momentum; return that of what is orthogonalised."""
-        state, gradient = self.state[parameter], local(parameter.grad)  # type: ignore[arg-type]
+        state = self.state[parameter]
+        gradient = local(parameter.grad)  # type: ignore[arg-type]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(parameter)
         buffer = local(state["momentum_buffer"])
@@ -143,7 +144,8 @@ class Muon(OnShards, torch.optim.AdamW):
         self, parameters: Sequence[torch.Tensor], directions: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Return this rank's part of each update; the owner of the nth matrix is rank n."""
-        shared, rank = self._shared, self._shared.rank
+        shared = self._shared
+        rank = self._shared.rank
         low = [direction.to(shared.device, LOW, copy=True) for direction in directions]
         if shared.group is None:
             return [self._orthogonal(direction) for direction in low]
@@ -152,7 +154,8 @@ class Muon(OnShards, torch.optim.AdamW):
             part if rank in shared.senders(owner, _axes(like, divided=True)) else part[:0]
             for owner, (like, part) in enumerate(zip(parameters, low, strict=True))
         ]
-        whole, updated = list[torch.Tensor](), list[torch.Tensor]()
+        whole = list[torch.Tensor]()
+        updated = list[torch.Tensor]()
         if rank < len(parameters):
             own = parameters[rank]
             matrix = torch.empty(own.shape, dtype=LOW, device=shared.device)
@@ -202,11 +205,14 @@ class Muon(OnShards, torch.optim.AdamW):
         found_inf: torch.Tensor | None,
     ) -> None:
         """Decay this rank's part of a parameter and subtract that of its update."""
-        values, rate = local(parameter), group["lr"]
-        decay, update = rate * group["weight_decay"], update.to(values.device)
+        values = local(parameter)
+        rate = group["lr"]
+        decay = rate * group["weight_decay"]
+        update = update.to(values.device)
         if found_inf is not None:
             kept = 1 - found_inf.to(values.device)
-            decay, update = decay * kept.double(), update * kept.to(update.dtype)
+            decay = decay * kept.double()
+            update = update * kept.to(update.dtype)
         rows, columns = parameter.shape[-2:]
         scale = {
             "original": math.sqrt(max(1.0, rows / columns)),

@@ -31,7 +31,8 @@ def optimizer_of(
     Raises ConfigError if that of a plug-in or a script is none, or has other parameters.
     """
     # a pipeline stage may be frozen as a whole
-    decay, matrices = builder.params["weight_decay"], shared.matrices if shared else ()
+    decay = builder.params["weight_decay"]
+    matrices = shared.matrices if shared else ()
     groups = groups_of(named, undecayed, decay, tuned, matrices) or [{"params": []}]
     if shared is not None:
         return Muon(groups, shared=shared, **builder.params)

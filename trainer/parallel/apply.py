@@ -118,7 +118,8 @@ def stages_of_rank(
         stages.append(stage)
     say(f"a cut into stages over pipeline={layout.pipeline}")
     blocks = " | ".join(str(len(blocks)) for blocks in ranges)
-    waits, rounds = layout.pipeline - 1, layout.accumulation * layout.schedule.stages_per_rank
+    waits = layout.pipeline - 1
+    rounds = layout.accumulation * layout.schedule.stages_per_rank
     bubble = waits / (rounds + waits)
     idle = f"idle for about {bubble:.0%} of a step by {layout.schedule.name}"
     return stages, f"{layout.stages} pipeline stages of {blocks} blocks; {idle}"
@@ -132,6 +133,7 @@ def give_values(
     The base of an adapter is kept in the precision in which it computes.
     """
     storage = torch.device("cpu") if layout.offloads else device
-    dtype, base = getattr(torch, layout.updated), getattr(torch, layout.precision)
+    dtype = getattr(torch, layout.updated)
+    base = getattr(torch, layout.precision)
     placement = Placement(device, dtype, storage, base)
     materialise(model, spec, seed=seed, placement=placement)

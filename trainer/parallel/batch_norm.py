@@ -73,14 +73,16 @@ class _NormOfStep:
     """The statistics of one module in each forward pass of a step."""
 
     def __init__(self, module: _NormBase) -> None:
-        self._module, self._momentum = module, module.momentum
+        self._module = module
+        self._momentum = module.momentum
         patches.keep_last_statistics(module)
         self._found: list[torch.Tensor] = []
         module.register_forward_hook(self._note)
 
     def start(self) -> None:
         self._found = []
-        self._before, self._count = self._kept().double(), self._counter().clone()
+        self._before = self._kept().double()
+        self._count = self._counter().clone()
 
     def weighted(self, micro_batches: int, ranks: int, rank: int) -> torch.Tensor:
         """Return this rank's share of what the step adds, [mean and variance, features], float64.
@@ -92,7 +94,8 @@ class _NormOfStep:
         if rest:
             actual = f"{len(self._found)} forward passes in {micro_batches} micro-batches"
             raise NumericsError(Problem("batch norm", actual, "as many in each"))
-        momentum, total = self._momentum, torch.zeros_like(self._before)
+        momentum = self._momentum
+        total = torch.zeros_like(self._before)
         for index, value in enumerate(self._found):
             micro_batch, turn = divmod(index, passes)
             later = len(self._found) * ranks - 1 - ((micro_batch * ranks + rank) * passes + turn)
@@ -120,7 +123,8 @@ class _NormOfStep:
         return torch.stack(self._buffers())
 
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
-        mean, variance = self._module.running_mean, self._module.running_var
+        mean = self._module.running_mean
+        variance = self._module.running_var
         assert mean is not None and variance is not None
         return mean, variance
 
@@ -144,7 +148,8 @@ def _normalised(module: _BatchNorm, ranks: Exchange | None, given: torch.Tensor)
     if module.training and ranks is not None:
         return _together(module, ranks, wide, weight, bias).to(given.dtype)
     running = module.running_mean, module.running_var
-    fresh, momentum = module.training or module.running_mean is None, module.momentum or 0.0
+    fresh = module.training or module.running_mean is None
+    momentum = module.momentum or 0.0
     output = F.batch_norm(wide, *running, weight, bias, fresh, momentum, module.eps)
     return output.to(given.dtype)
 

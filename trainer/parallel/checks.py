@@ -124,7 +124,9 @@ def check_layout(
 
 def _check_requirements(about: Probed) -> None:
     """Raise ConfigError for what the findings rule out."""
-    layout, findings, spec = about.layout, about.findings, about.trained
+    layout = about.layout
+    findings = about.findings
+    spec = about.trained
     several = layout.world_size > 1
     if findings.unproven and several:
         untried = f"no tiny copy of it can be tried ({findings.unproven})"

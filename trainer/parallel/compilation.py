@@ -15,7 +15,8 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.supervise.process import Machine
 
-BACKEND, TRIED = "inductor", "aot_eager"
+BACKEND = "inductor"
+TRIED = "aot_eager"
 """The compiler of a run; and that of a trial, which does all but make kernels."""
 LOG = logging.getLogger(__name__)
 COLD_SECONDS = 600.0
@@ -30,7 +31,8 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
     """
     patches.prepare_compiler()
 
-    dynamic, backend = False if tensor else None, TRIED if trial else BACKEND
+    dynamic = False if tensor else None
+    backend = TRIED if trial else BACKEND
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         graph = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
@@ -53,7 +55,8 @@ class _Compiled:
     def __init__(self, function: Callable[..., Any], graph: Callable[..., Any]) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
-        self._function, self._run = function, graph
+        self._function = function
+        self._run = graph
         self._errors = FailOnRecompileLimitHit, TorchDynamoException
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -116,7 +119,8 @@ class Reports(logging.Handler):
         from torch._dynamo.callback import callback_handler
 
         super().__init__()
-        self._machine, self._callbacks = machine, callback_handler
+        self._machine = machine
+        self._callbacks = callback_handler
         self._noted: set[str] = set()
         LOG.addHandler(self)
         self._callbacks.register_start_callback(self._start)

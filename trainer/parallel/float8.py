@@ -56,7 +56,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         # torchao pads no shard, and ranks would gather shards of different sizes
         if (rows := len(model.get_parameter(f"{name}.weight"))) % layout.shard:
             actual = f"tensorwise, with {rows} rows of {name} on {layout.shard} ranks"
-            expected, hint = "as many rows on each rank", 'Take "rowwise", or another mesh.shard.'
+            expected = "as many rows on each rank"
+            hint = 'Take "rowwise", or another mesh.shard.'
             raise ConfigError(Problem("trainer.float8", actual, expected, hint))
     gpu = torch.cuda.is_available()
     if gpu and torch.cuda.get_device_capability() < (8, 9) and torch.version.hip is None:
@@ -73,7 +74,8 @@ def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.devic
     """
     if layout.float8 == "none":
         return
-    float8, chosen = imported("torchao.float8", "trainer.float8"), set(layers(model, spec))
+    float8 = imported("torchao.float8", "trainer.float8")
+    chosen = set(layers(model, spec))
     config = replace(
         float8.Float8LinearConfig.from_recipe_name(layout.float8),
         emulate=device.type == "cpu",

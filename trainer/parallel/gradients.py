@@ -47,7 +47,8 @@ class GradientSync:
         self._averaged = replicas and (averages or layout.pipeline * layout.tensor > 1)
         is_partial = has_partial_gradient(spec, layout)
         self._partial = [p for name, p in named if is_partial(bare_name(name))]
-        self._mesh, self._reduction = mesh, reduction
+        self._mesh = mesh
+        self._reduction = reduction
         self.parameters = [p for _, p in named]
         tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()
         self._pair: Any = None

@@ -148,7 +148,9 @@ def _context_ranks(layout: Layout, mesh: DeviceMesh, heads: int) -> ContextRanks
     if layout.context == 1:
         return None
     division = division_of(layout, heads)
-    data, size, inner = ranks_along(mesh, REDUCTIONS["batch"]), division.size, division.group_size
+    data = ranks_along(mesh, REDUCTIONS["batch"])
+    size = division.size
+    inner = division.group_size
     groups = [row[i : i + inner] for row in data for i in range(0, len(row), inner)]
     rows = [row[i : i + size] for row in data for i in range(0, len(row), size)]
     alike = [row[i::inner] for row in rows for i in range(inner)]
@@ -193,7 +195,8 @@ def check_replicas(modules: Sequence[nn.Module], mesh: ParallelMesh, ranks: Rank
         return
     with torch.no_grad():
         sums = torch.stack([_checksum(local(p)) for module in modules for p in module.parameters()])
-    own, first = [float(value) for value in sums], dist.get_process_group_ranks(group)[0]
+    own = [float(value) for value in sums]
+    first = dist.get_process_group_ranks(group)[0]
     sent = [own]
     dist.broadcast_object_list(sent, first, group=group)
     if odd := ranks.lowest(None if sent[0] == own else first):

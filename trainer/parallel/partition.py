@@ -60,7 +60,8 @@ def block_ranges(
     parameter in blocks and head, but for those of experts that it is not routed to, and attention
     over rows of `schedule.row` tokens; a look-up is free.
     """
-    partition, head = schedule.partition, spec.language.head_parameters
+    partition = schedule.partition
+    head = spec.language.head_parameters
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
     blocks = [model.get_submodule(name) for name in spec.blocks]
@@ -105,5 +106,6 @@ def _flops(spec: ModelSpec, row: int) -> list[int]:
         model = spec.build()
         with HostReads(), FlopCounterMode(display=False) as counter:
             model(input_ids=torch.zeros(1, row, dtype=torch.int64), use_cache=False)
-    counts, root = counter.get_flop_counts(), type(model).__name__
+    counts = counter.get_flop_counts()
+    root = type(model).__name__
     return [sum(counts[f"{root}.{name}"].values()) for name in spec.blocks]

@@ -88,7 +88,8 @@ def has_rows(table: nn.Embedding, rows: torch.Tensor, padding: int | None) -> It
     family's own table can't scale what it gives. Can go when both can.
     """
     whole = table._parameters["weight"], table.padding_idx
-    vars(table)["padding_idx"], table._parameters["weight"] = padding, rows  # type: ignore[assignment]
+    vars(table)["padding_idx"] = padding
+    table._parameters["weight"] = rows  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -38,7 +38,8 @@ class HostReads(TorchDispatchMode):
 
     def __init__(self, where: Callable[[], str] = str) -> None:
         super().__init__()
-        self._reads, self._where = Counter[str](), where
+        self._reads = Counter[str]()
+        self._where = where
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         read = func is aten._local_scalar_dense.default or func is aten.equal.default

@@ -133,7 +133,8 @@ def differing_gradient(
 @contextmanager
 def own_randomness() -> Iterator[None]:
     """Restore the random generators of Python, NumPy and torch at the end."""
-    python, numpy = random.getstate(), np.random.get_state()
+    python = random.getstate()
+    numpy = np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[]):
             yield

@@ -32,7 +32,8 @@ class Composed:
         """Return the engine `wanted`, else the config's, by its name. Raises ConfigError."""
         from trainer.engines import select
 
-        name, device = wanted or self.config.trainer.engine, device or self.facts.device
+        name = wanted or self.config.trainer.engine
+        device = device or self.facts.device
         return select(name, self.layout, self.config, device)
 
     def knowing(self, **facts: Any) -> Composed:
@@ -51,7 +52,8 @@ def compose(config: Config, facts: RuntimeFacts) -> Composed:
 
 def nodes_for(config: Config, facts: RuntimeFacts) -> str:
     """List the numbers of nodes like this one, up to 1,024, that fit the config; "" if none."""
-    fitting, local = [], facts.local_world_size or 1
+    fitting = []
+    local = facts.local_world_size or 1
     for nodes in range(1, 1025):
         with suppress(ConfigError):
             compose(config, replace(facts, world_size=nodes * local))

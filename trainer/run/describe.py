@@ -33,8 +33,11 @@ PACKAGES = (
 
 def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     """Describe the run to come, a line each; `in_full` adds every resolved value and samples."""
-    config, subject = prepared.config, prepared.subject
-    section, spec, data = config.trainer, subject.spec, subject.data
+    config = prepared.config
+    subject = prepared.subject
+    section = config.trainer
+    spec = subject.spec
+    data = subject.data
     samples = prepared.steps * prepared.layout.train_batch
     yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
     millions = spec.parameters / 1e6
@@ -69,13 +72,15 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
     yield f"data    {subject.data.describe()}"
     yield from subject.lines(prepared.workers)
     length = len(subject.data.train)
-    seed, order = prepared.config.trainer.seed, prepared.order
+    seed = prepared.config.trainer.seed
+    order = prepared.order
     numbers = sample_ids(seed, 0, min(count, length), length, order).tolist()
     yield from subject.samples(numbers, width=PREVIEWED, in_full=True).splitlines()
 
 
 def _update_line(prepared: Prepared) -> str:
-    optimizer, whole = prepared.config.optimizer, prepared.subject.spec.parameters
+    optimizer = prepared.config.optimizer
+    whole = prepared.subject.spec.parameters
     if not (decay := optimizer.params["weight_decay"]):
         return f"{optimizer.type} without weight decay"
     excludes = show(prepared.config.trainer.weight_decay_excludes)
@@ -89,8 +94,10 @@ def _rate_notes(prepared: Prepared) -> list[str]:
 
     Those of `ds_configs/` may be. Of the rate under the optimizers named Adam, without an adapter.
     """
-    optimizer, spec = prepared.config.optimizer, prepared.subject.spec
-    scheduler, notes = prepared.config.scheduler, list[str]()
+    optimizer = prepared.config.optimizer
+    spec = prepared.subject.spec
+    scheduler = prepared.config.scheduler
+    notes = list[str]()
     warmup = scheduler.params.get("warmup_num_steps", 0) if scheduler else 0
     if warmup >= prepared.steps:
         actual = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
@@ -207,7 +214,8 @@ def layout_table() -> str:
         given: dict[str, Any] = {"replicate": 2}
         for part in re.split(" x |, ", name.replace(" parallel", "")):
             given |= _PARTS[part]
-        layout, cells = _plain_layout(given), []
+        layout = _plain_layout(given)
+        cells = []
         for kind in ENGINES.values():
             reason = kind.refusal(layout)
             number = reasons.setdefault(reason, len(reasons) + 1) if reason else 0

@@ -31,7 +31,8 @@ class HeldOut(NamedTuple):
 
 def held_out_loss(engine: Engine, source: Source, samples: int, workers: int = 0) -> HeldOut:
     """Evaluate the first `samples` samples, loaded by so many processes. Collective."""
-    task, machine = engine.job.task, engine.job.machine
+    task = engine.job.task
+    machine = engine.job.machine
     batching = Batching.of(engine.job.layout, machine.ranks.rank, machine.device, workers)
 
     def batches() -> Iterator[Batch]:

@@ -27,7 +27,8 @@ def export(
     merges: bool = True,
 ) -> None:
     """Write the trained model to `final/`; an adapter merged, to `final-merged/`. Collective."""
-    spec, final = subject.spec, folder / FINAL
+    spec = subject.spec
+    final = folder / FINAL
     entries = stored(spec, engine.state_tensors())
     checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)
     if merges and spec.files.merged is not None:

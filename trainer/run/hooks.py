@@ -51,7 +51,8 @@ class RunHooks(Hooks):
     def __init__(
         self, prepared: Prepared, session: Session, engine: Engine, position: RunState
     ) -> None:
-        section, ranks = prepared.config.trainer, session.ranks
+        section = prepared.config.trainer
+        ranks = session.ranks
         self._prepared = prepared
         self._session = session
         self._engine = engine
@@ -71,8 +72,12 @@ class RunHooks(Hooks):
         self._since = {"step": position.step, "samples": position.samples}
 
     def __enter__(self) -> RunHooks:
-        prepared, session, ranks = self._prepared, self._session, self._session.ranks
-        section, subject, folder = prepared.config.trainer, prepared.subject, session.folder
+        prepared = self._prepared
+        session = self._session
+        ranks = self._session.ranks
+        section = prepared.config.trainer
+        subject = prepared.subject
+        folder = session.folder
         device = session.machine.device
         with ExitStack() as stack:
             self._trackers = list(session.trackers)
@@ -137,14 +142,17 @@ class RunHooks(Hooks):
 
     def epoch(self, step: int, number: int) -> None:
         assert self._epoch is not None
-        total, mean = self._prepared.plan.epochs, self._epoch.take()
+        total = self._prepared.plan.epochs
+        mean = self._epoch.take()
         epoch = Epoch(step, mean, number=number, total=total)
         for tracker in self._trackers:
             tracker.epoch(epoch)
 
     def evaluate(self, state: RunState) -> bool:
-        subject, limit = self._prepared.subject, self._prepared.config.trainer.evaluation.samples
-        sources, given = subject.data.evaluations.items(), (limit, self._prepared.workers)
+        subject = self._prepared.subject
+        limit = self._prepared.config.trainer.evaluation.samples
+        sources = subject.data.evaluations.items()
+        given = (limit, self._prepared.workers)
         by_source = {name: held_out_loss(self._engine, source, *given) for name, source in sources}
         if not by_source:
             return False
@@ -163,7 +171,8 @@ class RunHooks(Hooks):
 
     def _scores(self) -> dict[str, float]:
         """Export the model and return its scores on the config's tasks. Collective."""
-        section, folder = self._prepared.config.trainer, self._session.folder / "evaluated"
+        section = self._prepared.config.trainer
+        folder = self._session.folder / "evaluated"
         if not section.evaluation.tasks:
             return {}
         ranks = self._session.ranks
@@ -175,8 +184,10 @@ class RunHooks(Hooks):
         return result
 
     def save(self, state: RunState) -> None:
-        prepared, subject = self._prepared, self._prepared.subject
-        directory, kept = self._session.folder / "checkpoints", prepared.config.trainer.checkpoint
+        prepared = self._prepared
+        subject = self._prepared.subject
+        directory = self._session.folder / "checkpoints"
+        kept = prepared.config.trainer.checkpoint
         moves = partial(self._session.machine.watch.moves, prepared.save_seconds)
         moves()
         if subject.check.goes_on:

@@ -105,11 +105,14 @@ def train(
         hooks.on_step(batches, metrics)
         tokens = metrics.targets if tokens is None else tokens + metrics.targets
         done = batches.step + 1
-        logs, saves = due(done, plan.steps, plan.log_every), due(done, plan.steps, plan.save_every)
-        evaluates, stops = due(done, plan.steps, plan.evaluate_every), stop()
+        logs = due(done, plan.steps, plan.log_every)
+        saves = due(done, plan.steps, plan.save_every)
+        evaluates = due(done, plan.steps, plan.evaluate_every)
+        stops = stop()
         epoch = plan.epoch_ended(state.samples + (done - state.step) * plan.train_batch)
         if logs or saves or evaluates or stops:
-            state, tokens = _after(state, done, plan, tokens), None
+            state = _after(state, done, plan, tokens)
+            tokens = None
         if logs or epoch:
             hooks.at(Phase.LOGGING, done)
         if logs:

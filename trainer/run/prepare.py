@@ -91,7 +91,8 @@ class Prepared:
 
     def job(self, machine: Machine) -> Job:
         """Return what an engine builds on this machine."""
-        config, subject = self.config, self.subject
+        config = self.config
+        subject = self.subject
         return Job(
             self.layout,
             subject.spec,
@@ -105,7 +106,8 @@ class Prepared:
     @property
     def form(self) -> ModelForm:
         """The form in which checkpoints are written."""
-        section, stem = self.config.trainer.checkpoint, self.subject.spec.files.stem
+        section = self.config.trainer.checkpoint
+        stem = self.subject.spec.files.stem
         dtype = getattr(torch, section.dtype) if section.dtype else None
         return ModelForm(dtype, stem, hash=section.hash)
 
@@ -186,7 +188,8 @@ def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
         return
     if others := ranks.differing(ranks.on_own(lambda: fingerprint(spec.weights, names))):
         actual = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
-        place, expected = f"{spec.name}: pretrained weights", "the same files on every machine"
+        place = f"{spec.name}: pretrained weights"
+        expected = "the same files on every machine"
         raise ConfigError(Problem(place, actual, expected)).share()
 
 

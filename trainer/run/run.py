@@ -131,8 +131,11 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
 
 def train(prepared: Prepared, session: Session) -> None:
     """Train and export the model. Collective."""
-    subject, section = prepared.subject, prepared.config.trainer
-    folder, ranks, signs = session.folder, session.ranks, session.machine.signs
+    subject = prepared.subject
+    section = prepared.config.trainer
+    folder = session.folder
+    ranks = session.ranks
+    signs = session.machine.signs
     _write_down(prepared, session)
     session.copy_what_waits()
     check_memory = session.request.memory_check
@@ -171,7 +174,8 @@ def train(prepared: Prepared, session: Session) -> None:
 
 def _waits_for_copies(session: Session, config: Config) -> bool:
     """Return True, with a line, if a plan needs files that no run has copied yet. Collective."""
-    data, cache = config.trainer.data, cache_folder()
+    data = config.trainer.data
+    cache = cache_folder()
     if away := session.ranks.on_first(lambda: absent(data, cache)):
         session.say(f"data    {listed(away)}: a run copies it to {cache}, and is planned then")
     return bool(away)
@@ -205,21 +209,27 @@ def _left(engine: EngineKind, session: Session) -> Iterator[None]:
 
 def _write_down(prepared: Prepared, session: Session) -> None:
     """Describe the run in its folder, once its checkpoint is seen to fit. Collective."""
-    request, ranks, source = session.request, session.ranks, session.start.source
+    request = session.request
+    ranks = session.ranks
+    source = session.start.source
     lines = session.start.lines
     if source is not None and not request.resume_anyway:
         description = describe.run_description(prepared)
         lines = [*lines, *ranks.on_first(lambda: refuse_changed(source, description))]
     for line in lines:
         session.say(f"resume  {line}")
-    folder, machine, overrides = session.folder, session.machine, request.overrides
+    folder = session.folder
+    machine = session.machine
+    overrides = request.overrides
     ranks.on_node_firsts(lambda: describe.write(folder, prepared, machine, overrides))
     machine.watch.plan(prepared.steps)
 
 
 def _built(prepared: Prepared, session: Session) -> tuple[Engine, RunState]:
     """Build the engine, with the state of the checkpoint if there is one. Collective."""
-    spec, source, ranks = prepared.subject.spec, session.start.source, session.ranks
+    spec = prepared.subject.spec
+    source = session.start.source
+    ranks = session.ranks
     session.enter(Phase.BUILDING)
     session.machine.signs.at("building the engine, and the model's values")
     session.machine.watch.moves(prepared.save_seconds)
@@ -251,7 +261,8 @@ def _place(session: Session) -> list[Any]:
 
 
 def _loader(prepared: Prepared, session: Session, state: RunState) -> BatchLoader:
-    subject, machine = prepared.subject, session.machine
+    subject = prepared.subject
+    machine = session.machine
     return BatchLoader(
         subject.data.train,
         subject.task.collate,

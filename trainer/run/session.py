@@ -122,7 +122,8 @@ class Session:
 
     def push(self) -> None:
         """Push the final model to the Hub, if the config names one. Collective; raises HubError."""
-        publish, folder = self.publish, self.folder
+        publish = self.publish
+        folder = self.folder
         if publish is None:
             return
         self.enter(Phase.FINISHING)

@@ -43,7 +43,10 @@ class Ending:
         self, world: World, terminal: TextIO, notes: Notes | None, hush: Callable[[], object]
     ) -> None:
         """Prepare the end of this process; `hush` stops other output on the terminal."""
-        self._world, self._terminal, self._notes, self._hush = world, terminal, notes, hush
+        self._world = world
+        self._terminal = terminal
+        self._notes = notes
+        self._hush = hush
         self._whereabouts = Whereabouts()
         self.watch: Watch | None = None
         self.folder: Path | None = None
@@ -58,7 +61,8 @@ class Ending:
 
     def begin_in(self, folder: Path) -> Path:
         """Set the run's folder; return the path of this rank's log."""
-        self.folder, self.log = folder, status_files.log_of(folder, self._world.rank)
+        self.folder = folder
+        self.log = status_files.log_of(folder, self._world.rank)
         if self._notes is not None and self._world.rank == 0:
             self._notes.write_folder(folder)
         return self.log

@@ -26,7 +26,8 @@ END_SECONDS = 5.0
 class ForkedRank(ForkProcess):
     """A forked child, which leaves with this process and has the methods of `subprocess.Popen`."""
 
-    wait, returncode = ForkProcess.join, ForkProcess.exitcode
+    wait = ForkProcess.join
+    returncode = ForkProcess.exitcode
 
     def __init__(self, work: Callable[[], object], environment: Mapping[str, str]) -> None:
         super().__init__(target=work, daemon=False)  # a daemon may not have processes of its own
@@ -62,7 +63,8 @@ class _ScriptRank(ForkedRank):
         try:
             failed, self.result = self.pipe.recv()
         except EOFError:
-            failed, self.result = True, self._silent_end()
+            failed = True
+            self.result = self._silent_end()
         self.heard = True
         if failed:
             raise self.result

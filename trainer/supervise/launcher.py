@@ -61,14 +61,17 @@ class _Rank:
     """A rank's process, in a session of its own so that Ctrl-C comes once, and its notes."""
 
     def __init__(self, number: int, process: Process, notes: Notes) -> None:
-        self.number, self.process, self._notes = number, process, notes
+        self.number = number
+        self.process = process
+        self._notes = notes
         self.ended: float | None = None
         """The time when it was last seen alive, by the machine's clock, once it has ended."""
         self._looked = time.time()
 
     def runs(self) -> bool:
         """Look if it runs; return True if it does."""
-        before, self._looked = self._looked, time.time()
+        before = self._looked
+        self._looked = time.time()
         if self.ended is None and self.process.poll() is not None:
             self.ended = before
         return self.ended is None
@@ -119,7 +122,9 @@ class _Rank:
 
 class _Launcher:
     def __init__(self, count: int, arguments: Arguments, folder: Path) -> None:
-        self._count, self._arguments, self._folder = count, arguments, folder
+        self._count = count
+        self._arguments = arguments
+        self._folder = folder
         self._notes = Notes(folder)
         self._ranks: list[_Rank] = []
         self._received: list[int] = []
@@ -136,12 +141,14 @@ class _Launcher:
             for rank in self._ranks:
                 rank.process.send_signal(signal.SIGKILL)
                 rank.process.wait()
-        text, code = "", 0
+        text = ""
+        code = 0
         if failed is not None:
             code = 128 - failed.code if failed.code < 0 else failed.code
             text = failed.text or self._ranks[failed.rank].described(failed.code)
         if len(self._received) > 1:
-            name, code = signal.Signals(self._received[1]).name, 128 + self._received[1]
+            name = signal.Signals(self._received[1]).name
+            code = 128 + self._received[1]
             after = "the same command resumes from its checkpoint"
             text = f"a second signal, {name}, ended the run at once; {after}"
         if text:

@@ -32,7 +32,8 @@ def listening_socket(host: str, port: int) -> socket.socket:
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:
-        family, address = socket.AF_INET, ("", port)
+        family = socket.AF_INET
+        address = ("", port)
     options: Any = {"family": family, "backlog": 4096, "dualstack_ipv6": family == socket.AF_INET6}
     for target in (address, ("", port)):
         try:
@@ -68,7 +69,8 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say
             socket.create_connection((host, port), timeout=5).close()
             return dist.TCPStore(host, port, None, **options)
         except (OSError, dist.DistError) as error:
-            actual, refused = str(error), isinstance(error, ConnectionRefusedError)
+            actual = str(error)
+            refused = isinstance(error, ConnectionRefusedError)
         now = time.monotonic()
         if now - begun > (MEET_SECONDS if refused else REACH_SECONDS):
             hint = "Look at its log, its name (MASTER_ADDR) and the firewall between the machines"
@@ -103,7 +105,8 @@ def session(
     begun = reported = time.monotonic()
     missing = list(range(1, world_size))
     while missing := [other for other in missing if not came(other)]:
-        now, names = time.monotonic(), listed([f"rank {other}" for other in missing])
+        now = time.monotonic()
+        names = listed([f"rank {other}" for other in missing])
         if now - begun > patience:
             actual = f"{len(missing)} of {world_size} ranks did not come: {names}"
             raise _late(actual, "all", patience)
@@ -118,7 +121,8 @@ def session(
 def _ask(store: Any, rank: int, word: str, patience: float) -> str:
     """Return the name of this start, which rank 0 sends with this rank's `word`, once all came."""
     store.set(f"meshloom/asks/{rank}", word)
-    deadline, name = time.monotonic() + patience, ""
+    deadline = time.monotonic() + patience
+    name = ""
     while time.monotonic() < deadline:
         if name and store.check([f"meshloom/all/{name}"]):
             return name

@@ -41,7 +41,8 @@ class Failure:
 class Notes:
     def __init__(self, folder: Path, reader: int | None = None) -> None:
         """Use `folder`; once `reader` is no longer the parent, nobody reads this rank's end."""
-        self._folder, self._reader = folder, reader
+        self._folder = folder
+        self._reader = reader
         self._place: int | None = None
         """The open file with what this process is doing."""
 

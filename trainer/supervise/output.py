@@ -19,7 +19,8 @@ from rich.text import Text
 from trainer.storage import Unfailing, disk_errors, opened_at_once
 from trainer.supervise.stall import Phase
 
-_MOMENT, _BETWEEN = 2.0, 10.0
+_MOMENT = 2.0
+_BETWEEN = 10.0
 """Seconds after which a phase has a line without a terminal, and seconds between such lines."""
 UNSEEN = Console(quiet=True)
 
@@ -34,7 +35,9 @@ class Signs:
 
     def __init__(self, terminal: Console = UNSEEN) -> None:
         self._terminal = terminal
-        self._phase, self._begun, self._due = "", 0.0, 0.0
+        self._phase = ""
+        self._begun = 0.0
+        self._due = 0.0
         self._live: Live | None = None
         self._first = 0
         """The step at which the run begins."""
@@ -48,7 +51,8 @@ class Signs:
         if self._closed.is_set() or self._terminal.quiet:
             return
         self._begun = time.monotonic()
-        self._phase, self._due = f"start   {phase}", self._begun + (_BETWEEN if stays else _MOMENT)
+        self._phase = f"start   {phase}"
+        self._due = self._begun + (_BETWEEN if stays else _MOMENT)
         if stays:
             self._terminal.print(Text(self._phase), soft_wrap=True)
         self._show()
@@ -58,7 +62,8 @@ class Signs:
         if self._closed.is_set() or self._terminal.quiet:
             return
         if self._terminal.is_terminal:
-            self._phase, self._begun = f"step {step}/{steps}, {phase}", time.monotonic()
+            self._phase = f"step {step}/{steps}, {phase}"
+            self._begun = time.monotonic()
             self._show()
         elif step != (self._first or step) or phase not in (Phase.WAITING, Phase.TRAINING):
             self._phase = ""
@@ -87,7 +92,8 @@ class Signs:
 
     def hide(self) -> None:
         if self._live is not None:
-            live, self._live = self._live, None
+            live = self._live
+            self._live = None
             live.stop()
         self._phase = ""
 

@@ -109,7 +109,8 @@ def _store(world: World, say: meeting.Say) -> Any:
     """Return the store of this start once all ranks are there, else raise ConfigError."""
     if world.world_size == 1:
         return dist.HashStore()
-    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT", "")
+    host = os.environ.get("MASTER_ADDR")
+    port = os.environ.get("MASTER_PORT", "")
     if not host or not port.isdecimal():
         actual = f"RANK={world.rank} with MASTER_ADDR={host!r} and MASTER_PORT={port!r}"
         expected = "a host and a port, as a launcher sets them"

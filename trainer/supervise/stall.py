@@ -41,10 +41,14 @@ _LONG = {
 }
 
 
-MOST_LINES, MOST_NAMED, MOST_STACKS, MOST_FRAMES = 6, 2, 3, 8
+MOST_LINES = 6
+MOST_NAMED = 2
+MOST_STACKS = 3
+MOST_FRAMES = 8
 COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")
 """The files of PyTorch in which the main thread is while it waits in a collective on the host."""
-BUSY, IDLE = 0.8, 0.5
+BUSY = 0.8
+IDLE = 0.5
 """The shares of its time for which a slow rank is busy at least, and most others at most."""
 
 
@@ -160,7 +164,8 @@ def _cause(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> tuple[Seque
     """Return the ranks that hold the run up, and the reason."""
     if quiet := [beat for beat in beats if silent(beat)]:
         return quiet, f"in {quiet[0].place}, {who(quiet)} {described(quiet[0])}"
-    late, out = behind(beats), outside(beats)
+    late = behind(beats)
+    out = outside(beats)
     if late and (not out or {beat.rank for beat in out} <= {beat.rank for beat in late}):
         late = out or late
         verb = "is" if len(late) == 1 else "are"

@@ -18,8 +18,10 @@ from typing import Any
 from trainer.storage import parse_json, read_file
 from trainer.supervise.stall import is_gone
 
-NAME, END = "status.json", "end.json"
-_NUMBER, _MOST = (int, float), 10**12
+NAME = "status.json"
+END = "end.json"
+_NUMBER = (int, float)
+_MOST = 10**12
 _Kinds = Mapping[str, tuple[type, ...]]
 _WRITER: _Kinds = {"host": (str,), "process": (int,), "time": _NUMBER, "ended": (int, type(None))}
 _SHOWN: _Kinds = {

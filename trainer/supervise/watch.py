@@ -26,9 +26,12 @@ from trainer.supervise.stall import Beat, Phase, is_gone, who
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""
-LEAST_SECONDS, STEPS = 120.0, 10.0
+LEAST_SECONDS = 120.0
+STEPS = 10.0
 """The patience if none is given: at least these seconds, and this many times the median step."""
-BEAT_SECONDS, DOUBTFUL_SECONDS, SILENT_SECONDS = 1.0, 4.0, 10.0
+BEAT_SECONDS = 1.0
+DOUBTFUL_SECONDS = 4.0
+SILENT_SECONDS = 10.0
 ANSWER_SECONDS = 8.0
 """Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
@@ -66,10 +69,16 @@ class Watch:
         progress: Callable[[Mapping[str, Any]], None] = lambda status: None,
         slow: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._rank, self._given = rank, patience
-        self._stalled, self._report_slow, self._progress = stalled, slow, progress
-        self._world_size, self.first = len(processes), processes[0]
-        self._phase, self._step, self._moved = Phase.PREPARING, 0, time.monotonic()
+        self._rank = rank
+        self._given = patience
+        self._stalled = stalled
+        self._report_slow = slow
+        self._progress = progress
+        self._world_size = len(processes)
+        self.first = processes[0]
+        self._phase = Phase.PREPARING
+        self._step = 0
+        self._moved = time.monotonic()
         self._begins: Callable[[str], None] = lambda place: None
         self._first: int | None = None
         self._steps: deque[float] = deque(maxlen=101)
@@ -108,7 +117,9 @@ class Watch:
             elif self._step > self._first:
                 self._steps.append(now - self._begun)
             self._begun = now
-        self._phase, self._step, self._moved = phase, self._step if step is None else step, now
+        self._phase = phase
+        self._step = self._step if step is None else step
+        self._moved = now
         self._begins(self.place)
 
     def on_phase(self, begins: Callable[[str], None]) -> None:
@@ -248,7 +259,8 @@ class Watch:
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
-        now, others = time.monotonic(), self._others.values()
+        now = time.monotonic()
+        others = self._others.values()
         grown = [replace(beat, still=beat.still + now - heard) for beat, heard in others]
         return sorted([self._mine(), *grown], key=lambda beat: beat.rank)
 
@@ -287,7 +299,8 @@ class Watch:
 
     def _judge(self) -> None:
         while not self._closed.wait(BEAT_SECONDS / 2):
-            now, patience = time.monotonic(), self._patience()
+            now = time.monotonic()
+            patience = self._patience()
             if (still := now - self._moved) <= patience:
                 continue
             if self._told:
@@ -375,7 +388,8 @@ def _stack(frame: FrameType | None) -> tuple[str, ...]:
 
 def _threads() -> tuple[tuple[str, tuple[str, ...]], ...]:
     """Return names and stacks of the threads that run this project's code, and do not just wait."""
-    frames, threads = sys._current_frames(), []
+    frames = sys._current_frames()
+    threads = []
     for thread in threading.enumerate():
         frame = frames.get(thread.ident or 0)
         if frame is None or thread is threading.main_thread():

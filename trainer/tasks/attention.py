@@ -42,7 +42,8 @@ class CuSeqlens:
 
     def visible_from(self, begin: int, end: int) -> CuSeqlens:
         """Return those for queries from `begin` to `end` of rows, and keys up to `end`."""
-        rows, within = self.cuts // self.row, self.cuts % self.row
+        rows = self.cuts // self.row
+        within = self.cuts % self.row
         queries = rows * (end - begin) + (within - begin).clamp(0, end - begin)
         return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
 
@@ -72,8 +73,10 @@ def attend(
     ranks: ContextRanks | None = getattr(module, ATTRIBUTE, None)
     if not ranks:
         return _attended(module, query, key, value, attention_mask, **more)
-    key, value = ranks.for_each(key), ranks.for_each(value)
-    groups, known = query.shape[1] // key.shape[1], getattr(module, "num_key_value_groups", 1)
+    key = ranks.for_each(key)
+    value = ranks.for_each(value)
+    groups = query.shape[1] // key.shape[1]
+    known = getattr(module, "num_key_value_groups", 1)
     alike: Any = module
     if groups < known:  # of a rank's heads
         kept = {"training": module.training, "is_causal": getattr(module, "is_causal", True)}
@@ -120,7 +123,8 @@ def _attended(
         bias = more.get("position_bias")
         with kernels_for(bias if attention_mask is None else attention_mask):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
-    cuts, row = attention_mask.cuts, attention_mask.row
+    cuts = attention_mask.cuts
+    row = attention_mask.row
     keys = cuts if attention_mask.keys is None else attention_mask.keys
     behind = (attention_mask.window or 0) - 1  # -1: all
     q, k, v = (part.transpose(1, 2).flatten(0, 1) for part in (query, key, value))

@@ -64,7 +64,8 @@ def linear_cross_entropy(
     7). `observe` is called with each token's loss. Of a weight that is split over tensor ranks,
     each computes its own logits.
     """
-    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat_targets = targets.reshape(-1)
     shard = vocabulary_shard_of(weight)
     flat = flat if shard is None else shard.ranks.copy_to(flat)
     own = local(weight), None if bias is None else local(bias)
@@ -76,15 +77,14 @@ def linear_measured(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same sum, and the number of targets with the highest logit; without gradients."""
-    flat, flat_targets = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
+    flat = hidden.reshape(-1, hidden.shape[-1])
+    flat_targets = targets.reshape(-1)
     wide = torch.promote_types(hidden.dtype, torch.float32)
     total = torch.zeros((), dtype=wide, device=hidden.device)
     correct = torch.zeros((), dtype=torch.int64, device=hidden.device)
-    shard, weight, bias = (
-        vocabulary_shard_of(weight),
-        local(weight),
-        None if bias is None else local(bias),
-    )
+    shard = vocabulary_shard_of(weight)
+    weight = local(weight)
+    bias = None if bias is None else local(bias)
     most = weight.shape[0] if shard is None else shard.most
     for rows in _chunks(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
@@ -112,7 +112,8 @@ def logits_cross_entropy(
 
     They are those of this rank's `shard`, if it has not all.
     """
-    flat, flat_targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat_targets = targets.reshape(-1)
     options = _Options(smoothing, observe, torch.is_grad_enabled(), shard)
     return _CrossEntropy.apply(flat, None, None, flat_targets, options)  # type: ignore[no-any-return]
 
@@ -139,7 +140,8 @@ class _CrossEntropy(torch.autograd.Function):
         bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias else None  # type: ignore[arg-type]
         # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
         # than that
-        width, shard = given.shape[1], options.shard
+        width = given.shape[1]
+        shard = options.shard
         count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
         loss_of = (shard is None and options.chunk_loss) or _chunk_loss
         for rows in _chunks(len(given), shard.most if shard else count, wide, at_least):
@@ -206,7 +208,8 @@ def _chunk_loss(
     log_total = grad.sum(1).log() + largest.squeeze(1)
     if shard is not None:
         log_totals, parts = shard.gathered(log_total, wanted)
-        log_total, wanted = torch.logsumexp(log_totals, 0), parts.sum(0)
+        log_total = torch.logsumexp(log_totals, 0)
+        wanted = parts.sum(0)
     losses = torch.where(counted, log_total - wanted, 0)
     grad.mul_((largest - log_total.unsqueeze(1)).exp() * counted.unsqueeze(1))
     if smoothing:
@@ -245,7 +248,8 @@ class LossHead(nn.Linear):
 
     def take_correct(self) -> torch.Tensor:
         """Return, and forget, how many of the last targets had the highest logit."""
-        correct, self._correct = self._correct, None
+        correct = self._correct
+        self._correct = None
         assert correct is not None
         return correct
 
@@ -282,7 +286,8 @@ class LossBySource:
 
     def take(self, group: dist.ProcessGroup | None, device: torch.device) -> torch.Tensor:
         """Return the sums since the last call, [2, sources], over a group. Collective."""
-        sums, self._sums = self._sums.to(device), torch.zeros_like(self._sums)
+        sums = self._sums.to(device)
+        self._sums = torch.zeros_like(self._sums)
         if group is not None:
             dist.all_reduce(sums, group=group)
         return sums

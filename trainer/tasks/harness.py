@@ -60,7 +60,8 @@ def scores(folder: Path, section: TrainerSection) -> dict[str, float]:
 
     Leaves random states as they are.
     """
-    trust, wanted = section.model.trust_remote_code, section.evaluation
+    trust = section.model.trust_remote_code
+    wanted = section.evaluation
     options = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
     options |= {"limit": wanted.samples, "bootstrap_iters": 0}  # no standard errors
     with torch.random.fork_rng():

@@ -25,7 +25,8 @@ BACKENDS = {
 }
 PLAIN = ("flash", "efficient", "math")
 """The order with a mask, and before Hopper."""
-SAFE_TORCH, SAFE_CUDNN = "2.11", 91501
+SAFE_TORCH = "2.11"
+SAFE_CUDNN = 91501
 NEWER_FLASH = {9: ("FA3", "flash_attn_interface"), 10: ("FA4", "flash_attn.cute")}
 """By the GPU's generation: the flash attention that PyTorch can call, and its module."""
 _KEPT = ExitStack()

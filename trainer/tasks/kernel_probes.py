@@ -64,7 +64,8 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
     of_tiny, size = (_head_size(language) for language in (small, spec.language))
     if not keys == values == {of_tiny}:
         size = 0
-    groups, dropout = spec.language.heads // (spec.language.kv_heads or 1), max(dropouts)
+    groups = spec.language.heads // (spec.language.kv_heads or 1)
+    dropout = max(dropouts)
     refusal = f"neither flash nor flex attention takes dropout of {dropout:g}" if dropout else ""
     return Attention(size, groups, dropout, frozenset(patterns), refusal)
 
@@ -91,7 +92,8 @@ def tested(
     """
     if model.refusal:
         return "mask", model.refusal
-    generation, reasons = torch.cuda.get_device_capability(device)[0], list[str]()
+    generation = torch.cuda.get_device_capability(device)[0]
+    reasons = list[str]()
     for kernel in ("cu_seqlens", "blocks"):
         reason = _unfit(kernel, model, pattern, dtype, generation)
         if not reason:

@@ -72,7 +72,8 @@ class Masks:
         def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> Any:
             if rows.length is not None:
                 wanted = _of_whole_rows(wanted, rows.length)
-            window, length = wanted.get("local_size"), wanted["kv_length"]
+            window = wanted.get("local_size")
+            length = wanted["kv_length"]
             if documents or rows.sections:
                 wanted["allow_is_causal_skip"] = False
             elif wanted.get("allow_is_causal_skip") and window is not None and length <= window:
@@ -96,11 +97,14 @@ class Masks:
 
     def _for_sdpa(self, function: Any, rows: _Rows, wanted: dict[str, Any]) -> Any:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
-        count, length, window = wanted["batch_size"], wanted["kv_length"], wanted.get("local_size")
+        count = wanted["batch_size"]
+        length = wanted["kv_length"]
+        window = wanted.get("local_size")
         place = wanted.get("device") or wanted["cache_position"].device  # transformers before 5.4
         is_cast = place.type != "meta" and torch.is_autocast_enabled(place.type)
         dtype = torch.get_autocast_dtype(place.type) if is_cast else wanted["dtype"]
-        pattern, apart = _pattern(function, window), _apart(function, rows.documents)
+        pattern = _pattern(function, window)
+        apart = _apart(function, rows.documents)
         whole = wanted.get("allow_is_causal_skip") and window is None
         given = wanted.get("attention_mask") is not None
         chosen = "mask" if whole or given else rows.choose(pattern, place, dtype)
@@ -143,7 +147,8 @@ def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
     """Restrict a mask function to each document, as if it were alone."""
     if documents is None:
         return mask_function
-    at, of = documents.positions, documents.numbers
+    at = documents.positions
+    of = documents.numbers
     return lambda row, head, q, k: (
         mask_function(row, head, at[row, q], at[row, k]) & (of[row, q] == of[row, k])
     )

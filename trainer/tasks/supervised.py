@@ -86,7 +86,8 @@ class Supervised:
         """Stack `input` (or `input.KEY`) and `target`; add the targets' `count`, `share` 0 or 1."""
         kept = [sample for sample in samples if not isinstance(sample, Blank)]
         pairs = kept or [samples[0].sample]
-        expected, kinds = "pairs (input, target) that stack to a batch", (TypeError, ValueError)
+        expected = "pairs (input, target) that stack to a batch"
+        kinds = (TypeError, ValueError)
         with refused(PLACE, expected, *kinds, RuntimeError, named=True, raises=DataError):
             given, target = default_collate([tuple(pair) for pair in pairs])
         batch = {**_flat("input", given), **_flat("target", target)}
@@ -158,7 +159,8 @@ class Supervised:
         return _wide(total) * batch["share"]
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        output, target = self.output(model, batch), _nested("target", batch)
+        output = self.output(model, batch)
+        target = _nested("target", batch)
         total, _ = self._loss(output, target)
         totals = torch.stack([_wide(total), *self._measured_by(output, target)])
         return totals.where(batch["share"] > 0, 0.0)  # a stand-in's may not be finite
@@ -187,7 +189,8 @@ class Supervised:
         return self._shapes[key]
 
     def _run_on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
-        model, entered = self._build().eval(), dict[int, tuple[int, ...]]()
+        model = self._build().eval()
+        entered = dict[int, tuple[int, ...]]()
         for index, name in enumerate(self._blocks):
 
             def note(module: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:

@@ -50,7 +50,8 @@ class Callbacks:
     """The callbacks of a run, on every rank."""
 
     def __init__(self, callbacks: Sequence[Callback], ranks: Ranks) -> None:
-        self._callbacks, self._ranks = callbacks, ranks
+        self._callbacks = callbacks
+        self._ranks = ranks
         self._any = ranks.any(bool(callbacks))
         self.ended = False
         """True once one has ended the run; the same on every rank."""
@@ -64,7 +65,8 @@ class Callbacks:
         for one in callbacks:
             odd = [name for name in dir(one) if name.startswith("on_") and name not in EVENTS]
             if odd or not isinstance(one, Callback):
-                actual, events = " with ".join([type(one).__name__, *odd[:1]]), ", ".join(EVENTS)
+                actual = " with ".join([type(one).__name__, *odd[:1]])
+                events = ", ".join(EVENTS)
                 expected = f"an object of a subclass of trainer.Callback, with {events}"
                 raise ConfigError(Problem("callbacks", actual, expected))
 

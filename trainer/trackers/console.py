@@ -27,7 +27,8 @@ def say(console: Terminal, line: str) -> None:
 
 class Console:
     def __init__(self, terminal: Terminal, unit: str = "tok") -> None:
-        self._terminal, self._unit = terminal, unit
+        self._terminal = terminal
+        self._unit = unit
 
     def record(self, record: Record) -> None:
         say(self._terminal, progress_line(record, self._unit))

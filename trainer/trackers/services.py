@@ -28,7 +28,8 @@ class Service:
     def __init__(self, name: str, folder: Path) -> None:
         from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
-        path, run = str(folder), folder.name
+        path = str(folder)
+        run = folder.name
         # neither the console nor the code: both may hold what the user does not want to send
         off = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
         options: dict[str, dict[str, Any]] = {
@@ -90,7 +91,9 @@ class Opened:
     """
 
     def __init__(self, name: str, folder: Path, say: Callable[[str], None]) -> None:
-        self._name, self._say, self._works = name, say, True
+        self._name = name
+        self._say = say
+        self._works = True
         known = MLflow if name == "mlflow" else partial(Service, name)
         make = NAMED["tracker"].get(name) or known
         hint = "WANDB_MODE=offline keeps it on this disk" if name == "wandb" else ""

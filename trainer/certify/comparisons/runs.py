@@ -73,7 +73,8 @@ def compare_published(
     """Compare the adapter that PEFT opens with the one that was trained, and the merged model with
     PEFT's merge: the error beyond the rounding of its dtype, relative to the adapter's effect.
     """
-    step, state = len(run.losses), run.states[-1]
+    step = len(run.losses)
+    state = run.states[-1]
     names = {name for name in order.places if name not in frozen}
     names |= {name for name in {*theirs.adapted, *(of for of, _ in state)} if ".lora_" in name}
     ours = {(n, WEIGHT): state[n, WEIGHT].float() for n in names if (n, WEIGHT) in state}
@@ -112,7 +113,8 @@ def compare_rounded(
     measured by its noise.
     """
     assert run.rounded is not None
-    step, rounded = len(run.losses), run.rounded
+    step = len(run.losses)
+    rounded = run.rounded
     (ours, rest), (theirs, noise) = (coefficients(of, exact) for of in (rounded.projected, low))
     apart = abs(statistics.fmean(ours) - statistics.fmean(theirs))
     sure = max(TOLERANCES["projection"], 2 * statistics.stdev(theirs) / len(theirs) ** 0.5)

@@ -33,7 +33,8 @@ def compare_step(
     run: Recording, step: int, one: Expected, order: Order, rank: int
 ) -> Iterator[CheckResult]:
     """Compare the loss, every gradient and the norm of a step, as each rank has seen them."""
-    norm, rounding = run.norms[step], one.rounding
+    norm = run.norms[step]
+    rounding = one.rounding
     if one.overflows:
         if math.isfinite(norm) and not run.skipped[step]:
             yield wrong("overflow", step, f"(a norm of {norm:.3g})", rank)
@@ -55,7 +56,9 @@ def compare_step(
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> CheckResult:
     """Return the first module, in order of execution, that gives something else."""
-    errors, tolerances, bands = dict[str, float](), dict[str, float](), one.rounding.outputs
+    errors = dict[str, float]()
+    tolerances = dict[str, float]()
+    bands = one.rounding.outputs
     usual = sum(bands.values()) / max(len(bands), 1)
     for key, value in ours.items():
         other = one.outputs.get(key)
@@ -82,7 +85,8 @@ def compare_gradients(
     for name, value in theirs.items():
         layer = order.layer(name)
         of_layer[layer] = max(of_layer.get(layer, 0.0), largest_value(value))
-    errors, bands = dict[str, float](), dict[str, float]()
+    errors = dict[str, float]()
+    bands = dict[str, float]()
     for name, value in theirs.items():
         scale = max(largest_value(value), LEAST_SHARE * of_layer[order.layer(name)], 1e-30)
         errors[name] = distance(ours[name], value) / scale
@@ -95,7 +99,8 @@ def compare_gradients(
 
 def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[CheckResult]:
     """Compare the optimizer's state, and each weight's change, beyond its own rounding."""
-    before, after = run.states[step], run.states[step + 1]
+    before = run.states[step]
+    after = run.states[step + 1]
     if one.overflows:
         kept = {key: after[key] for key in one.state.keys() & after.keys()}
         yield states_finding("overflow", step, kept, one.state, order)

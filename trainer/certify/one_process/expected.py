@@ -91,8 +91,10 @@ def right_of(
     logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float
 ) -> tuple[int, int]:
     """Count targets among the `most` highest logits, and those within `margin` of the edge."""
-    logits, targets = logits.float().flatten(0, -2), targets.flatten()
-    logits, targets = logits[targets != IGNORED], targets[targets != IGNORED]
+    logits = logits.float().flatten(0, -2)
+    targets = targets.flatten()
+    logits = logits[targets != IGNORED]
+    targets = targets[targets != IGNORED]
     if not len(targets):
         return 0, 0
     own = logits.gather(1, targets[:, None])[:, 0]

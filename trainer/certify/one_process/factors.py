@@ -46,7 +46,8 @@ def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
     Weights with a scale each ("tensorwise") stay as they are: they are gathered in float8, to which
     they are rounded once.
     """
-    low, kept = copy.deepcopy(model), set[int]()
+    low = copy.deepcopy(model)
+    kept = set[int]()
     if kind == "tensorwise":
         linear = imported("torchao.float8.float8_linear", "trainer.float8").Float8Linear
         kept = {id(module.weight) for module in low.modules() if isinstance(module, linear)}

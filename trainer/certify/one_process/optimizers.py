@@ -64,7 +64,8 @@ def optimizer_of(own: Learner, small: Tiny, blocks: Sequence[str]) -> torch.opti
     """
     from transformers import Trainer
 
-    wanted, section = small.config.optimizer, small.config.trainer
+    wanted = small.config.optimizer
+    section = small.config.trainer
     matrices = matrices_of(own.model, blocks) if wanted.type == "Muon" else set[str]()
     decoupled = wanted.type == "Adam" and wanted.params.get("adam_w_mode", True)
     params = {key: value for key, value in wanted.params.items() if key not in NOT_OF_TORCH}

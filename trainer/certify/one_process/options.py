@@ -28,9 +28,11 @@ LEAST_EFFECT = 1e-6
 """The effect, relative to all of it, that arithmetic in another order may have."""
 LARGE = 5e-3
 """The share of a tensor's norm from which on an effect on it is looked at by itself."""
-LACKING, LACKING_OF_ONE = 1e-2, 2e-2
+LACKING = 1e-2
+LACKING_OF_ONE = 2e-2
 """The share of an effect that a run may lack: over all tensors, and in one."""
-LACKING_OF_ROUTERS, LACKING_OF_ROUNDING = 0.6, 0.7
+LACKING_OF_ROUTERS = 0.6
+LACKING_OF_ROUNDING = 0.7
 """That of routers' biases, whose signs follow the rounding of low precision; and of rounding."""
 NOISE = 5.0
 """The factor by which a run's rounding may exceed what repetitions of one process have."""
@@ -64,7 +66,9 @@ class ShownEffect:
 
 def options_of(small: Tiny, architecture: Any = None) -> list[Option]:
     """List the options that are on, in the config and in the model's own."""
-    section, settings, layout = small.config.trainer, small.config.settings, small.layout
+    section = small.config.trainer
+    settings = small.config.settings
+    layout = small.layout
     options: list[Option] = []
 
     def add(name: str, off: Mapping[str, Any], **more: Any) -> None:
@@ -206,7 +210,8 @@ class Effect:
 
     def add(self, ours: Any, on: Any, without: Any, again: Sequence[Any]) -> None:
         """Add a step; `again` has one process as the run rounds, several times."""
-        effect, first = on - without, again[0]
+        effect = on - without
+        first = again[0]
         self.square += float(effect.square().sum())
         self.of_all += float(on.square().sum())
         self.product += float((effect * (ours - first)).sum())
@@ -215,7 +220,8 @@ class Effect:
             self.repeated[index] = self.repeated.get(index, 0.0) + apart
 
     def include(self, other: Effect) -> None:
-        self.square, self.of_all = self.square + other.square, self.of_all + other.of_all
+        self.square = self.square + other.square
+        self.of_all = self.of_all + other.of_all
         self.product += other.product
         for index, apart in other.repeated.items():
             self.repeated[index] = self.repeated.get(index, 0.0) + apart
@@ -247,10 +253,12 @@ def _compared(
             each = [_like(of.get(name), like) for of in every]
             yield name, each[0], each[1], each[2], each[3:]
         return
-    before, after = run.states[step], run.states[step + 1]
+    before = run.states[step]
+    after = run.states[step + 1]
     for name, value in (one.weights | one.biases).items():
         start, end = (_exact(state, name, value) for state in (before, after))
-        on, other = value.double() - start, torch.zeros_like(start)
+        on = value.double() - start
+        other = torch.zeros_like(start)
         if (moved := (off.weights | off.biases).get(name)) is not None:
             other = moved.double() - start
         yield name, end - start, on, other, [on]

@@ -23,7 +23,8 @@ SILENT_SECONDS = 60.0
 """Seconds without an answer after which a server is given up."""
 SLOW_NETWORK = 1e5
 """The lowest speed, in bytes/s, of a network that is not given up while it moves a block."""
-BLOCK, MOST_BLOCKS = 8 * 2**20, 9_000
+BLOCK = 8 * 2**20
+MOST_BLOCKS = 9_000
 """Bytes that are moved at a time, and the most parts of a file: S3 allows 10,000."""
 
 STREAMS = 4
@@ -39,7 +40,8 @@ class Bucket:
 
     def __init__(self, address: str, moved: Callable[[int], object] = lambda count: None) -> None:
         """Call `moved` with the bytes of each block that was moved, 0 for another answer."""
-        self.address, self._moved = address.rstrip("/"), moved
+        self.address = address.rstrip("/")
+        self._moved = moved
         self._opened: tuple[Any, str] | None = None
 
     def report_to(self, moved: Callable[[int], object]) -> None:
@@ -171,8 +173,11 @@ class _Call:
         work: _Work[Any],
         report: Callable[[int], object],
     ) -> None:
-        self._opened, self._work, self._report = opened, work, report
-        self.done, self.given_up = Event(), Event()
+        self._opened = opened
+        self._work = work
+        self._report = report
+        self.done = Event()
+        self.given_up = Event()
         self.last = time.monotonic()
         self.result: Any = None
         self.error: BaseException | None = None
@@ -222,7 +227,8 @@ def in_streams(work: Callable[[str], object], names: Iterable[str]) -> None:
 
     Raises the first error, once what is at work has ended; nothing is begun after it.
     """
-    left, errors = deque(names), list[BaseException]()
+    left = deque(names)
+    errors = list[BaseException]()
 
     def run() -> None:
         while left and not errors:

@@ -20,7 +20,8 @@ MARK = "upload.json"
 
 The run's folder has one with its own token, that of the copy it was made from, and the names of
 the checkpoints that were damaged there."""
-SIGN_SECONDS, PATIENCE_SECONDS = 10.0, 45.0
+SIGN_SECONDS = 10.0
+PATIENCE_SECONDS = 45.0
 """Seconds between two signs of life, and without one until the writer is taken to be dead."""
 READS = 3
 """How often a mark is read that is cut off: where files are not replaced at once, it is written."""
@@ -58,7 +59,8 @@ def left_mark(address: str, waits: Callable[[], object]) -> dict[str, Any]:
     of life.
     """
     bucket = Bucket(address)
-    first, deadline = mark_of(bucket), time.monotonic() + PATIENCE_SECONDS
+    first = mark_of(bucket)
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not first.get("ended", not first) and time.monotonic() < deadline:
         time.sleep(SIGN_SECONDS / 10)
         waits()
@@ -79,7 +81,8 @@ def last_writer(mark: Mapping[str, Any]) -> str:
 
 
 def copying(address: str, hint: str) -> AbstractContextManager[None]:
-    place, expected = f"{KEY}: {address}", "a copy that is complete"
+    place = f"{KEY}: {address}"
+    expected = "a copy that is complete"
     return refused(place, expected, named=True, hint=hint, raises=DiskError)
 
 

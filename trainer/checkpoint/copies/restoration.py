@@ -167,7 +167,10 @@ def _fetch_newest(
 
 def _fetch(address: str, path: Path, progress: Progress) -> str | None:
     """Copy a checkpoint to a path; return what is wrong with it, if anything is."""
-    place, lock, done, whole = f"checkpoints/{path.name}", Lock(), 0, 0
+    place = f"checkpoints/{path.name}"
+    lock = Lock()
+    done = 0
+    whole = 0
 
     def moved(count: int) -> None:
         nonlocal done

@@ -54,7 +54,8 @@ from trainer.storage import parse_json, to_json
 
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
 """The files of a run by which it is known, and resumes where it was."""
-MODELS, MODELS_MARK = ("final", "final-merged"), "models.json"
+MODELS = ("final", "final-merged")
+MODELS_MARK = "models.json"
 """The folders of the final model, and the file at a copy that says which of them are whole."""
 ATTEMPTS = 3
 """Failures in a row, without a file that was copied, after which a newer checkpoint is taken."""
@@ -71,8 +72,10 @@ class Upload:
     """The copy of one run's folder, which a thread brings up to date."""
 
     def __init__(self, address: str, folder: Path) -> None:
-        self._address, self._folder = f"{address.rstrip('/')}/{folder.name}", folder
-        self._bucket, self._silent = Bucket(self._address), Bucket(self._address)
+        self._address = f"{address.rstrip('/')}/{folder.name}"
+        self._folder = folder
+        self._bucket = Bucket(self._address)
+        self._silent = Bucket(self._address)
         """The copy; and again for signs of life, which are no progress."""
         self._thread: Thread | None = None
         self._choosing = Lock()
@@ -115,7 +118,8 @@ class Upload:
             return [*(path.name for path in self._local()), *self._models()]
 
     def _missing(self) -> list[str]:
-        whole, there = self._whole_there(), self._models_there()
+        whole = self._whole_there()
+        there = self._models_there()
         here = [path.name for path in self._local() if path.name not in whole]
         return [*here, *(name for name, own in self._models().items() if there.get(name) != own)]
 
@@ -150,7 +154,8 @@ class Upload:
         """
         self._bucket.report_to(moved)
         with self._choosing:
-            thread, self._requested = self._thread, False
+            thread = self._thread
+            self._requested = False
         if thread is not None:
             thread.join()
         hint = f"All is in {self._folder}: the same command copies what is missing"
@@ -207,7 +212,8 @@ class Upload:
 
     def _goes_on(self) -> bool:
         with self._choosing:
-            requested, self._requested = self._requested, False
+            requested = self._requested
+            self._requested = False
             self._thread = self._thread if requested else None
             return requested
 
@@ -226,7 +232,8 @@ class Upload:
                 raise
             self._prune_there()  # here: slow copying may go on to the end of the run
             with self._choosing:
-                skipped, self._skipped = self._skipped, []
+                skipped = self._skipped
+                self._skipped = []
             if skipped:
                 slow = f"note: copying to {self._address} is slower than saving"
                 note(f"{slow}: {listed(skipped)} went before it was copied")

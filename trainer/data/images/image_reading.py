@@ -20,7 +20,8 @@ def read(samples: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.
     """
     from torchvision.transforms.v2.functional import pil_to_tensor
 
-    start, hint = "can't be read: ", 'Remove it, or set trainer.images.corrupt="skip"'
+    start = "can't be read: "
+    hint = 'Remove it, or set trainer.images.corrupt="skip"'
     more: Any = {"start": start, "hint": hint, "raises": DataError}
     with refused(samples.name(number), "an image", named=True, **more):  # whatever decoders raise
         image, label = samples.load(number)

@@ -96,7 +96,8 @@ class ImageData(Pairs):
 
     def lines(self) -> list[str]:
         """Describe the preparation of images for the user, a line each."""
-        options, images = self.train.options, self.images
+        options = self.train.options
+        images = self.images
         mean = " ".join(f"{value:.3f}" for value in images.mean)
         std = " ".join(f"{value:.3f}" for value in images.std)
         varied = ", ".join(f"{key} {value}" for key, value in _changes(options.augment).items())
@@ -162,7 +163,8 @@ def open_images(
     held_out = (
         None if evaluated is None else ImageSource(*evaluated, kind, fixed, None, seed, images)
     )
-    name, notes = "data" if own else str(data.path), notes_on(varies, set())
+    name = "data" if own else str(data.path)
+    notes = notes_on(varies, set())
     return ImageData(train, held_out, fingerprint, name, notes=notes)
 
 
@@ -267,7 +269,9 @@ def _normalisation(
     if options.normalize == "imagenet":
         mean, std = IMAGENET
         return (mean, std) if channels == 3 else ((sum(mean) / 3,), (sum(std) / 3,))
-    total, squares, count = torch.zeros(channels).double(), torch.zeros(channels).double(), 0
+    total = torch.zeros(channels).double()
+    squares = torch.zeros(channels).double()
+    count = 0
     for _, pixels in _readable(samples, indices, MEASURED, options, plain.mode):
         values = to_dtype(pixels, torch.float64, scale=True).flatten(1)
         total += values.sum(1)

@@ -59,7 +59,8 @@ def _digits() -> Labelled:
     try:
         from sklearn.datasets import load_digits
     except ImportError:
-        actual, hint = "digits without the package scikit-learn", "pip install meshloom[digits]"
+        actual = "digits without the package scikit-learn"
+        hint = "pip install meshloom[digits]"
         expected = "a data set whose package is installed"
         raise DataError(Problem("trainer.data.path", actual, expected, hint)) from None
     from PIL import Image
@@ -97,9 +98,11 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
     from torchvision import datasets
 
     kind = getattr(datasets, TORCHVISION[name])
-    start, place = "no files of it, and none came by download: ", f"{name}: {root}"
+    start = "no files of it, and none came by download: "
+    place = f"{name}: {root}"
     there = f"Place them there (from {_sources(kind)})"
-    hint, expected = f"{there}, or set trainer.images.root to where they are", _files(kind)
+    hint = f"{there}, or set trainer.images.root to where they are"
+    expected = _files(kind)
     # whatever a network, a server or a wrong file raises
     with refused(place, expected, start=start, hint=hint, raises=DataError), _alone(root):
         try:
@@ -160,7 +163,8 @@ def _folder(folder: Path) -> Labelled:
     files = make_dataset(folder, numbers, IMG_EXTENSIONS, allow_empty=True)
     labels = [label for _, label in files]
     if empty := set(numbers.values()).difference(labels):
-        place, endings = folder / classes[min(empty)], ", ".join(IMG_EXTENSIONS)
+        place = folder / classes[min(empty)]
+        endings = ", ".join(IMG_EXTENSIONS)
         expected = f"files ending in {endings}"
         raise DataError(Problem(str(place), "a class without images", expected))
     load = lambda index: (Image.open(files[index][0]), labels[index])  # noqa: E731
@@ -171,7 +175,8 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
     from datasets import load_dataset
 
     location = locate(path, data.format)
-    start, hint = "can't be opened: ", "Correct path, name or split in trainer.data"
+    start = "can't be opened: "
+    hint = "Correct path, name or split in trainer.data"
     # datasets, pyarrow and huggingface_hub raise a dozen kinds
     with refused(str(location), KNOWN, start=start, hint=hint, raises=DataError):
         if location.hub:

@@ -119,7 +119,8 @@ class Normal:
     """The conversion to float32 and normalisation, by kernels: a third of the transforms' cost."""
 
     def __init__(self, images: Images) -> None:
-        self._mean, self._std = list(images.mean), list(images.std)
+        self._mean = list(images.mean)
+        self._std = list(images.std)
         self._plain = set(self._mean) == {0.0} and set(self._std) == {1.0}
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,8 @@ def _lines(file: Path, progress: Report) -> Iterator[tuple[int, str]]:
 
 def _decoded(file: Path, progress: Report) -> Iterator[tuple[int, str | DataError]]:
     with open(file, "rb") as raw, _opened(file, raw) as stream:
-        offset, size = 0, max(os.fstat(raw.fileno()).st_size, 1)
+        offset = 0
+        size = max(os.fstat(raw.fileno()).st_size, 1)
         for number, line in enumerate(stream, 1):
             if number % OFTEN == 0:
                 progress(raw.tell() / size)

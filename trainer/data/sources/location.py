@@ -93,7 +93,8 @@ def rows_of(
     if where.hub:
         yield from _hub(where.hub, options, columns, progress)
     sizes = [file.stat().st_size if file.exists() else 0 for file in where.files]
-    whole, before = max(sum(sizes), 1), 0
+    whole = max(sum(sizes), 1)
+    before = 0
 
     def share_of_all(share: float) -> None:
         progress((before + share * size) / whole)
@@ -149,7 +150,8 @@ def _matching(name: str, format: str) -> list[Path]:
         shown = [file for file in sorted(path.rglob("*")) if file.is_file() and _shown(file, path)]
         # `format: text` takes every file of a folder, whatever its name
         matching = [file for file in shown if format == "text" or suffix_of(file.name) in suffixes]
-        actual, expected = "a folder without data files", "a file ending in " + ", ".join(suffixes)
+        actual = "a folder without data files"
+        expected = "a file ending in " + ", ".join(suffixes)
     else:
         matches = map(Path, glob.glob(str(path), recursive=True))
         matching = sorted(file for file in matches if file.is_file())

@@ -52,7 +52,8 @@ class Listing(NamedTuple):
 
     def write(self, folder: Path, progress: Progress) -> list[str]:
         """Copy the files to a folder, which may be missing; return their names there."""
-        whole, done = sum(count or 0 for count in self.files.values()), Event()
+        whole = sum(count or 0 for count in self.files.values())
+        done = Event()
         places = [folder / _local(path) for path in self.files]
 
         def show() -> None:
@@ -90,7 +91,8 @@ def listing_of(address: str) -> Listing:
         is_glob = any(letter in root for letter in "*?[") and not system.isfile(root)
         listing = (system.glob if is_glob else system.find)(root, detail=True)
     folder = "" if is_glob or root in listing else root
-    files, versions = {}, []
+    files = {}
+    versions = []
     for path, about in sorted(listing.items()):
         if about["type"] == "file" and not (folder and "/." in path.removeprefix(root)):
             if os.path.normpath(_local(path)) != _local(path):  # it may lead out of the cache

@@ -44,7 +44,9 @@ class CutDocuments:
 
     def __init__(self) -> None:
         self.counts = Counts()
-        self.tokens, self.counted, self.lengths = bytearray(), bytearray(), array("q")
+        self.tokens = bytearray()
+        self.counted = bytearray()
+        self.lengths = array("q")
 
     def add(self, document: Encoded, cut: Cut) -> None:
         """Add a document. Raises DataError if it is too long and that is an error."""
@@ -78,7 +80,9 @@ class PartWriter:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(exist_ok=True)
-        self.folder, self.counts, self.tokens = folder, Counts(), 0
+        self.folder = folder
+        self.counts = Counts()
+        self.tokens = 0
         self._files = [open(folder / name, "wb") for name in self.FILES]
 
     def append(self, some: CutDocuments) -> None:
@@ -115,7 +119,8 @@ class PartWriter:
     def _summary(
         self, cut: Cut, origin: Origin, tokens: int, spans: np.ndarray, samples: np.ndarray
     ) -> Summary:
-        frequencies, largest = np.zeros(0, np.int64), -1
+        frequencies = np.zeros(0, np.int64)
+        largest = -1
         count = len(samples) - 1
         digest = hashlib.sha256(np.ascontiguousarray(spans).data)
         if cut.isolated:  # else a sample is a span
@@ -128,7 +133,8 @@ class PartWriter:
             more[: len(frequencies)] += frequencies
             frequencies = more
         shares = frequencies[frequencies > 0] / max(int(frequencies.sum()), 1)
-        filled, room = int((spans[:, 1] - spans[:, 0]).sum()), count * cut.sequence_length
+        filled = int((spans[:, 1] - spans[:, 0]).sum())
+        room = count * cut.sequence_length
         return Summary(
             self.counts,
             origin,
@@ -195,7 +201,8 @@ def _windows(
     if tokens <= length:
         length = max(tokens - 1, 1)
     count = max((tokens - 1) // length, 0)
-    used, step = np.zeros(count, np.bool_), max(1, _CHUNK // length)
+    used = np.zeros(count, np.bool_)
+    step = max(1, _CHUNK // length)
     with open(folder / "counted.bin", "rb") as file:
         file.seek(1)
         for at in range(0, count, step):
@@ -207,6 +214,7 @@ def _windows(
         cuts = np.union1d(cuts, edges[edges < cuts[-1]])
     spans = np.stack([cuts[:-1], cuts[1:]], axis=1)
     window = spans[:, 0] // length
-    spans, window = spans[used[window]], window[used[window]]
+    spans = spans[used[window]]
+    window = window[used[window]]
     samples = np.append(np.flatnonzero(np.diff(window, prepend=-1)), len(spans))
     return spans, samples, count * length + 1 if count else 0

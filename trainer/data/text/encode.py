@@ -16,7 +16,8 @@ from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
 
-_DOCUMENTS, _CHARACTERS = 1024, 1 << 18
+_DOCUMENTS = 1024
+_CHARACTERS = 1 << 18
 """The limits of a chunk: it ends with the document that reaches either."""
 
 
@@ -51,7 +52,8 @@ def chunks(documents: Iterable[Document]) -> Iterator[Chunk]:
             size += _size(document)
             if len(some) == _DOCUMENTS or size >= _CHARACTERS:
                 yield Chunk(first, some)
-                some, size = [], 0
+                some = []
+                size = 0
     except DataError as error:
         yield Chunk(first, some, error)
         return
@@ -79,7 +81,9 @@ class Tokenising:
     """True if documents that can't be rendered are left out and counted."""
 
     def __call__(self, chunk: Chunk) -> Tokenised:
-        train, evaluated, error = CutDocuments(), CutDocuments(), chunk.error
+        train = CutDocuments()
+        evaluated = CutDocuments()
+        error = chunk.error
         try:
             pairs = encode(chunk.documents, self.template, self.skips)
             for number, encoded in enumerate(pairs, chunk.first):
@@ -123,7 +127,8 @@ def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[E
 
 
 def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
-    start, end = _beginning(tokenizer), [end_of_text(tokenizer)]
+    start = _beginning(tokenizer)
+    end = [end_of_text(tokenizer)]
     places = [document.place for document in batch]
     texts = tokens_of(tokenizer, [document.text for document in batch])["input_ids"]
     prompts = tokens_of(tokenizer, [document.prompt or "" for document in batch])["input_ids"]

@@ -62,7 +62,8 @@ def _filled(lengths: np.ndarray, capacity: int) -> np.ndarray:
                 del rooms[at]
                 keep_open(room, rest)
             else:
-                chosen, begun = np.arange(begun, begun + wanted), begun + wanted
+                chosen = np.arange(begun, begun + wanted)
+                begun = begun + wanted
             taken = min(count, each * len(chosen))
             placed.append(np.repeat(chosen, each)[:taken])
             whole, over = divmod(taken, each)

@@ -72,7 +72,8 @@ def open_data(
     if not options.sources:
         train, evaluated = opening.open(options)
         held_out = {} if evaluated is None else {"": evaluated}
-        share, fingerprint = Share("", train, len(train)), train.summary.fingerprint
+        share = Share("", train, len(train))
+        fingerprint = train.summary.fingerprint
         return Data(train, evaluations or held_out, (share,), fingerprint, opening.check())
     sources: dict[str, PreparedSource] = {}
     held_out = {}
@@ -94,7 +95,9 @@ class _Opening:
     """Opens sources on each rank, and remembers their folders."""
 
     def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
-        self._tokenizer, self._cache, self._ranks = tokenizer, cache, ranks
+        self._tokenizer = tokenizer
+        self._cache = cache
+        self._ranks = ranks
         self._progress = progress if ranks.first else Progress(moves=progress.moves)
         self._own = progress
         self._folders: list[Path] = []
@@ -108,7 +111,8 @@ class _Opening:
         """
         folder = self._locate(options)
         self._folders.append(folder)
-        train, evaluation = PreparedSource(folder / "train"), folder / "evaluation"
+        train = PreparedSource(folder / "train")
+        evaluation = folder / "evaluation"
         where = str(options.path or "the embedded corpus")
         check_alike(self._ranks, train.summary.fingerprint, where)
         return train, PreparedSource(evaluation) if evaluation.is_dir() else None
@@ -250,7 +254,8 @@ def _settings(options: DataSection, work: Tokenising) -> list[list[Any]]:
 def _write(
     folder: Path, location: Location, options: DataSection, work: Tokenising, progress: Progress
 ) -> None:
-    rows_read, done = RowsRead(), 0
+    rows_read = RowsRead()
+    done = 0
     names = ("train", "evaluation") if work.fraction else ("train",)
     parts = [PartWriter(folder / name) for name in names]
     given = chunks(_documents(location, options, rows_read))

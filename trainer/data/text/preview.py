@@ -32,7 +32,8 @@ def preview(
 
 def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: bool) -> list[str]:
     sample = source[index]
-    inputs, targets = sample["input_ids"], sample["targets"]
+    inputs = sample["input_ids"]
+    targets = sample["targets"]
     lengths = sample.get("documents", [len(inputs)])
     size = f"{len(inputs)} tokens"
     if "documents" in sample:

@@ -49,7 +49,8 @@ class RowsRead:
         """Note a row, its kind if that is known by now, and what was made of it."""
         self.empty += document is None
         if kind is not None and not self.first:
-            self.first, self.kind = row.place, kind.name
+            self.first = row.place
+            self.kind = kind.name
         if isinstance(document, Chat):
             self.turns = max(self.turns, len(document.messages))
             for message in document.messages:
@@ -170,7 +171,8 @@ def _plain(column: str, row: Row) -> Text | None:
 
 
 def _prompted(prompt: str, completion: str, row: Row) -> Document | None:
-    given, wanted = row.columns.get(prompt), row.columns.get(completion)
+    given = row.columns.get(prompt)
+    wanted = row.columns.get(completion)
     if isinstance(given, list) or isinstance(wanted, list):
         before = messages_of(row, prompt, given)
         messages = [*before, *messages_of(row, completion, wanted)]
@@ -184,7 +186,8 @@ def _learned(text: str | None, prompt: str | None, row: Row) -> Text | None:
 
 
 def _instruction(row: Row) -> Chat | None:
-    instruction, output = _text(row, "instruction"), _text(row, "output")
+    instruction = _text(row, "instruction")
+    output = _text(row, "output")
     more = {column: _text(row, column) for column in ("input", "system") if column in row.columns}
     if not (output or "").strip():
         return None
@@ -214,7 +217,8 @@ ALPACA = (
 
 
 def _alpaca(row: Row) -> Text | None:
-    instruction, answer = _text(row, "instruction") or "", _text(row, "output")
+    instruction = _text(row, "instruction") or ""
+    answer = _text(row, "output")
     more = _text(row, "input") if "input" in row.columns else None
     paired = ", paired with an input that provides further context" if more else ""
     given = f"### Input:\n{more}\n\n" if more else ""

@@ -147,7 +147,8 @@ class Summary:
 
     def describe_documents(self) -> str:
         """Describe the documents: kind, number, and how many were changed or left out."""
-        counts, origin = self.counts, self.origin
+        counts = self.counts
+        origin = self.origin
         where = f", the first {counts.first_dropped}" if counts.first_dropped else ""
         changes = {
             "empty rows left out": origin.empty,

@@ -25,7 +25,8 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
     options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
     if offsets:
         options["return_offsets_mapping"] = True
-    expected, hint = "a tokenizer that takes every text", "Set another trainer.data.tokenizer"
+    expected = "a tokenizer that takes every text"
+    hint = "Set another trainer.data.tokenizer"
     with refused(_name(tokenizer), expected, named=True, hint=hint, raises=DataError):
         return tokenizer(list(texts), **options)
 
@@ -37,7 +38,8 @@ def load_tokenizer(
     from transformers import AutoTokenizer
 
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
-    expected, start = "a folder with a tokenizer, or a hub id", "no tokenizer could be loaded: "
+    expected = "a folder with a tokenizer, or a hub id"
+    start = "no tokenizer could be loaded: "
     hint = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
     check_folder(Path(name_or_path))
     # a dozen libraries raise what they like

@@ -70,7 +70,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that can't be cut or split so, or may lack gradients."""
     if spec.training.sparse:
         # under ZeRO-2 and 3 a missing gradient may also hang
-        place, hint = f"engine deepspeed: {spec.name}", 'Set trainer.engine to "mesh"'
+        place = f"engine deepspeed: {spec.name}"
+        hint = 'Set trainer.engine to "mesh"'
         actual = f"some tokens leave parameters without a gradient ({spec.training.sparse[0]}, ...)"
         zeros = "DeepSpeed takes a missing one for zeros, and decays the weight"
         expected = f"a gradient of each: {zeros}"
@@ -126,8 +127,10 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     """Build the runner of a whole model, or of this rank's tensor parallel shard of it."""
     import deepspeed
 
-    layout, dtype = job.layout, getattr(torch, job.layout.precision)
-    mesh, mpu = mesh_of(job), None
+    layout = job.layout
+    dtype = getattr(torch, job.layout.precision)
+    mesh = mesh_of(job)
+    mpu = None
     model, dropout = wrap_blocks(
         job.spec,
         job.task,
@@ -174,7 +177,8 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> 
     """Raise ConfigError without float16 or a compiler, where it is needed, and for hpZ."""
     size = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if size not in (0, 1, "auto"):  # 0.19.8 sets it up for one module, and fails at the next
-        place, hint = "zero_optimization.zero_hpz_partition_size", 'Set trainer.engine to "mesh"'
+        place = "zero_optimization.zero_hpz_partition_size"
+        hint = 'Set trainer.engine to "mesh"'
         raise ConfigError(Problem(place, str(size), "0 or 1: DeepSpeed's hpZ does not run", hint))
     machine.check_precision(layout)
     builder = in_deepspeed(settings, layout, device.type, grouped=False)

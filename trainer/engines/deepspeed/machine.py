@@ -52,7 +52,8 @@ def runtime_config(job: Job, builder: Builder) -> dict[str, Any]:
     config.pop("sequence_parallel_size", None)
     config.pop("expert_parallel", None)  # it would replace layers
     config["train_batch_size"] *= job.layout.context
-    kind, given = config["optimizer"]["type"], config["optimizer"]["params"]
+    kind = config["optimizer"]["type"]
+    given = config["optimizer"]["params"]
     params = dict(builder.params)
     if kind in ("Adam", "AdamW"):
         # PyTorch's fused kernel makes FusedAdam's update without a compiler at run time

@@ -47,7 +47,8 @@ def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
-    layout, device = job.layout, job.machine.device
+    layout = job.layout
+    device = job.machine.device
     mesh = mesh_of(job)
     rank = mesh.rank("pipeline")
 
@@ -143,7 +144,9 @@ class PipelinedStep:
     after_update: InitVar[Callable[[], None]]
 
     def __post_init__(self, after_update: Callable[[], None]) -> None:
-        stage, task, device = self.layer.stage, self.job.task, self.job.machine.device
+        stage = self.layer.stage
+        task = self.job.task
+        device = self.job.machine.device
         self.modules: list[nn.Module] = [stage]
         self.split = tensor.split_of_experts(stage.model, self.blank[1], self.mesh)
         self._shape: tuple[int, ...] | None = None

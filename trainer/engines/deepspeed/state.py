@@ -85,7 +85,8 @@ class MasterState:
         states: dict[Kind, torch.Tensor] = {}
         # a tied parameter comes once, under its first name
         for full_name, parameter in self._module.named_parameters():
-            name, shape = bare_name(full_name), self._split.shape(parameter)
+            name = bare_name(full_name)
+            shape = self._split.shape(parameter)
             states[name, WEIGHT, shape, parameter.dtype] = parameter
             if parameter.requires_grad:
                 if self.low_precision:
@@ -113,7 +114,8 @@ class MasterState:
         return scalars | {f"scaler.{key}": float(getattr(self._scaler, key)) for key in known}
 
     def restore(self, scalars: Mapping[str, float]) -> None:
-        self._states.common_step, self._scalars = scalars["optimizer_step"], {}
+        self._states.common_step = scalars["optimizer_step"]
+        self._scalars = {}
         known = [key for key in _SCALER_KEYS if hasattr(self._scaler, key)]
         saved = {key: scalars[f"scaler.{key}"] for key in known if f"scaler.{key}" in scalars}
         patches.set_loss_scaler(self._scaler, saved)
@@ -144,7 +146,8 @@ class MasterState:
         """Implement `StateTensor.keep`; what a flat partition adds for itself is zero."""
         if parameter is None:
             return elsewhere(name, shapes)
-        tensors, flat = self._updated(parameter), self._flat is not None
+        tensors = self._updated(parameter)
+        flat = self._flat is not None
         fresh = not self._states.of(tensors[0])
         self._states.keep(tensors, bool(shapes) or (flat and not fresh))
         if flat and shapes and fresh and not self._partitioned:
@@ -273,7 +276,8 @@ _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def _is_apart(parameter: Any) -> bool:
     """Return True if each rank has its partition alone, in memory, and not quantized."""
-    own, apart = parameter.ds_tensor, parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
+    own = parameter.ds_tensor
+    apart = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
     here = own.status == PartitionedParamStatus.AVAILABLE
     return apart and here and not hasattr(own, "ds_quant_scale")
 
@@ -296,8 +300,10 @@ def rows_of_partition(like: torch.Tensor) -> range:
     """
     if isinstance(like, DTensor) or not like.numel():
         return own_rows(like)
-    own, each = -(-like.numel() // dist.get_world_size()), like[0].numel()
-    start, length = own * dist.get_rank(), len(like)
+    own = -(-like.numel() // dist.get_world_size())
+    each = like[0].numel()
+    start = own * dist.get_rank()
+    length = len(like)
     return range(min(start // each, length), min(-(-(start + own) // each), length))
 
 

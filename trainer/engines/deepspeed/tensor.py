@@ -55,12 +55,14 @@ def refusal(layout: Layout) -> str | None:
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that AutoTP would not split exactly."""
     tensor_parts.check(spec, layout)
-    styles, hint = set(spec.language.tensor_plan.values()), 'Set trainer.engine to "mesh".'
+    styles = set(spec.language.tensor_plan.values())
+    hint = 'Set trainer.engine to "mesh".'
     if WHOLE in styles:
         place = f"engine deepspeed: {spec.name}"
         actual = "an adapter, and AutoTP would take each of its matrices for a layer"
         raise ConfigError(Problem(place, actual, "no adapter in what it splits", hint))
-    is_partial, named = matrices.has_partial_gradient(spec, layout), spec.build().named_parameters()
+    is_partial = matrices.has_partial_gradient(spec, layout)
+    named = spec.build().named_parameters()
     summed = {name.rpartition(".")[0] for name, _ in named if is_partial(name)}
     whole = summed - spec.language.tensor_plan.keys()
     styles |= {f"whole ({name.rpartition('.')[2]})" for name in whole}
@@ -105,7 +107,8 @@ class Split:
 
     def shape(self, parameter: torch.Tensor) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
-        dim, own = self._dims.get(parameter), own_shape(parameter)
+        dim = self._dims.get(parameter)
+        own = own_shape(parameter)
         return tuple(size * self._ranks if index == dim else size for index, size in enumerate(own))
 
     def whole(self, parameter: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
@@ -161,11 +164,13 @@ def ranges(
     """
     if strides is None or strides == torch.empty(own_shape(flat), device="meta").stride():
         return [Part(values, offset + start, (1,))] if len(values) else []
-    parts, width = [], own_shape(flat)[-1]
+    parts = []
+    width = own_shape(flat)[-1]
     while len(values):
         row, column = divmod(start, width)
         most = width - column if column or len(values) < width else len(values) // width * width
-        part, values = values[:most], values[most:]
+        part = values[:most]
+        values = values[most:]
         rows = part.view(-1, min(width, len(part)))
         parts.append(Part(rows, offset + row * strides[0] + column, (strides[0], 1)))
         start += len(part)

@@ -46,7 +46,9 @@ def build(job: Job) -> TorchEngine:
     from accelerate.utils import fsdp2_prepare_model
 
     job, notes = mesh_engine.compiling(job)
-    layout, spec, device = job.layout, job.spec, job.machine.device
+    layout = job.layout
+    spec = job.spec
+    device = job.machine.device
     mesh = mesh_of(job)
     say = job.machine.signs.applied
     model, dropout = wrap_blocks(spec, job.task, layout, say=say)
@@ -55,7 +57,8 @@ def build(job: Job) -> TorchEngine:
     accelerator = _accelerator(job)
     ends, noted = job.machine.ranks.on_first(lambda: fsdp_units.ends_of(spec, layout))
     if layout.zero_stage > 0:
-        axes, whole = accelerator.parallelism_config, accelerator.torch_device_mesh
+        axes = accelerator.parallelism_config
+        whole = accelerator.torch_device_mesh
         shared = whole and whole[tuple(axes.fsdp_dim_names)]
         options = shard.options_of(layout, shared, device.type, job.reduction)
         # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
@@ -82,7 +85,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     outside = ((name, m) for name, m in model.named_modules() if name not in spec.blocks)
     named = ((name, type(module).__name__) for name, module in outside)
     if other := [f"{name} ({kind})" for name, kind in named if kind in classes]:
-        place, hint = f"engine accelerate: {spec.name}", 'Set trainer.engine to "mesh".'
+        place = f"engine accelerate: {spec.name}"
+        hint = 'Set trainer.engine to "mesh".'
         actual = f"{other[0]} has a block's class but is not a block: it would be a unit of its own"
         expected = "a class for blocks alone, by which Accelerate shards"
         raise ConfigError(Problem(place, actual, expected, hint))
@@ -94,7 +98,8 @@ KIND = EngineKind(refusal, in_torch, build, check, mesh_engine.ready)
 def _accelerator(job: Job) -> Any:
     from accelerate import Accelerator, state, utils
 
-    layout, cpu = job.layout, job.machine.device.type == "cpu"
+    layout = job.layout
+    cpu = job.machine.device.type == "cpu"
     for kept in (state.AcceleratorState, state.GradientState, state.PartialState):
         kept._reset_state()
     _let_shard(layout, cpu)

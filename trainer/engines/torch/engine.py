@@ -31,7 +31,8 @@ class TorchEngine(NormalisedEngine):
         notes: tuple[str, ...],
         used: Used | None = None,
     ) -> None:
-        modules, tuned = forward_backward.modules, job.spec.training.tuned
+        modules = forward_backward.modules
+        tuned = job.spec.training.tuned
         named = [pair for module in modules for pair in module.named_parameters()]
         shared = _shared(job, mesh) if builder.library == MUON else None
         optimizer = optimizer_of(builder, named, job.undecayed, tuned, shared)
@@ -40,7 +41,8 @@ class TorchEngine(NormalisedEngine):
         self._used = used
         compiles = job.layout.compile == "blocks"
         self._reports = compilation.Reports(job.machine) if compiles else None
-        averages, device = used is not None, job.machine.device
+        averages = used is not None
+        device = job.machine.device
         self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
         self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, device)
 
@@ -65,7 +67,8 @@ class TorchEngine(NormalisedEngine):
 def _shared(job: Job, mesh: ParallelMesh) -> Shared:
     """Return what Muon needs of the model and the mesh, or raise ConfigError. Collective."""
     if not (matrices := hidden_matrices(job.spec)):
-        expected, hint = "matrices in repeated blocks, which Muon updates", 'Take "AdamW".'
+        expected = "matrices in repeated blocks, which Muon updates"
+        hint = 'Take "AdamW".'
         actual = f"{job.spec.name}, which has none"
         raise ConfigError(Problem("optimizer.type: Muon", actual, expected, hint))
     group, places = holders_of(mesh)

@@ -106,7 +106,8 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 def build(job: Job) -> TorchEngine:
     """Build and wrap the whole model, or this rank's pipeline stages."""
     job, notes = compiling(job)
-    layout, device = job.layout, job.machine.device
+    layout = job.layout
+    device = job.machine.device
     mesh = mesh_of(job)
     say = job.machine.signs.applied
     if layout.tensor > 1:
@@ -156,7 +157,8 @@ def _check_sparse(job: Job) -> None:
     splits_backward = layout.pipeline > 1 and layout.schedule.splits_backward
     if job.sparse and splits_backward and layout.zero_stage > 0:
         # such a schedule accumulates gradients itself, unseen by `Used`
-        key, hint = "trainer.pipeline_schedule", "Use the schedule 1F1B."
+        key = "trainer.pipeline_schedule"
+        hint = "Use the schedule 1F1B."
         tokens = "tokens that leave parameters without a gradient"
         actual = f"{layout.schedule.name} with ZeRO, and {tokens}"
         raise ConfigError(Problem(key, actual, "a gradient of each", hint))

@@ -28,7 +28,8 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
     model = spec.build()
     aliases = aliases_of(model)
     known = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-    names, problems = set[str](), []
+    names = set[str]()
+    problems = []
     for index, pattern in enumerate(patterns):
         matched = [name for name in known if fnmatchcase(name, pattern)]
         names.update(aliases.get(name, name) for name in matched)
@@ -46,7 +47,8 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     """Freeze the parameters called `names`. Raises ConfigError if no other parameter learns."""
     parameters = dict(spec.build().named_parameters())
     if all(name in names or not p.requires_grad for name, p in parameters.items()):
-        actual, hint = f"all {len(parameters)} parameters", "Leave out what is to be trained."
+        actual = f"all {len(parameters)} parameters"
+        hint = "Leave out what is to be trained."
         raise ConfigError(Problem("trainer.freeze", actual, "some that are left to train", hint))
     sizes = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
     return replace(spec.with_frozen(names), training=replace(spec.training, frozen=sizes))
@@ -70,7 +72,8 @@ def tiny_with(
     `found` has the values of parameters, by name; `lacking` says what a copy lacks if it has too
     few blocks for all.
     """
-    tiny_copy, blocks = spec.tiny.copy, spec.blocks
+    tiny_copy = spec.tiny.copy
+    blocks = spec.blocks
     if tiny_copy is None:
         return spec
 
@@ -92,7 +95,8 @@ def carried(
     Each gets the entries of the block that it stands for. Also returns True if every kind of block
     is among them.
     """
-    wanted, kinds = dict(of_whole), []
+    wanted = dict(of_whole)
+    kinds = []
     for block in blocks:
         inside = [name for name in of_whole if name.startswith(f"{block}.")]
         own = ((name.removeprefix(f"{block}."), wanted.pop(name)) for name in inside)

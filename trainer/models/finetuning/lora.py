@@ -44,7 +44,8 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     if options is None:
         return spec
     required("peft", "trainer.adapter", "lora")
-    options, model = completed(options), spec.build()
+    options = completed(options)
+    model = spec.build()
     targets = chosen_targets(model, spec, options.targets)
     check_saved(model, spec, options.modules_to_save, targets)
     without = left_out(model, spec, options.targets, targets)
@@ -104,7 +105,8 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
     learned = f"{(values - frozen) / 1e6:,.2f} M values are trained"
     still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
     note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
-    head, plain = spec.build().get_output_embeddings(), spec.language.plain_head  # type: ignore[operator]
+    head = spec.build().get_output_embeddings()  # type: ignore[operator]
+    plain = spec.language.plain_head
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     plan = _tensor_plan(spec, targets)
     return replace(
@@ -170,7 +172,8 @@ def _files(
 def _peft_config(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Any:
     from peft import LoraConfig
 
-    model, folder = spec.build(), Path(spec.name)
+    model = spec.build()
+    folder = Path(spec.name)
     return LoraConfig(
         r=options.r,
         lora_alpha=int(options.alpha) if float(options.alpha).is_integer() else options.alpha,

@@ -16,7 +16,8 @@ from trainer.models.door import check_folder
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import parse_json, read_file
 
-CONFIG, STEM = "adapter_config.json", "adapter_model"
+CONFIG = "adapter_config.json"
+STEM = "adapter_model"
 PLACE = "trainer.adapter.path"
 WEIGHT = ".weight"
 """The end of the name of a linear layer's matrix, as `target_parameters` name it."""
@@ -52,7 +53,8 @@ def completed(options: AdapterSection) -> AdapterSection:
 
     file = Path(options.path) / CONFIG
     check_folder(file.parent)
-    given, default = _with_layers(read_config(file)), LoraConfig().to_dict()
+    given = _with_layers(read_config(file))
+    default = LoraConfig().to_dict()
     known = {*_HARMLESS, *_SAME.values()}
     unsupported = [
         f"{key} {show(value)}"
@@ -64,7 +66,8 @@ def completed(options: AdapterSection) -> AdapterSection:
     if not isinstance(given.get("target_modules"), list):
         unsupported.append(f"target_modules {show(given.get('target_modules'))}")
     if unsupported:
-        expected, hint = "LoRA with the keys of trainer.adapter", "Merge it into its base."
+        expected = "LoRA with the keys of trainer.adapter"
+        hint = "Merge it into its base."
         raise ConfigError(Problem(f"{PLACE}: {file}", listed(unsupported), expected, hint))
     completed = {ours: given.get(theirs, default[theirs]) for ours, theirs in _SAME.items()}
     completed["modules_to_save"] = completed["modules_to_save"] or []
@@ -86,7 +89,8 @@ def completed(options: AdapterSection) -> AdapterSection:
 
 def _with_layers(given: dict[str, Any]) -> dict[str, Any]:
     """Return PEFT's config with the weights of layers in `target_parameters` as target modules."""
-    parameters, modules = given.get("target_parameters"), given.get("target_modules") or []
+    parameters = given.get("target_parameters")
+    modules = given.get("target_modules") or []
     names = parameters if isinstance(parameters, list) else []
     if not names or not isinstance(modules, list):
         return given
@@ -109,7 +113,8 @@ def started(
         weights = SafetensorsFolder(folder, STEM, published)
         there = {name: tuple(weights[name].shape) for name in weights.names()}
     differences = []
-    missing, more = sorted(shapes.keys() - there.keys()), sorted(there.keys() - shapes.keys())
+    missing = sorted(shapes.keys() - there.keys())
+    more = sorted(there.keys() - shapes.keys())
     if missing:
         differences.append(f"{len(missing)} tensors are not there ({missing[0]}, ...)")
     if more:

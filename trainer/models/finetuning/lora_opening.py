@@ -90,7 +90,8 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
     from peft import get_peft_model, set_peft_model_state_dict
 
     # each tensor is one number, by which it is known wherever PEFT puts it
-    names, renamed = sorted(shapes), dict[str, str]()
+    names = sorted(shapes)
+    renamed = dict[str, str]()
     tensors = {
         name: torch.tensor(float(index)).expand(shapes[name]) for index, name in enumerate(names)
     }
@@ -174,7 +175,8 @@ def check_folder(folder: Path, config: Any, shapes: Shapes) -> None:
     """
     from peft import LoraConfig
 
-    place, expected = f"{folder / STEM}.safetensors", "the adapter that is trained"
+    place = f"{folder / STEM}.safetensors"
+    expected = "the adapter that is trained"
     with refused(place, expected, OSError, SafetensorError, raises=DiskError):
         weights = SafetensorsFolder(folder, STEM)
         shapes_there = {name: tuple(weights[name].shape) for name in weights.names()}
@@ -185,7 +187,8 @@ def check_folder(folder: Path, config: Any, shapes: Shapes) -> None:
         raise DiskError(Problem(place, actual, f"the {len(shapes)} of {expected}"))
     place = str(folder / CONFIG)
     with refused(place, expected, OSError, ValueError, TypeError, raises=DiskError):
-        saved, own = LoraConfig.from_pretrained(str(folder)).to_dict(), config.to_dict()
+        saved = LoraConfig.from_pretrained(str(folder)).to_dict()
+        own = config.to_dict()
     if odd := [key for key in own if _sorted(saved.get(key)) != _sorted(own[key])]:
         raise DiskError(Problem(place, f"another {listed(odd)}", f"that of {expected}"))
 

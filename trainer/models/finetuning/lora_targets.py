@@ -13,7 +13,8 @@ from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 
 LINEAR = (nn.Linear, Conv1D)
-_TARGETS, _SAVED = "trainer.adapter.targets", "trainer.adapter.modules_to_save"
+_TARGETS = "trainer.adapter.targets"
+_SAVED = "trainer.adapter.modules_to_save"
 
 
 def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
@@ -27,7 +28,8 @@ def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str
             expected = "a model with blocks that have one"
             raise ConfigError(Problem(_TARGETS, "no linear layer", expected))
         return linear if wanted == "all-linear" else _matched(model, wanted, linear)
-    problems, chosen = [], set[str]()
+    problems = []
+    chosen = set[str]()
     for index, target in enumerate(wanted):
         names = [name for name in linear if _names(target, name)]
         chosen.update(names)
@@ -72,14 +74,17 @@ def left_out(
     }
     if wanted == "all-linear":
         sizes = {name: p.numel() for name, p in inside.items() if p.ndim > 1}
-        kind, there = '"all-linear" leaves', "matrices"
+        kind = '"all-linear" leaves'
+        there = "matrices"
     else:
         words = {word for name in targets for word in _words(name)} - {"proj"}
         stacked = {name: p.numel() for name, p in inside.items() if p.ndim == 3}
         sizes = {name: size for name, size in stacked.items() if words & _words(name)}
-        kind, there = "names linear layers, which leaves", "stacks of experts' matrices"
+        kind = "names linear layers, which leaves"
+        there = "stacks of experts' matrices"
     if sizes:
-        values, shown = f"{sum(sizes.values()) / 1e6:,.1f} M values", listed(_patterns(sizes))
+        values = f"{sum(sizes.values()) / 1e6:,.1f} M values"
+        shown = listed(_patterns(sizes))
         matrices = f"{_TARGETS} {kind} {len(sizes)} {there} ({values})"
         yield f"{matrices} without an adapter, as they are in no linear layer: {shown}"
 
@@ -124,7 +129,8 @@ def check_saved(
     model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]
 ) -> None:
     """Raise ConfigError for a module that does not exist, or can't be trained with the adapters."""
-    modules, tied = dict(model.named_modules()), {*spec.tied, *spec.tied.values()}
+    modules = dict(model.named_modules())
+    tied = {*spec.tied, *spec.tied.values()}
     problems = []
     for index, name in enumerate(wanted):
         place = f"{_SAVED}[{index}]"

@@ -39,7 +39,9 @@ class BaseWeights(Weights):
 
         `started` is the adapter to start from.
         """
-        self._base, self._lasting, self._started = base, lasting, started or NoWeights()
+        self._base = base
+        self._lasting = lasting
+        self._started = started or NoWeights()
 
     def read(self, name: str) -> torch.Tensor | None:
         if (learned := self._started.read(name)) is not None or is_adapters(name):
@@ -60,7 +62,8 @@ class MergedWeights(Weights):
     def __init__(
         self, base: Weights, model: nn.Module, folder: Path, published: Mapping[str, str]
     ) -> None:
-        self._base, self._adapter = base, SafetensorsFolder(folder, STEM)
+        self._base = base
+        self._adapter = SafetensorsFolder(folder, STEM)
         copies = {name: theirs for name, theirs in published.items() if not is_adapters(name)}
         self._copies = {base_name(name): theirs for name, theirs in copies.items()}
         layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
@@ -73,7 +76,8 @@ class MergedWeights(Weights):
             return self._adapter[self._copies[name]].to(value.dtype)
         if name not in self._layers:
             return value
-        layer, prefix = self._layers[name], f"base_model.model.{name.removesuffix('weight')}lora_"
+        layer = self._layers[name]
+        prefix = f"base_model.model.{name.removesuffix('weight')}lora_"
         names = [key for key in self._adapter.names() if key.startswith(prefix)]
         part = {key.removeprefix(prefix): self._adapter[key].float() for key in names}
         turned = isinstance(layer.base_layer, Conv1D)

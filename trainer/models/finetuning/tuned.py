@@ -27,9 +27,12 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
     named = model.named_parameters(remove_duplicate=False)
     sizes = {name: p.numel() for name, p in named if p.requires_grad}
     tunings: dict[str, Tuning] = {}
-    problems, notes = list[Problem](), list[str]()
+    problems = list[Problem]()
+    notes = list[str]()
     for index, group in enumerate(groups):
-        place, missed, names = f"trainer.parameter_groups[{index}].names", False, set[str]()
+        place = f"trainer.parameter_groups[{index}].names"
+        missed = False
+        names = set[str]()
         for pattern in group.patterns:
             matched = [name for name in sizes if fnmatchcase(name, pattern)]
             names.update(aliases.get(name, name) for name in matched)

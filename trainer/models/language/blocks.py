@@ -59,7 +59,8 @@ def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
         def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             given = args[0] if args else next(iter(kwargs.values()), None)
             result = output[0] if isinstance(output, tuple) else output
-            before, after = getattr(given, "shape", ()), getattr(result, "shape", ())
+            before = getattr(given, "shape", ())
+            after = getattr(result, "shape", ())
             alike = before == after and after[:2] == ids.shape
             calls[name].append(index if alike else -1)
 

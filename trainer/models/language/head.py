@@ -55,7 +55,8 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     and checks that the head sees that very storage and that its output is returned as the logits.
     This detects soft caps, logit scales and upcasts.
     """
-    head, body = model.get_output_embeddings(), model.base_model
+    head = model.get_output_embeddings()
+    body = model.base_model
     if type(head) is not nn.Linear or body is model:
         return False
     hidden = torch.empty(1, 2, head.in_features, device="meta", dtype=head.weight.dtype)
@@ -81,7 +82,8 @@ def is_word_by_word(model: PreTrainedModel) -> bool:
 
     Runs both on the CPU with small matrices, whole and in parts, in the place of the model's.
     """
-    head, table = model.get_output_embeddings(), model.get_input_embeddings()
+    head = model.get_output_embeddings()
+    table = model.get_input_embeddings()
     body = model.base_model
     if type(head) is not nn.Linear or not isinstance(table, nn.Embedding) or body is model:
         return False

@@ -87,14 +87,17 @@ def stated(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
 
 
 def pretrained_config(options: Any) -> PreTrainedConfig:
-    name, place = options.name_or_path, f"trainer.model.name_or_path: {options.name_or_path}"
-    folder, expected = Path(name), "a folder that save_pretrained wrote"
+    name = options.name_or_path
+    place = f"trainer.model.name_or_path: {options.name_or_path}"
+    folder = Path(name)
+    expected = "a folder that save_pretrained wrote"
     check_folder(folder)
     looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
     if not folder.is_dir() and looks_local:
         raise ConfigError(Problem(place, "no such folder", f"{expected}, or a hub id"))
     if folder.is_dir() and not (folder / "config.json").is_file():
-        actual, hint = "no config.json in it", ""
+        actual = "no config.json in it"
+        hint = ""
         if (folder / "adapter_config.json").is_file():
             actual = "an adapter, which is no model by itself"
             hint = "Name its base, or the model that it was merged into (trainer.adapter.merge)."

@@ -52,7 +52,8 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
     if parameters > LARGEST_BUILT:
         count = f"its {parameters / 1e9:.1f} G parameters"
         source = "reset_parameters, not from the constructor"
-        weights, notes = NoWeights(), (f"{count} get initial values from {source}",)
+        weights = NoWeights()
+        notes = (f"{count} get initial values from {source}",)
     return ModelSpec(
         name=type(model).__name__,
         build=on_meta,
@@ -78,10 +79,8 @@ def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
         raise ConfigError(Problem("model", type(model).__name__, expected))
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta:
-            actual, expected = (
-                f"{name} is built on {tensor.device}",
-                "tensors on the default device",
-            )
+            actual = f"{name} is built on {tensor.device}"
+            expected = "tensors on the default device"
             raise ConfigError(Problem("model", actual, expected, "Leave `device=` out."))
     for name, inner in model.named_modules():
         if isinstance(inner, nn.SyncBatchNorm):
@@ -95,7 +94,8 @@ def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
 
 def _not_kept(name: str, parameter: nn.Parameter) -> Iterator[Problem]:
     """Yield a problem for each trait of a parameter that is lost when an engine rebuilds it."""
-    kind, dtype = type(parameter), f"{name} is a parameter of {parameter.dtype}"
+    kind = type(parameter)
+    dtype = f"{name} is a parameter of {parameter.dtype}"
     if not (parameter.is_floating_point() or parameter.is_complex()):
         yield Problem("model", dtype, "floating point", "Make it a buffer: register_buffer.")
     elif parameter.dtype != torch.float32:

@@ -57,7 +57,8 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
 
     method = values.get("quant_method") or "an unnamed method"
     place = f"{place}: {KEY}"
-    actual, expected = f"weights quantised by {method}", f"a base in {SUPPORTED}"
+    actual = f"weights quantised by {method}"
+    expected = f"a base in {SUPPORTED}"
     unsupported = ConfigError(Problem(place, actual, expected, "Take the base before that"))
     if method not in METHODS:
         raise unsupported
@@ -71,7 +72,8 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
             raise unsupported
         reason = "a transform_config" if values.get("transform_config") else _mixed(parsed)
     except ImportError as error:
-        actual, hint = f"{actual}: {first_line(error)}", "pip install 'meshloom[quantised]'"
+        actual = f"{actual}: {first_line(error)}"
+        hint = "pip install 'meshloom[quantised]'"
         raise ConfigError(Problem(place, actual, expected, hint)) from error
     except ConfigError:
         raise
@@ -123,7 +125,8 @@ def check_scaled(
     codes = [key for key, pattern in sources if _leaf(pattern).endswith(VALUES)]
     size = getattr(quantiser.quantization_config, "weight_block_size", None)
     for key in codes:
-        like, scale = stored.like(key), scales.get(key.rpartition(".")[0])
+        like = stored.like(key)
+        scale = scales.get(key.rpartition(".")[0])
         if scale is not None and size:
             _check_blocks(key, like, stored.like(scale), size, place)
         elif scale is None and is_code(like):

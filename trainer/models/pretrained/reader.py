@@ -59,7 +59,10 @@ class ConvertedWeights(Weights):
 
         Raises ConfigError for a quantised weight that would be read as its codes.
         """
-        self._stored, self._model, self._quantiser, self._place = stored, model, quantiser, place
+        self._stored = stored
+        self._model = model
+        self._quantiser = quantiser
+        self._place = place
         self._like: dict[str, torch.Tensor] = model.state_dict()
         self._conversions: dict[str, Conversion] = {}
         self.unread: dict[str, str] = {}
@@ -101,7 +104,8 @@ class ConvertedWeights(Weights):
         return {name: tuple(n for n in names if n != name) for names in several for name in names}
 
     def _plan(self) -> None:
-        model, like = self._model, self._like
+        model = self._model
+        like = self._like
         mapping = get_model_conversion_mapping(model, None, self._quantiser)
         renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
         converters = [step for step in mapping if isinstance(step, WeightConverter)]
@@ -140,7 +144,8 @@ class ConvertedWeights(Weights):
 
         What a quantiser's own converter only passes on is then read as it is stored.
         """
-        stored, sources = self._stored, conversion.sources
+        stored = self._stored
+        sources = conversion.sources
         operations = () if conversion.transform is None else conversion.transform.operations
         if not any(getattr(step, "hf_quantizer", None) for step in operations):
             for key, _ in sources:
@@ -163,7 +168,8 @@ class ConvertedWeights(Weights):
         return values
 
     def _converted(self, conversion: Conversion, on_meta: bool = False) -> dict[str, torch.Tensor]:
-        first, transform = conversion.first, deepcopy(conversion.transform)
+        first = conversion.first
+        transform = deepcopy(conversion.transform)
         read = self._stored.like if on_meta else self._stored.__getitem__
         for key, pattern in conversion.sources:
             transform.add_tensor(first, key, pattern, partial(read, key))

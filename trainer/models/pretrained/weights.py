@@ -30,9 +30,11 @@ class SafetensorsFolder(Weights):
     def __init__(
         self, folder: Path, stem: str = "model", renamed: Mapping[str, str] | None = None
     ) -> None:
-        self._folder, self._renamed = folder, renamed or {}
+        self._folder = folder
+        self._renamed = renamed or {}
         self._opened: dict[str, Any] = {}
-        whole, index = f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+        whole = f"{stem}.safetensors"
+        index = folder / f"{stem}.safetensors.index.json"
         one = (folder / whole).is_file() or not index.is_file()
         self._file_of: dict[str, str] = {}
         for file in [whole] if one else indexed(index, ".safetensors"):
@@ -67,7 +69,8 @@ class SafetensorsFolder(Weights):
 
 def indexed(index: Path, ending: str) -> list[str]:
     """Read an index's files, in order. Raises ConfigError unless they end so and lie beside it."""
-    expected, kinds = "a weight_map of names to files", (LookupError, TypeError, AttributeError)
+    expected = "a weight_map of names to files"
+    kinds = (LookupError, TypeError, AttributeError)
     with refused(str(index), expected, OSError, ValueError, *kinds, named=True):
         files = sorted(set(map(str, parse_json(read_file(index))["weight_map"].values())))
     for name in files:

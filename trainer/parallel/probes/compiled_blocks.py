@@ -23,7 +23,8 @@ def decided(layout: Layout, spec: ModelSpec, machine: Machine) -> tuple[Layout, 
 
     A model whose tiny copy does not compile as a whole runs uncompiled.
     """
-    plain, automatic = replace(layout, compile="none"), layout.compile == "auto"
+    plain = replace(layout, compile="none")
+    automatic = layout.compile == "auto"
     if layout.compile == "none" or (automatic and machine.device.type == "cpu"):
         return plain, ()
     # seconds of imports, which an uncompiled run goes without

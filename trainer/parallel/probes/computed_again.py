@@ -27,7 +27,8 @@ def _ask_tiles(about: Probed) -> Finding | None:
 
 def _compared(about: Probed, recompute: Recompute, part: str) -> Finding | None:
     """Compare with a model that computes all at once, and keeps it."""
-    task, packed = about.task, about.packed
+    task = about.task
+    packed = about.packed
 
     def change(model: nn.Module, small: ModelSpec) -> nn.Module:
         prepared = task.prepare(model).train()

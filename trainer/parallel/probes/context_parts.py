@@ -82,7 +82,8 @@ class _Recorded(ContextRanks):
 
     def __init__(self, heads: int, in_groups: bool) -> None:
         super().__init__(Division(2, 1 if heads % 2 == 0 else 2), None, None)
-        self._divides, self._in_groups = True, in_groups
+        self._divides = True
+        self._in_groups = in_groups
         self._calls: list[tuple[torch.Tensor, ...]] = []
         self._ranks: Sequence[int] = (0, 1)
         self._next = 0
@@ -94,7 +95,8 @@ class _Recorded(ContextRanks):
 
     def take(self, rank: int) -> None:
         """Begin the forward pass of one of two ranks."""
-        self._ranks, self._next = (rank,), 0
+        self._ranks = (rank,)
+        self._next = 0
 
     def part(self, whole: torch.Tensor, dim: int = 1, fill: float = 0) -> torch.Tensor:
         parts = [self.division.part(whole, n, dim, fill) for n in self._ranks]

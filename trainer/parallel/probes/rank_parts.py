@@ -58,7 +58,8 @@ def difference(
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     plan = {name: styles[pattern_of(name)] for name in names if pattern_of(name) in styles}
     small = replace(small, language=replace(small.language, tensor_plan=plan))
-    slots, barrier = [None] * size, Barrier(size)
+    slots = [None] * size
+    barrier = Barrier(size)
     with own_randomness(), ThreadPoolExecutor(size) as threads:
         whole, *parts = (_Pass(small, _RankThread(n, slots, barrier)) for n in (0, *range(size)))
         errors = [whole.run(), *threads.map(lambda part: part.run(split), parts)]
@@ -191,7 +192,8 @@ class _Pass(TorchDispatchMode):
         with _generator:
             torch.set_rng_state(self._state)
             result = func(*args, **(kwargs or {}))
-            state, self._state = self._state, torch.get_rng_state()
+            state = self._state
+            self._state = torch.get_rng_state()
         if not torch.equal(state, self._state):
             self._draws.append((self._places[-1], list(tree_leaves(result)[0].shape)))
         return result

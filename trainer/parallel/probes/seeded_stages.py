@@ -31,7 +31,8 @@ def _ask(about: Probed) -> Finding | None:
 
 def _in_stages(model: nn.Module, spec: ModelSpec) -> torch.Tensor:
     """Return what stages of one block each give, one after the other."""
-    boundary, trial = check_cut(spec, 1), trial_of(spec)
+    boundary = check_cut(spec, 1)
+    trial = trial_of(spec)
     hidden = torch.empty(0)
     last = len(spec.blocks) - 1
     with torch.no_grad():

@@ -53,21 +53,26 @@ def _difference(spec: ModelSpec, layout: Layout) -> str | None:
 
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
-    plan, size = spec.language.tensor_plan, layout.tensor
+    plan = spec.language.tensor_plan
+    size = layout.tensor
     model = spec.build()
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     if not plan:
         lacks = "its blocks have no linear layers to make one of"
         actual = f"its family has no tensor plan in transformers, and {lacks}"
         yield actual, "a model with `base_model_tp_plan`"
     for name, style in plan.items():
-        layer, rows = modules.get(name), style.startswith("rowwise")
+        layer = modules.get(name)
+        rows = style.startswith("rowwise")
         if style in (*UNSPLIT, experts.STYLE):
             continue
         if style == "colwise" and name in parameters:
-            what, width = "size", len(parameters[name])
+            what = "size"
+            width = len(parameters[name])
         elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
-            what, width = "in_features" if rows else "out_features", widths(layer)[not rows]
+            what = "in_features" if rows else "out_features"
+            width = widths(layer)[not rows]
         else:
             actual = f"{name} is to be split as {style!r}"
             yield actual, f"linear layers, split as one of {', '.join(STYLES)}"

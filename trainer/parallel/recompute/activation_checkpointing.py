@@ -106,7 +106,8 @@ class _Within(ExitStack):
 
     def __init__(self, applies: Callable[[], bool], *contexts: Any) -> None:
         super().__init__()
-        self._applies, self._contexts = applies, contexts
+        self._applies = applies
+        self._contexts = contexts
 
     def __enter__(self) -> _Within:
         for context in self._contexts if self._applies() else ():
@@ -131,12 +132,14 @@ class _Results(TorchDispatchMode):
 
     def __init__(self, copied: frozenset[str], written: set[str] | None = None) -> None:
         super().__init__()
-        self._copied, self._written = copied, written
+        self._copied = copied
+        self._written = written
         self._kept: dict[int, tuple[str, StorageWeakRef]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        result, name = func(*args, **kwargs), getattr(func, "_opname", "")
+        result = func(*args, **kwargs)
+        name = getattr(func, "_opname", "")
         if name in self._copied:
             return tree_map_only(torch.Tensor, torch.clone, result)
         if self._written is not None:
@@ -159,7 +162,8 @@ def _written_over(operator: Any) -> list[tuple[int, str]]:
     Collectives in place do not say which; it may be any.
     """
     schema = getattr(operator, "_schema", None)  # flex attention's operator has none
-    arguments, sends = enumerate(schema.arguments if schema else ()), operator.namespace == "c10d"
+    arguments = enumerate(schema.arguments if schema else ())
+    sends = operator.namespace == "c10d"
     written = [
         one for one in arguments if sends or (one[1].alias_info and one[1].alias_info.is_write)
     ]

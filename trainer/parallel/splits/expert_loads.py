@@ -38,7 +38,8 @@ def biases_of(spec: ModelSpec, built: nn.Module | None = None) -> dict[str, str]
     biases = {}
     for stack in stacks(model, spec):
         count = len(next(model.get_submodule(stack).parameters()))
-        beside, inside = f"{stack.rpartition('.')[0]}.", f"{stack}."
+        beside = f"{stack.rpartition('.')[0]}."
+        inside = f"{stack}."
         for name, size in sizes.items():
             if size == count and name.startswith(beside) and not name.startswith(inside):
                 biases[stack] = name
@@ -62,7 +63,9 @@ class ExpertLoads:
     def __init__(
         self, modules: Sequence[nn.Module], spec: ModelSpec, task: Any, mesh: ParallelMesh
     ) -> None:
-        self._mesh, self._task, self._rate = mesh, task, mesh.layout.router_bias_rate
+        self._mesh = mesh
+        self._task = task
+        self._rate = mesh.layout.router_bias_rate
         self._loads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._real = torch.empty(0)
         """1 for each token of the forward pass that runs, and 0 for padding."""
@@ -70,7 +73,8 @@ class ExpertLoads:
         biases = biases_of(spec) if self._rate else {}
         for module in modules if self._rate else ():
             module.register_forward_pre_hook(self._start, with_kwargs=True)
-            named, buffers = dict(module.named_modules()), dict(module.named_buffers())
+            named = dict(module.named_modules())
+            buffers = dict(module.named_buffers())
             for stack, name in biases.items():
                 if (experts := named.get(f"model.{stack}")) is not None:
                     self._watch(experts, buffers[f"model.{name}"], name)
@@ -91,7 +95,8 @@ class ExpertLoads:
 
     def _watch(self, experts: nn.Module, bias: torch.Tensor, name: str) -> None:
         if bias.dtype != torch.float32:
-            actual, hint = f"{name} in {bias.dtype}", "Leave data_types.buffer_dtype out."
+            actual = f"{name} in {bias.dtype}"
+            hint = "Leave data_types.buffer_dtype out."
             expected = "float32: in 16 bits a bias of 1 would stay where it is"
             raise ConfigError(Problem(KEY, actual, expected, hint))
         load = torch.zeros(bias.numel(), dtype=torch.int64, device=bias.device)
@@ -105,7 +110,8 @@ class ExpertLoads:
         compiled = torch.compiler.is_compiling()
         if not experts.training or not (compiled or torch._C._current_graph_task_id() == -1):
             return  # computed again, in a backward pass
-        chosen, real = chosen_by(args, kwargs), self._real
+        chosen = chosen_by(args, kwargs)
+        real = self._real
         if len(chosen) < real.numel():  # each tensor rank has a part of the tokens
             real = Exchange(self._mesh.axis("tensor")).scatter(real, 1)
         elif self._mesh.rank("tensor"):  # the first has counted the same

@@ -28,7 +28,8 @@ from trainer.parallel.splits.experts import Part, own_count
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
     """Give this rank its part of each stack of experts, on the meta device, in place."""
     assert mesh.experts is not None
-    along, layout = mesh.experts["expert"], mesh.layout
+    along = mesh.experts["expert"]
+    layout = mesh.layout
     part = partial(part_of, along)
     whole_rows = layout.tensor > 1 and not layout.sequence_parallel
     alike = Exchange(mesh.axis("tensor")) if whole_rows else None
@@ -76,7 +77,8 @@ def _routed(
 
     `chosen` and `weights`: [tokens, experts of a token].
     """
-    size, count = ranks.group.size(), own_count(experts)
+    size = ranks.group.size()
+    count = own_count(experts)
     numbers = chosen.flatten()
     order = numbers.argsort(stable=True)
     counts = numbers.new_zeros(size * count).scatter_add(0, numbers, torch.ones_like(numbers))

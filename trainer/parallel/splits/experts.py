@@ -30,11 +30,14 @@ def apply(experts: nn.Module, ranks: Exchange, part: Part, tokens: bool) -> None
     """
     for key, parameter in list(experts.named_parameters(recurse=False)):
         experts.register_parameter(key, part(parameter, 0))
-    rank, size, plain = ranks.group.rank(), ranks.group.size(), experts.forward
+    rank = ranks.group.rank()
+    size = ranks.group.size()
+    plain = experts.forward
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         if not tokens:
-            hidden, weights = ranks.copy_to(hidden), ranks.copy_to(weights)
+            hidden = ranks.copy_to(hidden)
+            weights = ranks.copy_to(weights)
             return ranks.reduce_from(_part(experts, plain, rank, hidden, chosen, weights))
         total = size * len(hidden)
         hidden, weights = (ranks.gather_to(each, 0, total) for each in (hidden, weights))

@@ -74,7 +74,8 @@ def split(
     """Split what the plan names; from the first to the last of the blocks `divided` each rank has a
     part of the tokens.
     """
-    modules, parameters = dict(model.named_modules()), dict(model.named_parameters())
+    modules = dict(model.named_modules())
+    parameters = dict(model.named_parameters())
     sequence = TokenParts(ranks) if divided else None
     regions = {name: terms for name, terms in entered_by(spec).items() if name in modules}
     entries = {name: _Entry(ranks, sequence, terms) for name, terms in regions.items()}
@@ -146,7 +147,9 @@ class _Entry:
     """
 
     def __init__(self, ranks: Exchange, sequence: TokenParts | None, terms: bool) -> None:
-        self._ranks, self.sequence, self._terms = ranks, sequence, terms
+        self._ranks = ranks
+        self.sequence = sequence
+        self._terms = terms
         self._given: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
@@ -156,7 +159,8 @@ class _Entry:
                 hidden = self.sequence.gather(hidden, self._terms)
             elif self._terms:
                 hidden = self._ranks.copy_to(hidden)
-            self._given, self._entered = hidden, hidden if self._terms else None
+            self._given = hidden
+            self._entered = hidden if self._terms else None
             return hidden
 
         return with_first(entering, args, kwargs)
@@ -177,7 +181,8 @@ class _Entry:
 
 def note_of(spec: ModelSpec) -> str | None:
     """Say how a family without a plan of its own is split; None: it has one."""
-    model, plan = spec.build(), spec.language.tensor_plan
+    model = spec.build()
+    plan = spec.language.tensor_plan
     own: dict[str, str] = getattr(model, "tp_plan", {})
     if any(pattern_of(layer_of(name)) in own for name in plan):
         return None
@@ -193,7 +198,8 @@ def entered_by(spec: ModelSpec) -> dict[str, bool]:
     """
     entered: dict[str, bool] = {}
     for name, style in spec.language.tensor_plan.items():
-        layer, region = layer_of(name), layer_of(name).rpartition(".")[0]
+        layer = layer_of(name)
+        region = layer_of(name).rpartition(".")[0]
         if style.startswith("colwise"):
             at = layer if region in spec.blocks else region
             entered[at] = entered.get(at, False) or style == "colwise"
@@ -209,7 +215,8 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
     It has where a module sees some heads, or a part of the sequence, or is an adapter's first
     matrix, which a matrix split by columns follows.
     """
-    plan, regions = spec.language.tensor_plan, entered_by(spec)
+    plan = spec.language.tensor_plan
+    regions = entered_by(spec)
     inside = tuple(f"{name}." for name in regions)
     terms = tuple(f"{name}." for name, is_term in regions.items() if is_term)
     blocks = tuple(f"{name}." for name in spec.blocks)

@@ -70,7 +70,8 @@ def _ends(model: nn.Module) -> list[nn.Module]:
 
 def _logits(head: nn.Linear, hidden: torch.Tensor) -> torch.Tensor:
     """Return the logits of this rank's shard."""
-    shard, bias = vocabulary_shard_of(head.weight), head.bias
+    shard = vocabulary_shard_of(head.weight)
+    bias = head.bias
     assert shard is not None
     own = None if bias is None else local(bias)
     return F.linear(shard.ranks.copy_to(hidden), local(head.weight), own)

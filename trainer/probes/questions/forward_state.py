@@ -23,7 +23,8 @@ from trainer.probes.questions.can_run import is_tried
 
 TOLERANCE = 1e-5
 """The error allowed of an output, relative to its largest value, for another order of sums."""
-TRAIN, EVAL = True, False
+TRAIN = True
+EVAL = False
 BY_ITSELF = ((TRAIN, 0), (EVAL, 1), (TRAIN, 1), (TRAIN, 0), (EVAL, 0), (TRAIN, 0))
 """The passes of the first copy: training or evaluation, and the input. Some over input 0 are an odd
 number of passes apart, which shows what alternates; changes in the last two in training never
@@ -62,7 +63,8 @@ def moved_buffers(make: Callable[[], nn.Module], run: Run) -> list[str]:
         first, *later = [one for one in passes if one.number == 0]
         for one in later:
             _compare(first, one)
-    before, after = by_itself[3].after, by_itself[5].after
+    before = by_itself[3].after
+    after = by_itself[5].after
     if restless := _changed(before, after):
         places = _shown(restless, before, after)
         raise Differs(
@@ -160,7 +162,8 @@ def _moved_of_tokens(about: Probed) -> str:
 def _moved_of_own(about: Probed) -> str:
     """Return a buffer of your own module that moves and is no running statistic."""
     about.release()  # a module may be large
-    spec, task = about.spec, about.task
+    spec = about.spec
+    task = about.task
     assert spec.tiny.input is not None
     halves = _halves(spec.tiny.input.batches[0])
 

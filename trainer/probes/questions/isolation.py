@@ -36,7 +36,8 @@ def _ask(about: Probed) -> Finding | None:
 
 def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Any) -> str:
     """Return how packed documents' logits differ most from those of each alone; else nothing."""
-    worst, where = 0.0, ""
+    worst = 0.0
+    where = ""
     with torch.no_grad():
         together = task.logits(packed, packed_batch(spec, task)).float()
         for sequence, documents in zip(together, packed_documents(spec), strict=True):
@@ -47,7 +48,8 @@ def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: 
                 moved = (own - _logits(alone, ids)).abs().amax(-1).nan_to_num(torch.inf)
                 if (error := float(moved.max())) > worst:
                     token = int(moved.argmax())
-                    worst, where = error, f"token {token} of document {number} of {len(documents)}"
+                    worst = error
+                    where = f"token {token} of document {number} of {len(documents)}"
         spread = float(together[0].std(0).max())
     if worst <= TOLERANCE * spread:
         return ""

@@ -117,7 +117,8 @@ def runs_outside(
     """
     blocks = {model.get_submodule(name): index for index, name in enumerate(spec.blocks)}
     called: dict[str, list[str]] = {}
-    place, tuples = "before", 0
+    place = "before"
+    tuples = 0
 
     def enter(name: str) -> Any:
         return lambda module, inputs: called.setdefault(name, []).append(place)
@@ -177,7 +178,8 @@ def owns_parameters(module: nn.Module) -> bool:
 
 def _overlaps(name: str, others: Sequence[str]) -> bool:
     """Return True if one of the other modules is this one, contains it or is inside it."""
-    own, dotted = f"{name}.", [f"{other}." for other in others]
+    own = f"{name}."
+    dotted = [f"{other}." for other in others]
     return any(other.startswith(own) or own.startswith(other) for other in dotted)
 
 

@@ -39,7 +39,9 @@ from trainer.recipes.causal_lm.base_files import compare_base
 from trainer.recipes.causal_lm.reference import Documents, LanguageReference, PackedReference
 from trainer.recipes.causal_lm.task import CausalLM
 
-LONGEST_ROW, LOGITS, PARAMETERS = 4096, 1 << 25, 24_000_000
+LONGEST_ROW = 4096
+LOGITS = 1 << 25
+PARAMETERS = 24_000_000
 """The most tokens of a sample, entries of its logits, and parameters: seconds of a CPU."""
 FEW = 97
 """The tokens among which half are drawn: a frequent token gets gradients from many places."""
@@ -65,8 +67,11 @@ class LanguageCase:
         if small.packed:
             architecture, section = without_dropout(architecture, small.config.trainer)
             small = replace(small, config=replace(small.config, trainer=section)).noting(ONE_BY_ONE)
-        self._machine, self._folder, self._section = machine, folder, small.config.trainer
-        options, ranks = self._section.model, machine.ranks
+        self._machine = machine
+        self._folder = folder
+        self._section = small.config.trainer
+        options = self._section.model
+        ranks = machine.ranks
         self.architecture = architecture
         plain = self._plain(architecture)
         small, self._size = with_copy(small, plain)
@@ -83,7 +88,8 @@ class LanguageCase:
         assert whole.tiny.copy is not None
         spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
-        config, heads = copy.build().config, copy.language.heads
+        config = copy.build().config
+        heads = copy.language.heads
         self.edges: Sequence[Edge] = edges_of(small, config, heads, self._size[2].positions - 1)
         self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
         without = Pairs((), None, "")  # `rehearse` has the documents
@@ -106,7 +112,8 @@ class LanguageCase:
 
         Collective. Raises ConfigError if a model on packed documents draws random numbers.
         """
-        small, folder = self.small, self._folder
+        small = self.small
+        folder = self._folder
 
         def write_documents() -> Documents:
             if small.packed:
@@ -126,7 +133,8 @@ class LanguageCase:
         self, small: Tiny, amend: Amend | None = None, *, spec: ModelSpec, documents: Documents
     ) -> LanguageReference:
         """Build the one process; `amend` changes the model's config."""
-        section, plain = small.config.trainer, self._plain(amended_config(self.architecture, amend))
+        section = small.config.trainer
+        plain = self._plain(amended_config(self.architecture, amend))
         copy = self._copy(plain)
         read = self._is_read
         model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
@@ -179,7 +187,8 @@ def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, tuple[int, int, Size
     layers = max(2, small.layout.stages + 1)  # a block more than stages
     split = small.layout.tensor * small.layout.context
     assert plain.tiny.copy is not None
-    known, few = plain.language.vocabulary, SIZES.vocabulary
+    known = plain.language.vocabulary
+    few = SIZES.vocabulary
     least, twice = (plain.tiny.copy(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
     vocabulary = min(known, few + max(0, PARAMETERS - least) * few // max(1, twice - least))
     wanted: int = small.config.trainer.data.sequence_length

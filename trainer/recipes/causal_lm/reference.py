@@ -79,12 +79,15 @@ class LanguageReference(Reference):
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
         """Compute gradients of STEPS steps at rounded weights, in float32 and in low precision."""
         self._load(state)
-        dtype, layout = getattr(torch, self._layout.precision), self._layout
-        low, exact = lowered(self.model, dtype, layout.float8), copy.deepcopy(self.model)
+        dtype = getattr(torch, self._layout.precision)
+        layout = self._layout
+        low = lowered(self.model, dtype, layout.float8)
+        exact = copy.deepcopy(self.model)
         for rounded, parameter in zip(low.parameters(), exact.parameters(), strict=True):
             parameter.data = rounded.data.float()
         sums: tuple[list[Tensors], list[Tensors]] = ([], [])
-        size, ranks = self._spec.language.vocabulary, range(layout.data_ranks)
+        size = self._spec.language.vocabulary
+        ranks = range(layout.data_ranks)
         places = [(rank, number) for number in range(layout.accumulation) for rank in ranks]
         for later in range(step, step + STEPS):
             parts = []
@@ -98,7 +101,8 @@ class LanguageReference(Reference):
         return sums
 
     def parts_at(self, edge: Edge, step: int) -> list[MicroBatch]:
-        layout, parts = self._layout, []
+        layout = self._layout
+        parts = []
         for number in range(layout.accumulation):
             for rank in range(layout.data_ranks):
                 place = step, rank, number
@@ -183,7 +187,8 @@ class LanguageReference(Reference):
 
     def _sees_draws(self) -> bool:
         """Return True if a forward pass in training depends on the seed."""
-        outputs, self._inputs = list[torch.Tensor](), self._example()
+        outputs = list[torch.Tensor]()
+        self._inputs = self._example()
         self._loads.begin()
         self._loads.ids = self._inputs
         for seed in range(2):
@@ -195,7 +200,8 @@ class LanguageReference(Reference):
 
     def _padding_counts(self) -> bool:
         """Return True if logits depend on how many tokens follow in the row (ranked ties)."""
-        half, moved = LONGEST // 2, 0.0
+        half = LONGEST // 2
+        moved = 0.0
         ids = torch.arange(1, LONGEST + 1, device=self._device)[None]
         ids = ids % half % self._spec.language.vocabulary
         self.model.eval()
@@ -242,7 +248,8 @@ class PackedReference(LanguageReference):
 
     def _parts_of(self, rank: int, number: int, rows: list[list[Sample]]) -> list[MicroBatch]:
         """Return a micro-batch for each document, with its place in its row."""
-        width, parts = max(sum(len(ids) for ids, _ in row) for row in rows), []
+        width = max(sum(len(ids) for ids, _ in row) for row in rows)
+        parts = []
         for row in rows:
             starts = list(accumulate((len(ids) for ids, _ in row), initial=0))[:-1]
             for start, document in zip(starts, row, strict=True):

@@ -71,12 +71,14 @@ class LanguageSubject(Subject):
         yield from (f"source  {line}" for line in self.data.lines())
 
     def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
-        model, dtype = self.task.attention(), getattr(torch, layout.precision)
+        model = self.task.attention()
+        dtype = getattr(torch, layout.precision)
         divided = division_of(layout, self.spec.language.heads).groups > 1
         return notes(model, self.spec, self.packed, dtype, device, divided)
 
     def amount(self, samples: int, section: TrainerSection) -> str:
-        tokens, flops = samples * section.data.sequence_length, self.flops(section) or 0.0
+        tokens = samples * section.data.sequence_length
+        flops = self.flops(section) or 0.0
         return f", at most {tokens / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
 
     def flops(self, section: TrainerSection) -> float | None:
@@ -125,7 +127,8 @@ def open_language_model(context: RunContext) -> LanguageSubject:
 
     Raises ConfigError or DataError for what does not fit together.
     """
-    section, ranks = context.section, context.ranks
+    section = context.section
+    ranks = context.ranks
     if section.evaluation.tasks:
         ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
@@ -159,7 +162,8 @@ def open_language_model(context: RunContext) -> LanguageSubject:
 
 def _check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
     """Raise unless the model has an id for each token, and a position: sequences have so many."""
-    ids, positions = spec.language.vocabulary, spec.language.positions
+    ids = spec.language.vocabulary
+    positions = spec.language.positions
     if largest >= ids:
         expected = f"ids below {ids}, the rows of the embedding of {spec.name}"
         own = "Use the model's own tokenizer (trainer.data.tokenizer)"
@@ -175,7 +179,8 @@ def _tokenizer(context: RunContext, chat_template: str | None = None) -> Any:
 
     With `chat_template`, it is saved with that one in place of its own.
     """
-    data, model = context.section.data, context.section.model
+    data = context.section.data
+    model = context.section.model
     options: dict[str, Any] = {}
     if chat_template is not None:
         options["chat_template"] = chat_template
@@ -187,7 +192,8 @@ def _tokenizer(context: RunContext, chat_template: str | None = None) -> Any:
 
         context.ranks.try_on_first(load)  # the rank that trains it
         return load()
-    trust, revision = model.trust_remote_code, model.revision
+    trust = model.trust_remote_code
+    revision = model.revision
     return context.ranks.on_own(lambda: load_tokenizer(name, trust, revision, **options))
 
 

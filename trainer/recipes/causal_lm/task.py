@@ -46,11 +46,14 @@ class CausalLM:
     def __init__(
         self, model: LanguageModel, padding: int = 0, attention: Callable[[], Attention] = Attention
     ) -> None:
-        self._fused_head, self._own_loss = model.plain_head, model.own_loss
-        self._hidden_size, self._padding_id = model.hidden_size, padding
+        self._fused_head = model.plain_head
+        self._own_loss = model.own_loss
+        self._hidden_size = model.hidden_size
+        self._padding_id = padding
         self.attention = cache(attention)
         self._masks = Masks()
-        self._smoothing, self._trains = 0.0, False
+        self._smoothing = 0.0
+        self._trains = False
         self._noise: EmbeddingNoise | None = None
         self._correct: torch.Tensor | None = None
         self._context: ContextRanks | None = None
@@ -91,7 +94,8 @@ class CausalLM:
 
     def _own(self, batch: Batch, name: str) -> torch.Tensor:
         """Return this rank's part of the rows of ids or targets."""
-        ranks, fills = self._context, {"input_ids": self._padding_id, "targets": IGNORED}
+        ranks = self._context
+        fills = {"input_ids": self._padding_id, "targets": IGNORED}
         return ranks.part(batch[name], fill=fills[name]) if ranks else batch[name]
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -164,7 +168,8 @@ class CausalLM:
 
     def real(self, batch: Batch) -> torch.Tensor:
         """Return 1 for each of this rank's tokens, 0 for padding: int64 [batch, sequence]."""
-        lengths, row = batch["lengths"], batch["input_ids"].shape[1]
+        lengths = batch["lengths"]
+        row = batch["input_ids"].shape[1]
         real = (torch.arange(row, device=lengths.device) < lengths).long()
         return self._context.part(real) if self._context else real
 
@@ -188,13 +193,15 @@ class CausalLM:
         if self._fused_head:
             return _head(model)(self.hidden(model, batch), self._own(batch, "targets"))  # type: ignore[no-any-return]
         smoothing, observe = (self._smoothing, self._observe) if model.training else (0.0, None)
-        logits, shard = self.logits(model, batch), vocabulary_shard_of_head(_head(model))
+        logits = self.logits(model, batch)
+        shard = vocabulary_shard_of_head(_head(model))
         targets = self._own(batch, "targets")
         return logits_cross_entropy(logits, targets, smoothing, observe, shard)
 
     def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of the model's own `forward(labels=...)`."""
-        targets, self._trains = batch["targets"], model.training
+        targets = batch["targets"]
+        self._trains = model.training
         with _head(model).given(targets) if self._fused_head else nullcontext():
             return self._run(model, model, batch, labels=targets).loss  # type: ignore[no-any-return]
 
@@ -208,7 +215,9 @@ class CausalLM:
         self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor
     ) -> Any:
         """Call the model's forward, whole or below the head; packed documents are kept apart."""
-        ids, lengths, arguments = batch["input_ids"], batch.get("documents"), dict[str, Any](labels)
+        ids = batch["input_ids"]
+        lengths = batch.get("documents")
+        arguments = dict[str, Any](labels)
         row = self._context.start(ids.shape[1]) if self._context else ids.shape[1]
         documents = None if lengths is None else documents_of(lengths, row)
         if self._context:
@@ -237,14 +246,16 @@ class CausalLM:
         The model is in evaluation mode.
         """
         if not self._fused_head and not self._own_loss:
-            logits, targets = self.logits(model, batch), self._own(batch, "targets")
+            logits = self.logits(model, batch)
+            targets = self._own(batch, "targets")
             shard = vocabulary_shard_of_head(_head(model))
             loss = logits_cross_entropy(logits, targets, shard=shard)
             return torch.stack([loss, count_correct(logits, targets, shard)])
         loss = self.loss_sum(model, batch)
         if self._fused_head:
             return torch.stack([loss, _head(model).take_correct()])
-        correct, self._correct = self._correct, None
+        correct = self._correct
+        self._correct = None
         assert correct is not None
         return torch.stack([loss, correct])
 
@@ -289,7 +300,8 @@ class EmbeddingNoise:
 
         `ranks` share its rows.
         """
-        self._lengths, self._ranks = lengths, ranks
+        self._lengths = lengths
+        self._ranks = ranks
 
     def add_to(self, model: nn.Module) -> None:
         """Add noise to the model's input embeddings in training, from now on."""

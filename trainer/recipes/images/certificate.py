@@ -24,7 +24,8 @@ from trainer.recipes.images.classifier import arguments_of, spec_of
 from trainer.recipes.images.subject import open_classifier
 from trainer.recipes.images.task import TOP, ImageClassification, class_loss
 
-CLASSES, SIZE = 10, 64
+CLASSES = 10
+SIZE = 64
 """Made-up images: a residual network's last block still sees four places of each."""
 VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
 """So narrow that patches weigh no more than two blocks: a cut would come before the blocks."""
@@ -32,7 +33,8 @@ VIT = {"patch_size": 8, "num_heads": 2, "hidden_dim": 16, "mlp_dim": 24}
 
 def image_case(small: Tiny, handed_in: HandedIn, machine: Machine) -> PairsCase:
     """An image classifier itself, or a small one of its kind, on made-up images. Collective."""
-    section, ranks = small.config.trainer, machine.ranks
+    section = small.config.trainer
+    ranks = machine.ranks
     if machine.device.type == "cuda":
         raise ConfigError(Problem("device", "cuda, of images", "cpu"))
     name = section.model.name_or_path or ""
@@ -86,7 +88,8 @@ def tiny_classifier(classifier: Classifier, stages: int) -> Classifier:
 def made_up(images: Images, count: int) -> list[tuple[torch.Tensor, int]]:
     """Make images of noise around a pattern for each class; the same on every rank."""
     generator = torch.Generator().manual_seed(0)
-    classes, shape = len(images.classes), (images.channels, *images.size)
+    classes = len(images.classes)
+    shape = (images.channels, *images.size)
     patterns = torch.randn(classes, *shape, generator=generator)
     noise = torch.randn(count, *shape, generator=generator)
     return [(patterns[index % classes] + noise[index], index % classes) for index in range(count)]

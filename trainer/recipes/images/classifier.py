@@ -34,7 +34,8 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     From images on this machine, from a data set's name, else from the config. Raises ConfigError if
     neither gives their size or the number of classes, DataError for images that can't be read.
     """
-    path, options = section.data.path, section.images
+    path = section.data.path
+    options = section.images
     paths = [path] if isinstance(path, str) else path or []
     name = paths[0] if paths else ""
     is_here = Path(name).expanduser().exists() or glob(os.path.expanduser(name), recursive=True)
@@ -43,7 +44,9 @@ def expected(section: TrainerSection, cache: Path) -> Images:
         return open_images(training, options, section.seed, cache, ALONE).images
     configured = options.classes or arguments_of(section).get("num_classes")
     known: Any = SHAPES.get(name, (configured, "RGB", None))
-    count, mode, size = known[0], known[1], options.size or known[2]
+    count = known[0]
+    mode = known[1]
+    size = options.size or known[2]
     if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
         actual = f"not said, and images of {path} can't be looked at here"
         hint = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
@@ -114,9 +117,11 @@ def check(
         raise ConfigError(Problem(f"tensor_parallel.autotp_size: {spec.name}", actual, "1", hint))
     convolution = next((inner for inner in model.modules() if isinstance(inner, nn.Conv2d)), None)
     if convolution is not None and convolution.in_channels != images.channels:
-        actual, other = "colour images, with 3 channels", "L"
+        actual = "colour images, with 3 channels"
+        other = "L"
         if images.mode == "L":
-            actual, other = "grey images, with 1 channel", "RGB"
+            actual = "grey images, with 1 channel"
+            other = "RGB"
         channels = f"{convolution.in_channels} channels"
         expected = f"{channels}, which the first convolution of {spec.name} takes"
         hint = f'Set trainer.images.mode="{other}"'

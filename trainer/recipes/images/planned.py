@@ -25,10 +25,12 @@ from trainer.tasks.task import Batch
 
 def planned_classifier(section: TrainerSection, layout: Layout) -> PlannedModel:
     """Describe the classifier that a config names. Raises ConfigError."""
-    named, known = classifier.named_in(section), classifier.expected(section, cache_folder())
+    named = classifier.named_in(section)
+    known = classifier.expected(section, cache_folder())
     read = ("weights", "weights_backbone")  # none are read or downloaded
     arguments = {key: value for key, value in named.arguments.items() if key not in read}
-    shape, classes = (known.channels, *known.size), len(known.classes)
+    shape = (known.channels, *known.size)
+    classes = len(known.classes)
     spec = classifier.spec_of(section, known, replace(named, arguments=arguments, folder=None))
     plain = ImageClassification(classes, spec.build, spec.blocks)
     first = [(torch.zeros(shape), 0)] * 2

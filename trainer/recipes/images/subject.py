@@ -46,7 +46,8 @@ class ImageSubject(Subject):
 
     def describe_to(self, planned: dict[str, Any]) -> None:
         images = self.data.images
-        size, classes = list(images.size), len(images.classes)
+        size = list(images.size)
+        classes = len(images.classes)
         planned["images"] |= {"size": size, "mode": images.mode, "classes": classes}
         planned["data"]["path"] = None
 
@@ -54,7 +55,9 @@ class ImageSubject(Subject):
 def open_classifier(context: RunContext) -> ImageSubject:
     """Open a classifier, by name or handed in, on images that the config names or a script hands
     in. Collective; raises ConfigError or DataError."""
-    section, handed_in, ranks = context.section, context.handed_in, context.ranks
+    section = context.section
+    handed_in = context.handed_in
+    ranks = context.ranks
     if handed_in.loss is not None:
         actual = 'a loss, with the task "image_classification"'
         expected = "none: it is the cross entropy"
@@ -62,7 +65,8 @@ def open_classifier(context: RunContext) -> ImageSubject:
     own = None
     if handed_in.data is not None:
         own = (handed_in.data, handed_in.evaluation_data)
-    name, path = section.model.name_or_path, section.data.path
+    name = section.model.name_or_path
+    path = section.data.path
     for key, handed, named in (
         ("trainer.model.name_or_path", handed_in.model, name),
         ("trainer.data.path", own, path),

@@ -28,7 +28,8 @@ class ImageClassification(Supervised):
         self, classes: int, build: Callable[[], nn.Module], blocks: Sequence[str] = ()
     ) -> None:
         super().__init__(class_loss, build, blocks)
-        self._classes, self._smoothing = classes, 0.0
+        self._classes = classes
+        self._smoothing = 0.0
         self.measures = ("accuracy", "accuracy_top5") if classes > TOP else ("accuracy",)
 
     def regularised(
@@ -44,7 +45,8 @@ class ImageClassification(Supervised):
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss, and how many images' classes score highest, or in the top 5."""
-        logits, target = self.output(model, batch).float(), batch["target"]
+        logits = self.output(model, batch).float()
+        target = batch["target"]
         # ties count against the model: else a constant one would be right by their order
         own = logits.gather(1, target.clamp_min(0)[:, None])
         better = (logits >= own).sum(1) - 1
@@ -64,7 +66,8 @@ class ImageClassification(Supervised):
         if not torch.is_tensor(output) or tuple(output.shape) != wanted:
             actual = str(list(output.shape)) if torch.is_tensor(output) else type(output).__name__
             expected = f"scores {list(wanted)}: [batch, classes of the data]"
-            place, hint = f"trainer.model: {name}", "Set num_classes."
+            place = f"trainer.model: {name}"
+            hint = "Set num_classes."
             raise ConfigError(Problem(place, f"its output is {actual}", expected, hint))
 
 

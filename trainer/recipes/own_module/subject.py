@@ -28,7 +28,9 @@ class ModuleSubject(Subject):
 
 def open_module(context: RunContext) -> ModuleSubject:
     """Open your own module on your own data. Raises ConfigError. Collective."""
-    section, handed_in, ranks = context.section, context.handed_in, context.ranks
+    section = context.section
+    handed_in = context.handed_in
+    ranks = context.ranks
     if handed_in.model is None or handed_in.data is None or handed_in.loss is None:
         expected = 'a model, data and a loss, or metrics of the task "image_classification" alone'
         raise ConfigError(Problem("train", "not all of what is trained", expected))

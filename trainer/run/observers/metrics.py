@@ -51,13 +51,16 @@ class Meter:
 
         Raises NumericsError if the loss is not finite but the gradient is: the step was then taken.
         """
-        loss, norm = float(metrics.loss()), float(metrics.gradient_norm)
+        loss = float(metrics.loss())
+        norm = float(metrics.gradient_norm)
         if not math.isfinite(loss) and math.isfinite(norm) and not metrics.skipped:
-            place, actual = f"step {state.step}", f"the loss is {loss}"
+            place = f"step {state.step}"
+            actual = f"the loss is {loss}"
             hint = "Lower the learning rate, clip gradients, or look at the samples of this step"
             raise NumericsError(Problem(place, actual, hint=hint))
         now = time.perf_counter()
-        elapsed, steps = now - self.started, state.step - self.state.step
+        elapsed = now - self.started
+        steps = state.step - self.state.step
         rate = (state.tokens - self.state.tokens) / elapsed
         # the device computes all positions, targets or not
         mfu = None
@@ -113,7 +116,8 @@ class EpochLoss:
     def take(self) -> float:
         """Return the mean, and begin the next epoch. Collective."""
         loss, targets = self._totals()
-        self._before, self._sums = (0.0, 0.0), None
+        self._before = (0.0, 0.0)
+        self._sums = None
         return loss / targets if targets else math.nan
 
     def sums(self) -> dict[str, float] | None:
@@ -154,7 +158,8 @@ class Skipped:
     """
 
     def __init__(self, ranks: Ranks, watching: bool) -> None:
-        self._ranks, self._watching = ranks, watching
+        self._ranks = ranks
+        self._watching = watching
         self.total = 0
         self._row = 0
         self._recent: list[tuple[StepBatches, Metrics]] = []

@@ -16,7 +16,9 @@ from trainer.trackers import JsonLines
 if TYPE_CHECKING:
     import torch
 
-NAME, PROFILE, TRACE = "timeline.jsonl", "profile", "trace-rank-0.json.gz"
+NAME = "timeline.jsonl"
+PROFILE = "profile"
+TRACE = "trace-rank-0.json.gz"
 """In the run's folder: the lines, and the folder of `trainer.profile` with its file."""
 ALONE = {Phase.EVALUATING: "evaluated", Phase.SAVING: "saved"}
 """Phases that have a line each, by its event; the others are summed between log lines."""
@@ -36,14 +38,17 @@ class Timeline:
     def __init__(self, folder: Path | None, steps: int, step: int, source: Path | None) -> None:
         self._lines = JsonLines(folder / NAME) if folder is not None else None
         self._phase: Phase | None = None
-        self._step, self._since = step, time.perf_counter()
+        self._step = step
+        self._since = time.perf_counter()
         self._seconds: dict[Phase, float] = {}
         self._write("start", steps=steps, source=None if source is None else source.name)
 
     def at(self, phase: Phase | None, step: int) -> None:
         """Begin `phase` of step `step`, from 1."""
         now = time.perf_counter()
-        ended, passed, self._since = self._phase, now - self._since, now
+        ended = self._phase
+        passed = now - self._since
+        self._since = now
         if ended in ALONE:
             self._write(ALONE[ended], seconds=passed)
         elif ended:
@@ -51,7 +56,8 @@ class Timeline:
         if ended is Phase.LOGGING:
             self._write("logged", seconds=self._seconds)
             self._seconds = {}
-        self._phase, self._step = phase, step - (phase in (Phase.WAITING, Phase.TRAINING))
+        self._phase = phase
+        self._step = step - (phase in (Phase.WAITING, Phase.TRAINING))
 
     def __enter__(self) -> Timeline:
         return self
@@ -81,8 +87,10 @@ class StepProfiler:
     """
 
     def __init__(self, wanted: ProfileSection, run_folder: Path, device: torch.device) -> None:
-        self._first, self._last = wanted.start, wanted.start + wanted.steps - 1
-        self._folder, self._device = run_folder / PROFILE, device
+        self._first = wanted.start
+        self._last = wanted.start + wanted.steps - 1
+        self._folder = run_folder / PROFILE
+        self._device = device
         self._profile: Any = None
         self._phase = ExitStack()
 
@@ -108,7 +116,8 @@ class StepProfiler:
         self._phase.close()
         if self._profile is None:
             return
-        ended, self._profile = self._profile, None
+        ended = self._profile
+        self._profile = None
         ended.stop()
         with disk_errors(self._folder):
             self._folder.mkdir(exist_ok=True)

@@ -44,7 +44,8 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     if data := differences(known, description["data"]):
         expected = "what the checkpoint was made with"
         raise DataError(Problem(f"data or tokenizer: {source}", listed(data), expected, hint))
-    before, now = saved.get("model") or description["model"], description["model"]
+    before = saved.get("model") or description["model"]
+    now = description["model"]
     if "base" in before and "base" in now and before["base"] != now["base"]:
         actual = f"fingerprint {now['base'][:12]}..."
         expected = f"the base of the adapter, {before['base'][:12]}..."
@@ -70,7 +71,8 @@ def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
 
     Earlier versions hashed pickles of own data, which differ between processes.
     """
-    now, before = str(here.get("fingerprint", "")), (saved or {}).get("fingerprint")
+    now = str(here.get("fingerprint", ""))
+    before = (saved or {}).get("fingerprint")
     if not now.startswith(BY_VALUE) or str(before).startswith(BY_VALUE):
         return saved, []
     note = f"the data is {NOT_COMPARED}: an earlier version kept no hash of it"
@@ -124,6 +126,7 @@ def _edited(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 
 def differences(saved: Any, here: Any) -> list[str]:
     """List what differs of two configs or descriptions: key, old and new value."""
-    before, now = dict(leaves(saved)), dict(leaves(here))
+    before = dict(leaves(saved))
+    now = dict(leaves(here))
     keys = sorted(key for key in {**before, **now} if before.get(key) != now.get(key))
     return [f"{key} {json.dumps(before.get(key))} -> {json.dumps(now.get(key))}" for key in keys]

@@ -76,7 +76,8 @@ def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = 
 
 def _finished(config: Config, folder: Path, ranks: Ranks) -> Start:
     """Find what of a finished run is not elsewhere yet. Collective; raises as `choose`."""
-    address, hub = config.trainer.checkpoint.upload, config.trainer.hub
+    address = config.trainer.checkpoint.upload
+    hub = config.trainer.hub
     pushes = hub is not None and ranks.on_first(lambda: not folders.is_pushed(folder, hub))
     own = ranks.on_first(lambda: mark_at(str(folder)))
     lacks = bool(address and ranks.await_first(lambda: Upload(address, folder).lacking(own)))
@@ -113,7 +114,8 @@ def _brought_back(
 
 def _upload(address: str, folder: Path, ranks: Ranks) -> Upload:
     """Become the only writer of the copy at an address. Collective; raises DiskError."""
-    upload, marks = Upload(address, folder), ranks.each_node_first(lambda: mark_at(str(folder)))
+    upload = Upload(address, folder)
+    marks = ranks.each_node_first(lambda: mark_at(str(folder)))
     mark = ranks.on_first(lambda: next(filter(None, marks.values()), {"token": uuid4().hex}))
     ranks.on_node_firsts(lambda: replace_file(folder / MARK, to_json(mark)))
     ranks.await_first(lambda: upload.claim(mark))
@@ -221,7 +223,8 @@ def as_begun(config: Config, start: Start) -> Config:
 
     So a run that began while chats were concatenated by default resumes so.
     """
-    data, source = config.trainer.data, start.source
+    data = config.trainer.data
+    source = start.source
     if source is None or data.documents is not None or config.trainer.task not in TEXT.names:
         return config
     saved = start.ranks.on_node_firsts(
@@ -240,7 +243,8 @@ def _order_of(source: Path) -> int:
     """Return the version of the order of a checkpoint's run. Raises DiskError if it is unknown."""
     order = checkpoint.read_description(source).get("order", LISTED)
     if order not in (LISTED, KEYED):
-        expected, hint = f"{LISTED} or {KEYED}", "Resume with the version that saved it"
+        expected = f"{LISTED} or {KEYED}"
+        hint = "Resume with the version that saved it"
         raise DiskError(Problem(f"{source}: order", f"{order!r:.40}", expected, hint))
     return int(order)
 

@@ -27,7 +27,8 @@ from trainer.storage import (
     to_json,
 )
 
-FINAL, ENVIRONMENT = "final", "environment.json"
+FINAL = "final"
+ENVIRONMENT = "environment.json"
 PUSHED = "pushed.json"
 """The file that says which final model is in which repository of the Hub."""
 PATIENCE_SECONDS = 10.0
@@ -51,7 +52,8 @@ def has_run(folder: Path) -> bool:
 
 def is_unfinished(folder: Path) -> bool:
     """Return True without a final model, or if it is older than the last start."""
-    final, environment = folder / FINAL, folder / ENVIRONMENT
+    final = folder / FINAL
+    environment = folder / ENVIRONMENT
     if not final.exists() or not environment.exists():
         return not final.exists()
     return final.stat().st_mtime < environment.stat().st_mtime

@@ -18,7 +18,8 @@ from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
 
 TEMPLATE = Path(__file__).with_name("card.md.j2")
-CARD, CERTIFICATE = "README.md", "certificate.json"
+CARD = "README.md"
+CERTIFICATE = "certificate.json"
 ROWS = 10
 """The number of rows of the table of losses, about."""
 LIBRARIES = {"adapter_config.json": "peft", "config.json": "transformers"}
@@ -30,9 +31,11 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
 
     Raises ConfigError if it is the folder of no run, or its certificate can't be read.
     """
-    record, environment = read(folder), parse_json(read_file(folder / ENVIRONMENT))
+    record = read(folder)
+    environment = parse_json(read_file(folder / ENVIRONMENT))
     present = (kind for name, kind in LIBRARIES.items() if (folder / "final" / name).exists())
-    library, base = next(present, None), record.section.get("model", {}).get("name_or_path")
+    library = next(present, None)
+    base = record.section.get("model", {}).get("name_or_path")
     data = record.section.get("data", {})
     names = [source.get("path") for source in (data, *data.get("sources", ()))]
     metadata = ModelCardData(
@@ -66,7 +69,8 @@ def _is_hub_id(name: Any) -> bool:
 
 def _certificate(folder: Path, named: str | None, request: Any) -> Row | None:
     """Return the certificate of `named`, or the run's folder; else of here, if for its config."""
-    beside, here = folder / CERTIFICATE, Path(CERTIFICATE)
+    beside = folder / CERTIFICATE
+    here = Path(CERTIFICATE)
     path = beside if beside.exists() else here
     if named:
         path = Path(named)

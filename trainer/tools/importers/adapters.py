@@ -13,7 +13,9 @@ _ADAPTER = read_table("arguments")["values"]["adapter"]
 
 def adapter(draft: Draft, keys: Roles) -> None:
     """Convert LoRA, if requested. Raises ConfigError for another method."""
-    kind, dropout, folder = keys["use_peft"], keys["lora_dropout"], keys["lora_path"]
+    kind = keys["use_peft"]
+    dropout = keys["lora_dropout"]
+    folder = keys["lora_path"]
     same = [(keys[name], ours) for name, ours in _ADAPTER.items()]
     targets = [keys[name] for name in _TARGETS]
     rest = [*(entry for entry, _ in same), *targets, keys["lora_modules_to_save"]]
@@ -51,7 +53,8 @@ _NAME = re.compile(r"[\w.-]+")
 
 def _modules(draft: Draft, keys: Roles) -> None:
     """Set the adapted modules: names, or a text that PEFT takes as a regular expression."""
-    save, linear = keys["lora_modules_to_save"], keys["lora_target_linear"]
+    save = keys["lora_modules_to_save"]
+    linear = keys["lora_target_linear"]
     if save.is_set:
         draft.put(save, "trainer.adapter.modules_to_save", names(save.value))
     expressions = bool(keys["lora_target_modules"].key)

@@ -34,12 +34,14 @@ def _rows(draft: Draft, keys: Roles) -> None:
     """Convert the data keys of transformers' scripts (`block_size`), TRL's (`max_length`) and the
     alignment handbook's (`dataset_mixture`).
     """
-    trains, predicts = keys["do_train"], keys["do_predict"]
+    trains = keys["do_train"]
+    predicts = keys["do_predict"]
     if predicts.value and not trains.value:
         actual = "saw true without do_train: a prediction"
         raise ConfigError(Problem("do_predict", actual, "a training"))
     draft.skip(trains, predicts)
-    hub, file = keys["dataset_name"], keys["train_file"]
+    hub = keys["dataset_name"]
+    file = keys["train_file"]
     source = hub if hub.key else file
     if not keys["datasets"].is_set:
         draft.put(source, "trainer.data.path", source.value)
@@ -48,7 +50,9 @@ def _rows(draft: Draft, keys: Roles) -> None:
     elif keys["dataset_configs"].is_set:
         text = "it is a key of a mixture: with a dataset_name, only dataset_config names a subset"
         draft.note(keys["dataset_configs"], text)
-    window, longest, packing = keys["block_size"], keys["max_length"], keys["packing"]
+    window = keys["block_size"]
+    longest = keys["max_length"]
+    packing = keys["packing"]
     for entry in (window, longest):
         draft.put(entry, "trainer.data.sequence_length", entry.value)
     if not window.key:
@@ -60,7 +64,8 @@ def _rows(draft: Draft, keys: Roles) -> None:
 
 def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
     """Convert the evaluation rows; a part of a hub data set has no name here."""
-    share, test = keys["validation_split_percentage"], keys["dataset_test_split"]
+    share = keys["validation_split_percentage"]
+    test = keys["dataset_test_split"]
     if not share.key:
         share = Entry("validation_split_percentage", 5 if keys["train_file"].key else 0)
     draft.put(share, "trainer.data.evaluation_fraction", share.value / 100)
@@ -69,7 +74,8 @@ def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
 
 def _template(draft: Draft, keys: Roles) -> None:
     """Convert TRL's chat template: a file, or the text of one; a folder is a tokenizer's."""
-    text, path = keys["chat_template"], keys["chat_template_path"]
+    text = keys["chat_template"]
+    path = keys["chat_template_path"]
     if text.is_set:
         put_given(draft, text)
     if path.is_set and not str(path.value).endswith((".jinja", ".jinja2", ".j2")):

@@ -36,7 +36,8 @@ def defaults(given: Json) -> Json:
 
 def _model(draft: Draft, keys: Roles) -> None:
     """Check that the base model is a causal language model, as its files say."""
-    config, kind = keys["base_model_config"], keys["model_type"]
+    config = keys["base_model_config"]
+    kind = keys["model_type"]
     if config.value == draft.given.get("base_model"):
         draft.skip(config)
     if str(kind.value).endswith("ForCausalLM"):
@@ -47,7 +48,8 @@ def _model(draft: Draft, keys: Roles) -> None:
 
 def _batch(draft: Draft, keys: Roles) -> None:
     """Convert the batch sizes: Axolotl's `batch_size` is micro-batch times accumulation."""
-    micro, whole = keys["micro_batch_size"], keys["batch_size"]
+    micro = keys["micro_batch_size"]
+    whole = keys["batch_size"]
     accumulation = keys["gradient_accumulation_steps"]
     draft.put(micro, "train_micro_batch_size_per_gpu", micro.value)
     if accumulation.key:
@@ -60,7 +62,8 @@ def _batch(draft: Draft, keys: Roles) -> None:
 
 def _layout(draft: Draft, keys: Roles) -> None:
     """Convert the axes over which devices are laid out: they decide how large a batch is."""
-    tensor, context = keys["tensor_parallel_size"], keys["context_parallel_size"]
+    tensor = keys["tensor_parallel_size"]
+    context = keys["context_parallel_size"]
     for entry, path in (
         (tensor, "tensor_parallel.autotp_size"),
         (context, "sequence_parallel_size"),
@@ -83,8 +86,10 @@ def _weights(draft: Draft, keys: Roles) -> None:
 
 
 def _samples(draft: Draft, keys: Roles) -> None:
-    length, packing = keys["sequence_len"], keys["sample_packing"]
-    excess, stream = keys["excess_length_strategy"], keys["pretraining_dataset"].value
+    length = keys["sequence_len"]
+    packing = keys["sample_packing"]
+    excess = keys["excess_length_strategy"]
+    stream = keys["pretraining_dataset"].value
     decides = packing if packing.key else length
     kinds = [str(part.get("type", "")) for part in _parts(keys["datasets"])]
     texts = [kind.startswith("completion") for kind in kinds]
@@ -108,7 +113,8 @@ def _samples(draft: Draft, keys: Roles) -> None:
 
 
 def _template(draft: Draft, keys: Roles) -> None:
-    template, name = keys["chat_template_jinja"], keys["chat_template"]
+    template = keys["chat_template_jinja"]
+    name = keys["chat_template"]
     if template.value:
         put_given(draft, template)
     if str(name.value) in ("", "none", "tokenizer_default", "jinja") or not name.is_set:
@@ -120,7 +126,8 @@ def _template(draft: Draft, keys: Roles) -> None:
 
 def _data(draft: Draft, keys: Roles) -> None:
     for role, place in _PLACES.items():
-        entry, test = keys[role], role == "test_datasets"
+        entry = keys[role]
+        test = role == "test_datasets"
         given = _parts(entry)
         parts = []
         for at, own in enumerate(given):
@@ -147,7 +154,9 @@ def _parts(entry: Entry) -> list[Json]:
 
 def _source(part: Draft, keys: Roles) -> None:
     """Convert one data set; Axolotl's `type` is the kind of its rows."""
-    path, files, kind = keys["path"], keys["data_files"], keys["type"]
+    path = keys["path"]
+    files = keys["data_files"]
+    kind = keys["type"]
     formats = read_table("axolotl")["formats"]
     where = files if files.key else path
     part.put(where, "path", where.value)
@@ -158,7 +167,8 @@ def _source(part: Draft, keys: Roles) -> None:
     ds_type = keys["ds_type"]
     part.put(ds_type, "format", formats.get(str(ds_type.value), str(ds_type.value)))
     name, _, field = (kind.value if isinstance(kind.value, str) else "own").partition(":")
-    messages, column = keys["field_messages"], keys["field"]
+    messages = keys["field_messages"]
+    column = keys["field"]
     if name in ("chat_template", "sharegpt"):
         part.put(kind, "records", "chat")
         usual = "conversations" if name == "sharegpt" else "messages"

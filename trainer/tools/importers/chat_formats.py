@@ -50,7 +50,8 @@ def end_of_text(draft: Draft, entry: Entry) -> None:
     With a template that ends turns with that token, the same tokens are trained on: each answer
     is followed by it. Without one, it would follow texts and answers, and the key is lost.
     """
-    content, token = read_table("templates"), str(entry.value)
+    content = read_table("templates")
+    token = str(entry.value)
     ends = content["ends"].get(draft.get(PLACE))
     written = token in content["end_tokens"] and token in (draft.template or "")
     if not entry.is_set:

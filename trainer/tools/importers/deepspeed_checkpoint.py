@@ -95,7 +95,8 @@ def read_deepspeed(path: Path) -> Imported:
 
 def _imported(folder: Path) -> Imported:
     shards = _ZeroFiles.of(folder)
-    model, first = shards.models[0], shards.states[0]
+    model = shards.models[0]
+    first = shards.states[0]
     entries = [entry for placed in shards.placed() for entry in shards.entries(*placed)]
     entries += _frozen(shards.models) + _buffers(model)
     inner = next(iter(_inner(first, shards.stage)), {})
@@ -129,12 +130,14 @@ class _ZeroFiles:
     @classmethod
     def of(cls, folder: Path) -> _ZeroFiles:
         """Read the files. Raises ConfigError for another stage, or if some are missing."""
-        model_files, files = _files(folder, "model_states"), _files(folder, "optim_states")
+        model_files = _files(folder, "model_states")
+        files = _files(folder, "optim_states")
         shards = [_read(file) for file in files]
         states = [shard["optimizer_state_dict"] for shard in shards]
         # stage 1 in bfloat16 with float32 gradients has an optimizer that does not store the stage
         unsaid = 1 if files[0].name.startswith("bf16_zero") else 0
-        stage, count = int(states[0].get("zero_stage", unsaid)), states[0].get("partition_count")
+        stage = int(states[0].get("zero_stage", unsaid))
+        count = states[0].get("partition_count")
         parts = max(count) if isinstance(count, list) else count
         if stage not in (1, 2, 3) or parts != len(states):
             actual = f"ZeRO stage {stage} with {len(states)} of {parts} files *_optim_states.pt"
@@ -246,7 +249,8 @@ def _placed_end_to_end(
 ) -> Placed:
     ranks = len(flats[0])
     for group, (named, unused) in enumerate(zip(shapes, paddings, strict=True)):
-        own, offset = len(flats[group][0]), 0
+        own = len(flats[group][0])
+        offset = 0
         for (name, shape), padding in zip(named.items(), unused, strict=True):
             end = offset + math.prod(shape)
             starts = [max(offset - rank * own, 0) for rank in range(ranks)]
@@ -258,11 +262,15 @@ def _placed_end_to_end(
 
 
 def _placed_in_parts(shapes: Sequence[Mapping[str, Shape]], flats: Flats) -> Placed:
-    ranks, group, offset = len(flats[0]), 0, 0
+    ranks = len(flats[0])
+    group = 0
+    offset = 0
     for name, shape in (item for named in shapes for item in named.items()):
         if offset == len(flats[group][0]) and group + 1 < len(flats):
-            group, offset = group + 1, 0
-        own, count = math.ceil(math.prod(shape) / ranks), math.prod(shape)
+            group = group + 1
+            offset = 0
+        own = math.ceil(math.prod(shape) / ranks)
+        count = math.prod(shape)
         ends = [offset + max(0, min(own, count - rank * own)) for rank in range(ranks)]
         yield name, shape, group, _extents([offset] * ranks, ends)
         offset += own

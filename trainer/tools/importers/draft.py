@@ -59,7 +59,8 @@ class Draft:
 
     def put(self, entry: Entry, path: str, value: Any) -> None:
         """Set `path` for a foreign key, unless the DeepSpeed file has another value."""
-        section, base = path.partition(".")[0], at(self.base, path)
+        section = path.partition(".")[0]
+        base = at(self.base, path)
         own = section in ("optimizer", "scheduler") and section in self.base and base is None
         if own or base not in (None, AUTO):
             if self.explicit(entry) and not own and base != value:

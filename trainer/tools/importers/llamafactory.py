@@ -28,7 +28,8 @@ def defaults(given: Json) -> Json:
 
 def _stage(draft: Draft, keys: Roles) -> None:
     """Raise ConfigError for anything but training on text."""
-    stage, trains = keys["stage"], keys["do_train"]
+    stage = keys["stage"]
+    trains = keys["do_train"]
     if stage.value not in ("sft", "pt"):
         expected = "sft or pt: no other is offered"
         raise ConfigError(Problem(stage.key, f"saw {show(stage.value)}", expected))
@@ -39,7 +40,8 @@ def _stage(draft: Draft, keys: Roles) -> None:
 
 
 def _recomputation(draft: Draft, keys: Roles) -> None:
-    off, on = keys["disable_gradient_checkpointing"], keys["gradient_checkpointing"]
+    off = keys["disable_gradient_checkpointing"]
+    on = keys["gradient_checkpointing"]
     if on.value and not off.value:
         draft.put(on, "trainer.activation_checkpointing", "full")
     else:
@@ -47,8 +49,11 @@ def _recomputation(draft: Draft, keys: Roles) -> None:
 
 
 def _samples(draft: Draft, keys: Roles) -> None:
-    length, packing, neat = keys["cutoff_len"], keys["packing"], keys["neat_packing"]
-    template, texts = keys["template"], keys["stage"].value == "pt"
+    length = keys["cutoff_len"]
+    packing = keys["packing"]
+    neat = keys["neat_packing"]
+    template = keys["template"]
+    texts = keys["stage"].value == "pt"
     draft.put(length, "trainer.data.sequence_length", length.value)
     stream = texts and packing.value is not False
     decides = packing if packing.key else length
@@ -78,7 +83,8 @@ def _data(draft: Draft, keys: Roles) -> None:
     draft.skip(keys["dataset_dir"])
     limit = keys["max_samples"]
     for role in ("dataset", "eval_dataset"):
-        entry, test = keys[role], role == "eval_dataset"
+        entry = keys[role]
+        test = role == "eval_dataset"
         if not entry.value:
             continue
         where = str(info_path.parent if info_path else folder)
@@ -104,8 +110,11 @@ def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, Any], folde
 
 
 def _source(part: Draft, keys: Roles) -> None:
-    path, kind, messages = keys["file_name"], keys["formatting"], keys["columns.messages"]
-    prompt, response = keys["columns.prompt"], keys["columns.response"]
+    path = keys["file_name"]
+    kind = keys["formatting"]
+    messages = keys["columns.messages"]
+    prompt = keys["columns.prompt"]
+    response = keys["columns.response"]
     part.put(path, "path", str(path.value))
     if kind.value == "alpaca" and set(part.given.get("columns", ())) == {"prompt"}:
         part.put(prompt, "records", "text")

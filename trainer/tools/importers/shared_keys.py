@@ -46,7 +46,8 @@ def section_of(key: str, value: Any, folder: Path) -> Json:
 
 
 def length(draft: Draft, keys: Roles) -> None:
-    steps, epochs = keys["max_steps"], keys["num_train_epochs"]
+    steps = keys["max_steps"]
+    epochs = keys["num_train_epochs"]
     if steps.key and steps.value > 0:
         whole = steps.value == int(steps.value)
         draft.put(steps, "trainer.steps", int(steps.value) if whole else steps.value)
@@ -57,7 +58,8 @@ def length(draft: Draft, keys: Roles) -> None:
 
 
 def optimizer(draft: Draft, keys: Roles) -> None:
-    entry, decay = keys["optim"], keys["weight_decay"]
+    entry = keys["optim"]
+    decay = keys["weight_decay"]
     kind, exact = _optimizer(str(entry.value))
     draft.put(entry, "optimizer.type", kind)
     if not exact and "optimizer" not in draft.base:
@@ -68,7 +70,8 @@ def optimizer(draft: Draft, keys: Roles) -> None:
     for name, value in values.items():
         if name in OPTIMIZERS[kind]:
             draft.put(value, f"optimizer.params.{name}", value.value)
-    beta1, beta2 = keys["adam_beta1"], keys["adam_beta2"]
+    beta1 = keys["adam_beta1"]
+    beta2 = keys["adam_beta2"]
     if "betas" in OPTIMIZERS[kind]:
         for beta in (beta1, beta2):
             betas = [beta1.value if beta1.key else 0.9, beta2.value if beta2.key else 0.999]
@@ -119,7 +122,8 @@ def scheduler(draft: Draft, keys: Roles) -> None:
     if kind != "constant_with_warmup":
         draft.put(entry, "scheduler.params.total_num_steps", AUTO)
     if kind == "cosine":
-        least, options = keys["cosine_min_lr_ratio"], keys["lr_scheduler_kwargs"]
+        least = keys["cosine_min_lr_ratio"]
+        options = keys["lr_scheduler_kwargs"]
         decisive = next(one for one in (least, options, entry) if one.key)
         draft.put(decisive, "scheduler.params.cos_min_ratio", _least(draft, options, least))
 
@@ -133,9 +137,11 @@ def _put_warmup(draft: Draft, entry: Entry, steps: int | str, decides: bool = Tr
 
 def _warmup(draft: Draft, keys: Roles) -> tuple[Entry, int | str]:
     """Return the key that asks for a warm-up, and its steps; "auto" if they are not known."""
-    steps, share = keys["warmup_steps"], keys["warmup_ratio"]
+    steps = keys["warmup_steps"]
+    share = keys["warmup_ratio"]
     if not steps.value and (not steps.key or draft.explicit(share)):
-        steps, share = share, Entry()
+        steps = share
+        share = Entry()
     draft.skip(share)
     if not steps.value:
         return steps, 0
@@ -168,7 +174,8 @@ def _steps_of(draft: Draft, entry: Entry) -> int | None:
 
 def evaluation(draft: Draft, keys: Roles) -> None:
     """Convert when to evaluate; that changes nothing of what is trained unless it ends the run."""
-    patience, best = keys["early_stopping_patience"], keys["load_best_model_at_end"]
+    patience = keys["early_stopping_patience"]
+    best = keys["load_best_model_at_end"]
     leave = draft.lose if patience.value or best.value else draft.note
     if not has_rows_to_evaluate(draft):
         requested = [keys[name] for name in ("eval_strategy", "eval_steps", "evals_per_epoch")]
@@ -185,7 +192,8 @@ def evaluation(draft: Draft, keys: Roles) -> None:
 
 
 def saving(draft: Draft, keys: Roles) -> None:
-    limit, best = keys["save_total_limit"], keys["load_best_model_at_end"]
+    limit = keys["save_total_limit"]
+    best = keys["load_best_model_at_end"]
     _interval(draft, keys, "save", "trainer.checkpoint.every", lambda entry, *_: draft.skip(entry))
     if limit.value:
         draft.put(limit, "trainer.checkpoint.keep_last", max(1, int(limit.value)))
@@ -199,7 +207,8 @@ def saving(draft: Draft, keys: Roles) -> None:
 
 def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> None:
     """Set an interval in steps, or as a share of all; `leave` keys that can't be expressed so."""
-    strategy, steps = keys[f"{name}_strategy"], keys[f"{name}_steps"]
+    strategy = keys[f"{name}_strategy"]
+    steps = keys[f"{name}_steps"]
     often = keys[f"{name}s_per_epoch"]
     kind = str(strategy.value) if strategy.key else "steps"
     if kind in ("no", "False"):
@@ -293,7 +302,8 @@ def sharding(draft: Draft, keys: Roles) -> None:
 
 
 def trackers(draft: Draft, keys: Roles) -> None:
-    known, wanted = _VALUES["trackers"], []
+    known = _VALUES["trackers"]
+    wanted = []
     report_to = keys["report_to"]
     requested = [(report_to, name) for name in names(report_to.value)] if report_to.is_set else []
     requested += [(keys[role], name) for role, name in known.items() if keys[role].is_set]

@@ -66,7 +66,8 @@ def put_mixture(draft: Draft, keys: Roles) -> None:
     if entry is forms[2]:
         sets = _paired(draft, keys)
     else:
-        held_out, listed = keys["test_split_size"], entry.value
+        held_out = keys["test_split_size"]
+        listed = entry.value
         if entry is forms[1]:
             held_out, listed = _sections_of(entry)
         sets = _listed(entry, listed)

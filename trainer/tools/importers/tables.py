@@ -77,7 +77,8 @@ def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = (
     candidates: dict[str, list[tuple[Entry, Any]]] = {}
     others: dict[str, list[Entry]] = {}
     for key, value in _apart({**defaults, **given}, rules):
-        entry, rule = Entry(draft.prefix + key, number(value)), rules.get(key)
+        entry = Entry(draft.prefix + key, number(value))
+        rule = rules.get(key)
         if rule is None:
             near = suggestion(key, list(rules), cutoff=0.8)
             draft.lose(entry, f"not known. {near}" if near else "not known")

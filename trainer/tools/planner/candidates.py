@@ -21,7 +21,8 @@ CONTEXTS = (1, 2, 4, 8, 16, 32)
 PIPELINES = (1, 2, 4, 8, 16)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)
 OFFLOADS = (("none", "none"), ("cpu", "none"), ("cpu", "cpu"))
-BATCH, MICRO = "train_batch_size", "train_micro_batch_size_per_gpu"
+BATCH = "train_batch_size"
+MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
 
 
@@ -43,7 +44,8 @@ def candidates(
     tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
     contexts = {layout.context, *(n for n in CONTEXTS if n == 1 or heads % n == 0 < heads)}
     pipelines = {layout.pipeline, *(stages for stages in PIPELINES if stages <= blocks)}
-    kept, tile = layout.recompute, layout.recompute.tile
+    kept = layout.recompute
+    tile = layout.recompute.tile
     others = Recompute("none", 1, tile), Recompute("selective", 1, tile), Recompute("full", 1, tile)
     offloads = (layout.offload_optimizer, layout.offload_param), *OFFLOADS
     for tensor, pipeline, context in product(*map(sorted, (tensors, pipelines, contexts))):

@@ -57,7 +57,8 @@ def device_of(text: str) -> Device:
         key, _, value = (word.strip() for word in part.partition("="))
         number = _number(key, value)
         if key not in NUMBERS or number is None:
-            names, examples = ", ".join(NUMBERS), "memory=80GB, network=50GB/s or latency=20us"
+            names = ", ".join(NUMBERS)
+            examples = "memory=80GB, network=50GB/s or latency=20us"
             expected = f"one of {names} with a number: {examples}"
             raise ConfigError(Problem("--device", part, expected))
         numbers[key] = number
@@ -165,5 +166,6 @@ def time_of(
 
 def recomputed(layout: Layout) -> float:
     """Return the share of FLOPs that recomputation adds: a forward pass is a third of a step."""
-    mode, every = layout.recompute.mode, layout.recompute.every
+    mode = layout.recompute.mode
+    every = layout.recompute.every
     return {"none": 0.0, "selective": 1 - 1 / every}.get(mode, 1 / every) / 3

@@ -21,7 +21,8 @@ from trainer.tools.planner.ledger import Peak
 from trainer.tools.planner.messages import Message
 from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
-STEADY, STATE = "step 2", ("weights", "gradients", "optimizer")
+STEADY = "step 2"
+STATE = ("weights", "gradients", "optimizer")
 """The phase that stands for all later steps, and the kinds of memory that last."""
 LONG = 4
 """The most pipeline ranks of which all are simulated, and with all their micro-batches."""
@@ -129,14 +130,17 @@ class Plan:
 
     @cached_property
     def time(self) -> Time:
-        layout, device, state = self.workload.layout, self.cluster.device, self.on_device(STATE)
+        layout = self.workload.layout
+        device = self.cluster.device
+        state = self.on_device(STATE)
         traffic = self.traffic(inside=True), self.traffic(inside=False)
         return time_of(layout, device, self.step_flops, traffic, state, self.on_host)
 
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
     """Return the kinds of memory on the host: FSDP2's whole shard, DeepSpeed's by the layout."""
-    layout, kept = workload.layout, 0  # of the kinds of state, so many on the device
+    layout = workload.layout  # of the kinds of state, so many on the device
+    kept = 0
     if not layout.offloads:
         kept = len(STATE)
     elif workload.engine_name == "deepspeed" and layout.offload_param == "none":
@@ -151,7 +155,8 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     None, and so many micro-batches. Raises ConfigError for what does not run on fake tensors.
     """
     full = make(None, 0)
-    layout, model = full.layout, full.spec.build()
+    layout = full.layout
+    model = full.spec.build()
     blocks_of = blocks_per_rank(full)
     depths = depths_of(full, model, blocks_of) or (None,)
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
@@ -186,7 +191,8 @@ def representatives(layout: Layout) -> list[tuple[str, int]]:
 
 def blocks_per_rank(workload: Workload) -> list[int]:
     """Count the blocks of each pipeline rank."""
-    layout, ranges = workload.layout, workload.ranges if workload.spec.blocks else [range(0)]
+    layout = workload.layout
+    ranges = workload.ranges if workload.spec.blocks else [range(0)]
     stages = [layout.stages_of(place) for place in range(layout.pipeline)]
     return [sum(len(ranges[stage]) for stage in own_stages) for own_stages in stages]
 
@@ -207,7 +213,8 @@ def depths_of(workload: Workload, model: nn.Module, blocks_of: Sequence[int]) ->
 
     All are simulated if they differ, or are no more than both depths have together.
     """
-    spec, layout = workload.spec, workload.layout
+    spec = workload.spec
+    layout = workload.layout
     step = layout.recompute.every
     # whole groups of blocks recomputed together; more of them where FSDP2 prefetches
     whole = [-(-least // step) * step for least in (4, 2)]
@@ -230,9 +237,11 @@ def micro_batches_of(layout: Layout) -> list[int]:
     One is enough for a long pipeline: messages of each micro-batch grow with them (`_sent`).
     """
     if layout.pipeline == 1:
-        enough, more = 2, 3
+        enough = 2
+        more = 3
     else:
-        enough, more = layout.stages, layout.stages + layout.pipeline
+        enough = layout.stages
+        more = layout.stages + layout.pipeline
     if layout.accumulation <= more:
         return [layout.accumulation]
     one = layout.pipeline > LONG and layout.schedule.name != "GPipe"
@@ -273,14 +282,16 @@ def _sent(totals: Mapping[Point, Totals], goal: tuple[float, int]) -> Iterator[S
         size = _plane({point: sent for point, (_, sent) in at.items()}, goal)
         if len(micros) == 1 and all(number % few == 0 for number, _ in at.values()):
             # a fixed number of times per micro-batch
-            count, size = count * goal[1] / few, size * goal[1] / few
+            count = count * goal[1] / few
+            size = size * goal[1] / few
         yield Sent(*key, count, size)
 
 
 def _totals(messages: Iterable[Message], layout: Layout, cluster: Cluster) -> Totals:
     """Count the messages of a step, and the bytes sent, of each kind."""
     axes_of = cache(layout.axes_of)
-    counts, sizes = Counter[Kind](), defaultdict[Kind, float](float)
+    counts = Counter[Kind]()
+    sizes = defaultdict[Kind, float](float)
     for message in messages:
         if message.phase == STEADY and message.name != "receive":
             inside = len({rank // cluster.devices for rank in message.group}) == 1

@@ -55,7 +55,9 @@ class ModelOnCluster:
 
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
         """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
-        full, spec, layout = self.workload, self.workload.spec, self.workload.layout
+        full = self.workload
+        spec = self.workload.spec
+        layout = self.workload.layout
         if blocks is not None:
             spec = _of_shapes(self.of_blocks(blocks * layout.stages))
             layout = replace(layout, schedule=replace(layout.schedule, partition="uniform"))
@@ -96,7 +98,8 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     Raises ConfigError if the layout does not suit both, DataError if images do not.
     """
     composed = on_cluster(config, cluster)
-    section, layout = composed.config.trainer, composed.layout
+    section = composed.config.trainer
+    layout = composed.layout
     name, engine = composed.engine()
     trained = recipe_named(section.task).planned(section, layout)
     check_blocks(trained.spec, layout)

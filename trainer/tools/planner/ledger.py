@@ -29,7 +29,8 @@ from trainer.tools.planner.pretend import resizes_reported
 
 BLOCK = 512
 """Bytes to which the CUDA allocator rounds up (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
-BUILD, SAVE = "build", "save"
+BUILD = "build"
+SAVE = "save"
 """The phases in which new tensors are never activations."""
 COMMUNICATING = {
     "_fully_shard": ("_fsdp_collectives.py", "_fsdp_param.py", "_fsdp_param_group.py"),
@@ -244,7 +245,8 @@ class Ledger(TorchDispatchMode):
         for tick in sorted(tick for tick in changes if tick < end):
             size += changes[tick]
             if size > most:
-                most, when = size, tick
+                most = size
+                when = tick
         return peak_of(phase, [line for line in self.allocations if line.lives(when)])
 
 
@@ -262,7 +264,9 @@ def _device(tensor: torch.Tensor) -> torch.device:
 
 def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
     """Add up the storages that live at one moment."""
-    kinds, consumers, rounding = Counter[str](), Counter[str](), 0
+    kinds = Counter[str]()
+    consumers = Counter[str]()
+    rounding = 0
     for line in live:
         kinds[line.kind] += line.size
         consumers[f"{line.kind} of {pattern_of(line.module) or line.operator}"] += line.size

@@ -63,7 +63,8 @@ def check_memory(
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
     """Return True on GPUs or if the config asks for it, for a model and data that it names."""
-    config, section = prepared.config, prepared.config.trainer
+    config = prepared.config
+    section = prepared.config.trainer
     requested = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
     possible = prepared.subject.is_named(section) and section.plan != "off"
     return possible and (machine.device.type == "cuda" or requested)
@@ -83,7 +84,8 @@ def predict(
         return None, [f"memory  not predicted: {first_line(error)}"]
     with disk_errors(folder / PLAN):
         replace_file(folder / PLAN, (json.dumps(plan, indent=2) + "\n").encode())
-    needed, owner = plan["needed"], "device" if machine.device.type == "cuda" else "host"
+    needed = plan["needed"]
+    owner = "device" if machine.device.type == "cuda" else "host"
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
         missing = f"{gib(needed - device.memory)} too many"
         actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"

@@ -70,7 +70,8 @@ class Messages(TorchDispatchMode):
 
     def __init__(self, rank: int) -> None:
         super().__init__()
-        self.rank, self.phase = rank, ""
+        self.rank = rank
+        self.phase = ""
         self.found: list[Message] = []
 
     def begin(self, phase: str) -> None:

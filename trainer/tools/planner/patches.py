@@ -50,14 +50,16 @@ def gather(
 @torch.no_grad()
 def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
     """Replace `reduce_scatter_coalesced`."""
-    world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+    world_size = dist.get_world_size(group)
+    rank = dist.get_rank(group)
     sizes = [math.ceil(tensor.numel() / world_size) for tensor in tensors]
     whole = tensors[0].view(-1)
     if len(tensors) > 1 or whole.numel() % world_size:
         whole = whole.new_empty(sum(sizes) * world_size)
     own = whole.narrow(0, sum(sizes) * rank, sum(sizes))
     coalesced_collectives._torch_reduce_scatter_fn(whole, own, group=group)
-    parts, offset = [], 0
+    parts = []
+    offset = 0
     for tensor, size in zip(tensors, sizes, strict=True):
         parts.append(own.narrow(0, offset, max(0, min(size, tensor.numel() - rank * size))))
         offset += size

@@ -69,11 +69,13 @@ class ClosedForm:
 
     @classmethod
     def of(cls, plan: Plan) -> ClosedForm:
-        spec, layout = plan.workload.spec, plan.workload.layout
+        spec = plan.workload.spec
+        layout = plan.workload.layout
         model = spec.build()
         layers = map(model.get_submodule, expert_ranks.stacks(model, spec))
         stacked = [p for layer in layers for p in layer.parameters()]
-        routed, experts = sum(p.numel() for p in stacked), min(map(len, stacked), default=0)
+        routed = sum(p.numel() for p in stacked)
+        experts = min(map(len, stacked), default=0)
         form = cls(
             cluster=plan.cluster,
             parameters=spec.parameters,
@@ -120,7 +122,8 @@ class ClosedForm:
         values = self.hidden / layout.context * layout.micro_batch * _value(layout) / 2
         block = values * (SHARED_BYTES + (BLOCK_BYTES - SHARED_BYTES) / layout.tensor)
         blocks = self.blocks / layout.pipeline * min(layout.pipeline, layout.accumulation)
-        mode, every = layout.recompute.mode, layout.recompute.every
+        mode = layout.recompute.mode
+        every = layout.recompute.every
         if mode in ("none", "selective"):
             return block * blocks * (SELECTIVE if mode == "selective" else 1)
         return block + blocks * ((mode != "offload") * 2 * values + (1 - 1 / every) * block)
@@ -137,8 +140,11 @@ class ClosedForm:
 
     def _sent(self, layout: Layout) -> Iterator[tuple[int, float, float]]:
         """Yield (ranks spanned, messages, bytes) sent by one rank in rings, for each axis."""
-        shard, replicate, tensor = layout.shard, layout.replicate, layout.tensor
-        blocks, rounds = self.blocks / layout.pipeline, layout.accumulation
+        shard = layout.shard
+        replicate = layout.replicate
+        tensor = layout.tensor
+        blocks = self.blocks / layout.pipeline
+        rounds = layout.accumulation
         weights = _value(layout) * self.parameters / _model_ranks(layout)
         hidden = _value(layout) * self.hidden / layout.context * layout.micro_batch * rounds
         if shard > 1:
@@ -190,7 +196,8 @@ class Proposal:
 
 def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
     """Return the sort key: what fits by time (to a percent) and changes, then what misses least."""
-    plan, count = proposal.plan, len(proposal.changes)
+    plan = proposal.plan
+    count = len(proposal.changes)
     if not plan.fits:
         return True, plan.needed, count, plan.time.middle
     return False, round(math.log(plan.time.middle) * 100), count, plan.time.middle
@@ -219,8 +226,10 @@ def proposals(
 
 def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
     """List the other layouts on the form's cluster."""
-    spec, old = plan.workload.spec, plan.workload.layout
-    blocks, splits = max(1, len(spec.blocks)), spec.language.vocabulary > 0
+    spec = plan.workload.spec
+    old = plan.workload.layout
+    blocks = max(1, len(spec.blocks))
+    splits = spec.language.vocabulary > 0
     every = candidates(old, form.cluster, blocks, splits, spec.language.heads, form.experts)
     return [one for one in every if one != old]
 
@@ -253,7 +262,8 @@ def _tried(
 
     If the list is empty because nothing is estimated to fit, the smallest are simulated.
     """
-    old, form = plan.workload.layout, replace(ClosedForm.of(plan), cluster=cluster)
+    old = plan.workload.layout
+    form = replace(ClosedForm.of(plan), cluster=cluster)
     listed = shortlist(plan, form)
     if not listed and not plan.fits:
         listed = sorted(grid(plan, form), key=form.bytes)
@@ -283,7 +293,8 @@ def _tried(
 
 def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm) -> bool:
     """Return True if it changes what one that fits does, and is not faster by changing more."""
-    known, changed = differences(old, fitting), differences(old, layout)
+    known = differences(old, fitting)
+    changed = differences(old, layout)
     slower = form.seconds(layout) >= FASTER * form.seconds(fitting)
     return known == changed or (known < changed and slower)
 
@@ -330,7 +341,8 @@ def write(
 
     Raises ConfigError for another existing file, DiskError if it can't be written.
     """
-    source, target = path_of(config_path), Path(target)
+    source = path_of(config_path)
+    target = Path(target)
     raw, _, problems = override(read(source), [*overrides, *overrides_of(proposal.changes)])
     if problems:
         raise ConfigError(*problems)

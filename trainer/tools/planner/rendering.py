@@ -21,8 +21,10 @@ LEAST_SHOWN = 1e-3
 
 def lines(plan: Plan) -> Iterator[str]:
     """Yield the report on a plan: model, layout, memory, largest consumers, traffic and time."""
-    layout, cluster = plan.workload.layout, plan.cluster
-    spec, sample = plan.workload.spec, plan.workload.sample
+    layout = plan.workload.layout
+    cluster = plan.cluster
+    spec = plan.workload.spec
+    sample = plan.workload.sample
     count = spec.parameters
     words = f"{count / 1e9:,.2f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
     yield f"model   {spec.name}: {words} parameters, on {sample.kind}"
@@ -54,7 +56,8 @@ def verdict(plan: Plan) -> str:
 
 
 def _kinds(plan: Plan) -> Iterator[str]:
-    peak, host = plan.fullest.peak, offloaded(plan.workload)
+    peak = plan.fullest.peak
+    host = offloaded(plan.workload)
     for kind, size in sorted(peak.by_kind.items(), key=lambda item: -item[1]):
         if size >= peak.size * LEAST_SHOWN:
             yield f"  {gib(size):>12}  {kind}{' (on the host)' if kind in host else ''}"
@@ -76,14 +79,16 @@ def _traffic(plan: Plan) -> Iterator[str]:
     for sent in sorted(role.sent, key=lambda sent: -sent.size):
         if sent.size >= total * LEAST_SHOWN:
             unit, name = (1e9, "GB") if sent.size >= 1e8 else (1e6, "MB")
-            size, along = f"{sent.size / unit:,.2f} {name}", " x ".join(sent.axes)
+            size = f"{sent.size / unit:,.2f} {name}"
+            along = " x ".join(sent.axes)
             where = "inside a node" if sent.inside else "between nodes"
             messages = f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, {where}"
             yield f"  {size:>12}  {messages}"
 
 
 def _time(plan: Plan) -> str:
-    time, sample = plan.time, plan.workload.sample
+    time = plan.time
+    sample = plan.workload.sample
     rate = plan.workload.layout.train_batch * sample.units / time.least
     named = ((PARTS.get(name, name), part) for name, part in vars(time).items() if part)
     parts = [f"{name} {in_seconds(part)}" for name, part in named]
@@ -194,7 +199,8 @@ def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
         if abs(change) >= whole / 100:
             yield f"{gib(abs(change))} {_less(change)} {name} per GPU", change < 0
     for name, inside in (("inside nodes", True), ("between nodes", False)):
-        before, after = old.traffic(inside).size, new.traffic(inside).size
+        before = old.traffic(inside).size
+        after = new.traffic(inside).size
         change = after - before
         if abs(change) >= max(1e8, 0.01 * max(before, after)):
             yield f"{abs(change) / 1e9:,.1f} GB {_less(change)} {name}", change < 0

@@ -26,7 +26,8 @@ class BucketedReplica(nn.Module):
         super().__init__()
         self.module = module
         self._views = gradient_as_bucket_view
-        self._syncs, self._sent = True, torch.float32
+        self._syncs = True
+        self._sent = torch.float32
         learned: list[Any] = [p for p in module.parameters() if p.requires_grad][::-1]
         self._buckets: list[torch.Tensor] = []
         self._place: dict[nn.Parameter, tuple[int, int]] = {}
@@ -34,7 +35,8 @@ class BucketedReplica(nn.Module):
         self._wanted: list[int] = []
         limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, 25 << 20]
         for indices in dist._compute_bucket_assignment_by_size(learned, limits)[0]:
-            group, offset = [learned[index] for index in indices], 0
+            group = [learned[index] for index in indices]
+            offset = 0
             for parameter in group:
                 self._place[parameter] = (len(self._buckets), offset)
                 offset += parameter.numel()

@@ -53,7 +53,8 @@ class Workload:
     @cached_property
     def ranges(self) -> list[range]:
         """The blocks of each stage."""
-        schedule, stages = self.layout.schedule, self.layout.stages
+        schedule = self.layout.schedule
+        stages = self.layout.stages
         return block_ranges(self.spec.build(), self.spec, schedule, stages)
 
     def received(self, rank: int) -> torch.Tensor:
@@ -114,7 +115,8 @@ def _received(rank: int, process: Any, pipe: Connection) -> Trace:
         trace, problem = pipe.recv()
     except EOFError:
         process.join()
-        trace, problem = None, f"the process that pretended to be it ended with {process.exitcode}"
+        trace = None
+        problem = f"the process that pretended to be it ended with {process.exitcode}"
     process.join()
     if trace is None:
         expected = "a model and a layout that run on fake tensors"
@@ -127,7 +129,8 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
     """Run the simulation in the rank's process; send (trace, None) or (None, the error)."""
     torch.set_num_threads(1)  # the forked process has no such threads
     gc.freeze()  # nothing from before the fork is finalised here
-    world_size, messages = workload.layout.world_size, Messages(rank)
+    world_size = workload.layout.world_size
+    messages = Messages(rank)
     received = partial(workload.received, rank) if workload.engine_name == "deepspeed" else None
     try:
         with pretending(rank, world_size, local_world_size, deepspeed=received) as ranks:

@@ -35,7 +35,8 @@ UNEVEN = 50.0
 
 
 def losses(record: RunRecord) -> Chapter:
-    key, title = "loss", "Loss"
+    key = "loss"
+    title = "Loss"
     if not record.steps and not record.evaluations:
         return Chapter(key, title, NEVER)
     accuracies = [one for one in ACCURACIES if finite(record.evaluations, one)]
@@ -73,7 +74,8 @@ def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
 
 
 def rates(record: RunRecord) -> Chapter:
-    key, title = "learning-rate", "Learning rate and gradient norm"
+    key = "learning-rate"
+    title = "Learning rate and gradient norm"
     if not record.steps:
         return Chapter(key, title, NEVER)
     made, (above, below) = style.figure(4.2, 2, sharex=True)
@@ -98,7 +100,8 @@ def rates(record: RunRecord) -> Chapter:
 
 def throughput(record: RunRecord) -> Chapter:
     unit = record.unit
-    key, title = "throughput", f"{unit.capitalize()} per second"
+    key = "throughput"
+    title = f"{unit.capitalize()} per second"
     if not record.steps:
         return Chapter(key, title, NEVER)
     made, (axes,) = style.figure(2.6)
@@ -115,7 +118,8 @@ def throughput(record: RunRecord) -> Chapter:
 
 
 def times(record: RunRecord) -> Chapter:
-    key, title = "time", "Where the time of a step goes"
+    key = "time"
+    title = "Where the time of a step goes"
     if not (intervals := _intervals(record)):
         waits = finite(record.steps, "data_wait")
         known = f" Waiting for data took {sum(waits) / len(waits):.1%} of it." if waits else ""
@@ -144,7 +148,9 @@ def times(record: RunRecord) -> Chapter:
 
 
 def memory(record: RunRecord) -> Chapter:
-    key, title, predicted = "memory", "Memory", record.predicted
+    key = "memory"
+    title = "Memory"
+    predicted = record.predicted
     measured = finite(record.steps, "memory_gib")
     if not measured and predicted is None:
         text = "The run has logged no memory, and its folder has no plan.json with a prediction."
@@ -172,7 +178,8 @@ def memory(record: RunRecord) -> Chapter:
 
 def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
     """Draw one bar, divided in proportion to its parts; those of 7 % and more are labelled."""
-    left, total = 0.0, sum(parts.values()) or 1.0
+    left = 0.0
+    total = sum(parts.values()) or 1.0
     for name in (name for name in PHASES if name in parts):
         share = parts[name] / total
         style.bar(axes, left, share, PHASES[name], name)
@@ -209,7 +216,8 @@ def _intervals(record: RunRecord) -> list[tuple[int, dict[str, float]]]:
         if row["event"] == "start":
             before = row["step"]
         elif row["event"] == "logged" and row["step"] > before:
-            steps, before = row["step"] - before, row["step"]
+            steps = row["step"] - before
+            before = row["step"]
             while intervals and intervals[-1][0] >= row["step"]:
                 intervals.pop()
             intervals.append((row["step"], {name: s / steps for name, s in _phases(row)}))

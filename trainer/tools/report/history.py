@@ -15,7 +15,9 @@ from trainer.tools.report import style
 from trainer.tools.report.run_record import Row, RunRecord
 from trainer.tools.report.style import Chapter
 
-FINISHED, RUNNING, STOPPED = "finished", "at work", "stopped, all saved"
+FINISHED = "finished"
+RUNNING = "at work"
+STOPPED = "stopped, all saved"
 KILLED = "ended without an error"
 ENDS = {STOPPED: ("s", style.SKY), FINISHED: ("D", style.TEAL), RUNNING: (">", style.BLUE)}
 """The marks of ends and their colours; any other end has a red cross."""
@@ -40,7 +42,8 @@ def attempts(record: RunRecord) -> list[Attempt]:
     result: list[Attempt] = []
     steps: Any = None  # of the run, as the last start says
     for row in record.timeline:
-        at, step = float(row["time"]), row["step"]
+        at = float(row["time"])
+        step = row["step"]
         if row["event"] == "start":
             steps = row.get("steps")
             result.append(Attempt(at, at, step, step, KILLED))
@@ -59,7 +62,8 @@ def _end(row: Row, steps: Any) -> str:
 
 
 def history(record: RunRecord) -> Chapter:
-    key, title = "history", "Checkpoints and interruptions"
+    key = "history"
+    title = "Checkpoints and interruptions"
     if not (made := attempts(record)):
         there = ", ".join(f"step {step:,}" for step, _ in record.checkpoints)
         known = f" Checkpoints that are there: {there}." if there else " There is no checkpoint."
@@ -77,7 +81,8 @@ def history(record: RunRecord) -> Chapter:
 
 def _picture(record: RunRecord, made: Sequence[Attempt]) -> Figure:
     """Draw four rows on one clock: when the run was at work, what it saved, evaluated, its ends."""
-    zero, end = made[0].begun, max(one.ended for one in made)
+    zero = made[0].begun
+    end = max(one.ended for one in made)
     unit, name = next((pair for pair in UNITS if end - zero >= 2 * pair[0]), UNITS[-1])
     least = 0.004 * max(end - zero, 1e-3) / unit
     drawn, (axes,) = style.figure(2.7)

@@ -20,7 +20,8 @@ from trainer.storage import check_regular, parse_json, read_file
 from trainer.supervise import status_files
 
 PLAN = "plan.json"
-LONGEST, MOST = 1 << 20, 8192
+LONGEST = 1 << 20
+MOST = 8192
 """The most bytes of a line, and the most rows of a kind that are kept."""
 STEP = re.compile(rb'\{"step": (\d{1,14}), .{0,200}?"loss": (-?\d[\d.e+-]{0,30})[,}]')
 """A step's line as a run writes it: to parse all of a million takes long."""
@@ -77,7 +78,8 @@ def read(folder: Path) -> RunRecord:
     if not any((folder / name).is_file() for name in signs):
         raise ConfigError(_no_run(folder))
     notes: list[str] = []
-    steps, evaluations = _Series(), _Series()
+    steps = _Series()
+    evaluations = _Series()
     series = {"loss": steps, "evaluation_loss": evaluations}
     for losses in _lines(folder / "metrics.jsonl", _losses, notes):
         for key, line in losses:

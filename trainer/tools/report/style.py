@@ -16,11 +16,20 @@ from matplotlib.ticker import MaxNLocator
 
 from trainer.errors import printable
 
-INK, MUTED, GREY, LINE, PALE = "#27313b", "#6b7682", "#aab3bd", "#d5dae0", "#eef1f4"
-BLUE, TEAL, OCHRE = "#2f5f96", "#3b8f83", "#cf9434"
-RED, VIOLET, SKY = "#b4493c", "#7767a5", "#8db4d9"
+INK = "#27313b"
+MUTED = "#6b7682"
+GREY = "#aab3bd"
+LINE = "#d5dae0"
+PALE = "#eef1f4"
+BLUE = "#2f5f96"
+TEAL = "#3b8f83"
+OCHRE = "#cf9434"
+RED = "#b4493c"
+VIOLET = "#7767a5"
+SKY = "#8db4d9"
 COLOURS = (BLUE, TEAL, OCHRE, VIOLET, SKY, "#a3b86c", "#c98a9b", MUTED)
-WIDTH, DPI = 9.6, 150
+WIDTH = 9.6
+DPI = 150
 FEW = 60
 """The most points of a curve at which each is marked."""
 STYLE: Any = {

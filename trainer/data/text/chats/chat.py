@@ -166,7 +166,8 @@ class Template:
         A token that the next question takes away, as Phi-3's end-of-text, ends the chat. None: not
         known, as the template refuses a plain chat.
         """
-        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        question = {"role": "user", "content": "a"}
+        answer = {"role": "assistant", "content": "b"}
         try:
             text, _ = self._rendered(Chat([question, answer]), 2)
             more, _ = self._rendered(Chat([question, answer, question]), 3)
@@ -196,7 +197,8 @@ class Template:
         Where the template writes none, that is the token with which the next turn begins.
         """
         start, end = span
-        own, known = text[start:end].rstrip(), self._end
+        own = text[start:end].rstrip()
+        known = self._end
         rest = text[end:]
         if known and not own.endswith(known) and rest.lstrip().startswith(known):
             return start, end + rest.index(known) + len(known)
@@ -250,7 +252,8 @@ class Template:
                 raise MemoryError
         except (MemoryError, TimeoutError) as error:
             limits = f"more than {room:,} characters of it, or takes too much memory or time"
-            actual, expected = f"{self.origin} makes {limits}", "a template that ends soon"
+            actual = f"{self.origin} makes {limits}"
+            expected = "a template that ends soon"
             raise DataError(
                 Problem(chat.place, actual, expected, "Correct the template")
             ) from error

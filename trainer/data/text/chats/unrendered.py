@@ -54,7 +54,8 @@ class _Comparison:
 
     def _places(self) -> list[Span] | None:
         """Find each content after the one before; None if one is not found so."""
-        places, at = [], 0
+        places = []
+        at = 0
         for message in self.chat.messages:
             starts = [(self.text.find(form, at), form) for form in _forms(_words(message))]
             start, form = min(((s, f) for s, f in starts if s >= 0), default=(-1, ""))
@@ -84,7 +85,8 @@ class _Comparison:
                 leaves = [_name(call), *_leaves(_function(call).get("arguments"))]
                 if all(_has(around, leaf) for leaf in leaves) and len(calls) == 1:
                     continue
-                before, after = calls[:number], calls[number + 1 :]
+                before = calls[:number]
+                after = calls[number + 1 :]
                 changed = [[*before, *after] or None]
                 if len(leaves) > 1:
                     changed.append([*before, _bare(call), *after])
