@@ -36,7 +36,7 @@ from benchmarks.soak import KINDS, LAUNCHERS, Soak, steps
 from tests.support.commands import write_job
 from tests.support.marked import ended, sweep
 from trainer.supervise.stall import Phase
-from trainer.supervise.watch import Watch
+from trainer.supervise.watchdog.watch import Watch
 
 BLOCK = WARM_UP = int(os.environ.get("ENDS_BLOCK", 200))
 """Steps: of a block, which takes longer than the second between two beats; and before the first."""

@@ -33,7 +33,7 @@ from trainer.distributed.flight_record import Entered
 from trainer.supervise import watch as watching
 from trainer.supervise.meeting import reach, serve
 from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
-from trainer.supervise.watch import Watch
+from trainer.supervise.watchdog.watch import Reports, Watch
 from trainer.supervise.world import environment_of, free_port
 
 AT_STEP_3 = """
@@ -46,7 +46,7 @@ def step(self, number, *rest):
 m.TorchEngine.step = step
 """
 SLOW = """
-import trainer.supervise.watch as w, trainer.engines.torch.engine as m
+import trainer.supervise.watchdog.watch as w, trainer.engines.torch.engine as m
 w.SAMPLES, w.BEAT_SECONDS = 10, 0.2  # many in the six seconds for which it sleeps, however fast the rest is
 real = m.TorchEngine.step
 def step(*given):
@@ -85,7 +85,7 @@ STANDS = {
     ),
     "a stopped rank": (AT_STEP_3.format(rank=1, what=STOP), RANK_1 + r"is stopped \(SIGSTOP\)"),
     "a stopped first rank": (  # before any beat
-        "import trainer.supervise.watch as w; w.BEAT_SECONDS = 4.0"
+        "import trainer.supervise.watchdog.watch as w; w.BEAT_SECONDS = 4.0"
         + AT_STEP_3.format(rank=0, what=STOP),
         r"rank 0 on HOST \(process \d+\) is stopped \(SIGSTOP\)",
     ),
@@ -164,7 +164,7 @@ def test_the_last_collectives_of_all_ranks_are_left_for_pytorch_to_compare(
 @pytest.mark.more
 def test_what_holds_a_certificate_is_named(tmp_path: Path, cache: Path) -> None:
     code, expected = STANDS["another collective"]
-    code = f"import trainer.supervise.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
+    code = f"import trainer.supervise.watchdog.watch as w; w.LEAST_SECONDS = 3.0\n{code}"
     verify = command(tmp_path, job(tmp_path), code, str(ROOT / "launch" / "verify.py"))
     result = run(*verify, timeout=120, **environment(cache))
     assert result.code == 77, result.output
@@ -407,7 +407,7 @@ def test_preparing_tells_that_it_goes_on():
 def test_its_readers_hear_of_it_from_its_first_beat() -> None:
     """Before the run's folder is known, too: the launcher has to say where a rank was."""
     heard: queue.Queue[Any] = queue.Queue()
-    watch = Watch(0, [("here", 1)], None, 100.0, print, heard.put)
+    watch = Watch(0, [("here", 1)], None, 100.0, Reports(print, heard.put))
     watch.plan(5)
     first = heard.get(timeout=20)
     watch.close()
@@ -427,7 +427,7 @@ def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
 
 def test_what_may_take_long_is_not_still():
     ended: list[list[str]] = []
-    watch = Watch(0, [("here", 1)], None, 0.2, ended.append)
+    watch = Watch(0, [("here", 1)], None, 0.2, Reports(ended.append))
     watch.at(Phase.TRAINING, 3)
     watch.moves(100.0)
     seen = watch.status()
@@ -477,7 +477,8 @@ def watch(
     *processes: tuple[str, int],
     patience: float = 0.1,
 ) -> Watch:
-    return Watch(rank, processes, store, patience, lambda lines: ended.put("\n".join(lines)))
+    reports = Reports(lambda lines: ended.put("\n".join(lines)))
+    return Watch(rank, processes, store, patience, reports)
 
 
 @pytest.fixture

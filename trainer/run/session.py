@@ -19,7 +19,7 @@ from trainer.run.start.request import Request, Start
 from trainer.supervise.output import Signs
 from trainer.supervise.signals import Signals
 from trainer.supervise.stall import Phase
-from trainer.supervise.watch import Watch
+from trainer.supervise.watchdog.watch import Watch
 from trainer.trackers import Tracker, say
 
 SLOW_NETWORK = 1e5

@@ -26,7 +26,8 @@ from trainer.errors import ConfigError, Problem
 from trainer.storage import installed, private_folder
 from trainer.supervise import meeting
 from trainer.supervise.output import Signs
-from trainer.supervise.watch import NoWatch, Watch
+from trainer.supervise.watchdog.no_watch import NoWatch
+from trainer.supervise.watchdog.watch import Watch
 from trainer.supervise.world import World, launchers_above
 
 _FILES = 65536

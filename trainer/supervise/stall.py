@@ -284,3 +284,11 @@ def _numbers(beats: Sequence[Beat]) -> str:
     more = f" and {len(numbers) - 8} more" if len(numbers) > 8 else ""
     shown = ", ".join(map(str, numbers[:8]))
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"
+
+
+def waits_for(beats: Sequence[Beat]) -> list[dict[str, Any]]:
+    """Return up to five ranks for which the others wait, for outside readers."""
+    return [
+        {"rank": beat.rank, "host": beat.host, "place": beat.place, "still": beat.still}
+        for beat in behind(beats)[:5]
+    ]

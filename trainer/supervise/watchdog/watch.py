@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import datetime
-import json
 import os
 import socket
 import statistics
-import sys
 import threading
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from trainer.distributed.flight_record import entered
 from trainer.errors import Stalled
 from trainer.supervise import stall
 from trainer.supervise.stall import Beat, Phase, is_gone, who
+from trainer.supervise.watchdog.beat_store import SILENT_SECONDS, BeatStore, in_time
+from trainer.supervise.watchdog.stacks import main_frame, stack_of, working_threads, works
 
 FIRST_STEP = 5.0
 """The factor by which the first step may take longer: kernels are compiled and buffers made."""
@@ -31,32 +27,33 @@ STEPS = 10.0
 """The patience if none is given: at least these seconds, and this many times the median step."""
 BEAT_SECONDS = 1.0
 DOUBTFUL_SECONDS = 4.0
-SILENT_SECONDS = 10.0
-ANSWER_SECONDS = 8.0
-"""Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
 NEIGHBOURS = 8
 """The ranks before its own that another one reads when it makes no progress, besides the first."""
 SILENT_PHASES = {Phase.PREPARING: 5.0, Phase.BUILDING: 5.0}
 """Multiples of its patience for which a rank may be silent: to parse may hold the interpreter."""
-KEY = "meshloom/watch"
 SAMPLES = 60
 """The number of beats over which slow ranks are found."""
-FRAMES = 8
-SUPERVISE = f"{Path(__file__).parent}{os.sep}"
-PROJECT = f"{Path(__file__).parent.parent}{os.sep}"
-"""The beginnings of the names of files whose threads only watch, and of all this project's."""
-MOST_THREADS = 3
+
+
+class Reports(NamedTuple):
+    """The functions that a watchdog calls."""
+
+    stalled: Callable[[list[str]], None]
+    """Called before each process ends: with the diagnosis in the one that reports for all, else
+    without lines."""
+    progress: Callable[[Mapping[str, Any]], None] = lambda status: None
+    """Called at each beat with the status for outside readers, on rank 0 of all ranks."""
+    slow: Callable[[str], None] = lambda line: None
+    """Called on rank 0, once for each rank that the others wait for."""
 
 
 class Watch:
     """Sends beats over a connection and from a thread of its own: no step waits for them.
 
     `processes`: host and process of each rank, exchanged at the rendezvous, which name one that is
-    silent later. `stalled` is called before each process ends, with the diagnosis in the one that
-    reports for all, else without lines; `progress` at each beat with the status for outside
-    readers, on rank 0 of all ranks; `slow` on rank 0, once for each rank that the others wait for.
+    silent later.
     """
 
     def __init__(
@@ -65,15 +62,11 @@ class Watch:
         processes: Sequence[tuple[str, int]],
         store: Any,
         patience: float | None,
-        stalled: Callable[[list[str]], None],
-        progress: Callable[[Mapping[str, Any]], None] = lambda status: None,
-        slow: Callable[[str], None] = lambda line: None,
+        reports: Reports,
     ) -> None:
         self._rank = rank
         self._given = patience
-        self._stalled = stalled
-        self._report_slow = slow
-        self._progress = progress
+        self._reports = reports
         self._world_size = len(processes)
         self.first = processes[0]
         self._phase = Phase.PREPARING
@@ -99,9 +92,8 @@ class Watch:
         self._planned: int | None = None
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
         self._slow: set[int] = set()
-        self._store = store.clone() if self._world_size > 1 else None
+        self._store = BeatStore(store) if self._world_size > 1 else None
         if self._store is not None:
-            self._store.set_timeout(datetime.timedelta(seconds=SILENT_SECONDS))
             self._say()
         for work in (self._beat, self._judge):
             threading.Thread(target=work, name="watch", daemon=True).start()
@@ -149,13 +141,13 @@ class Watch:
         if self._unanswered:
             return self._rank == 1
         try:
-            return self._store is None or int(self._store.add(f"{KEY}/failed", 1)) == 1
+            return self._store is None or self._store.count("failed", 1) == 1
         except Exception:  # rank 0 had the store
             return True
 
     def somebody_failed(self) -> bool:
         try:
-            return self._store is not None and int(self._store.add(f"{KEY}/failed", 0)) > 0
+            return self._store is not None and self._store.count("failed", 0) > 0
         except Exception:
             return False
 
@@ -189,28 +181,26 @@ class Watch:
         still = max(0.0, time.monotonic() - self._moved)
         shown: dict[str, Any] = {}
         if still > self._patience() / 2:
-            shown = {"stack": _stack(_main_frame()), "threads": _threads(), "groups": entered()}
+            shown = {
+                "stack": stack_of(main_frame()),
+                "threads": working_threads(),
+                "groups": entered(),
+            }
         busy = sum(self._samples) / SAMPLES if len(self._samples) == SAMPLES else None
         me = self._rank, socket.gethostname(), os.getpid()
         return Beat(*me, self._phase, self._step, still, self._number, busy, **shown)
-
-    def _sample(self) -> None:
-        """Note if the main thread works, or waits for other ranks in a collective, on the host."""
-        if self._phase in (Phase.TRAINING, Phase.WAITING):
-            frames = traceback.walk_stack(_main_frame())
-            files = {os.path.basename(frame.f_code.co_filename) for frame, _ in frames}
-            self._samples.append(files.isdisjoint(stall.COLLECTIVES))
 
     def _say(self) -> None:
         self._number += 1
         beat = self._mine()
         if self._store is not None:
-            self._store.set(f"{KEY}/{self._rank}", json.dumps(asdict(beat)))
+            self._store.put(beat)
 
     def _beat(self) -> None:
         while not self._closed.wait(BEAT_SECONDS):
             try:
-                self._sample()
+                if self._phase in (Phase.TRAINING, Phase.WAITING):
+                    self._samples.append(works())
                 self._say()
                 still = time.monotonic() - self._moved
                 reads_all = self._reads_all(still)
@@ -218,14 +208,14 @@ class Watch:
                     self._read(self._others)
                 self._complete = reads_all
                 if self._store is not None and still > self._patience():
-                    self._told = self._store.check([f"{KEY}/verdict"])
+                    self._told = self._store.has_verdict()
                 self._answered = time.monotonic()
             except Exception:  # `_judge` sees that there was no answer
                 continue
             if self._rank == 0:
                 self._tell_slow()
             with suppress(OSError):  # the run itself reports a full disk
-                self._progress(self.status())
+                self._reports.progress(self.status())
 
     def _reads_all(self, still: float) -> bool:
         """Return True if this rank has to know all: a reader, or one that hangs, if those
@@ -240,22 +230,19 @@ class Watch:
         if slow is not None and slow.rank not in self._slow:
             self._slow.add(slow.rank)
             reason = "it is slower than they are"
-            self._report_slow(f"note: the others wait for {who([slow])} most of the time: {reason}")
+            self._reports.slow(
+                f"note: the others wait for {who([slow])} most of the time: {reason}"
+            )
 
     def _read(self, ranks: Collection[int]) -> None:
         """Read others' beats, the last known of silent ranks. Raises the store's errors."""
         if self._store is None:
             return
-        keys = [f"{KEY}/{rank}" for rank in ranks]
         unheard = any(self._others[rank][0].number == 0 for rank in ranks)
-        if unheard and not self._store.check(keys):  # getting a missing key would wait for it
-            keys = [key for key in keys if self._store.check([key])]
         now = time.monotonic()
-        for value in self._store.multi_get(keys):
-            row = json.loads(value)
-            beat = stall.beat_of(row)
+        for beat in self._store.beats(ranks, some_missing=unheard):
             if self._others[beat.rank][0].number != beat.number:
-                self._others[beat.rank] = beat, now
+                self._others[beat.rank] = (beat, now)
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
@@ -284,17 +271,13 @@ class Watch:
         status = asdict(self._mine())
         for name in ("stack", "threads", "groups", "number", "rank"):
             del status[name]
-        late = [
-            {"rank": beat.rank, "host": beat.host, "place": beat.place, "still": beat.still}
-            for beat in stall.behind(self._beats())[:5]
-        ]
         return {
             **status,
             "place": self.place,
             "steps": self._planned,
             "ranks": self._world_size,
             "limit": self._limit(self._phase, self._step),
-            "waits_for": late,
+            "waits_for": stall.waits_for(self._beats()),
         }
 
     def _judge(self) -> None:
@@ -335,76 +318,29 @@ class Watch:
 
     def _verdict(self, beats: list[Beat]) -> None:
         heard = [beat.rank for beat in beats if not self._silent(beat)]
-        if min(heard) != self._rank and _in_time(self._await_verdict):
+        if min(heard) != self._rank and in_time(self._await_verdict):
             self._end([])
         self._end(stall.diagnosis(beats, self._silent), len(heard))
 
     def _await_verdict(self) -> None:
         assert self._store is not None
-        while not self._store.check([f"{KEY}/verdict"]):
+        while not self._store.has_verdict():
             time.sleep(BEAT_SECONDS / 4)
 
     def _end(self, lines: list[str], ranks: int = 0) -> NoReturn:
         """End the process, with a diagnosis or after another's, once its `ranks` left records."""
 
         def tell() -> None:
-            self._stalled(lines)
+            self._reports.stalled(lines)
             if self._store is None or self._unanswered:
                 return
             with suppress(Exception):  # of the process that serves the store, which may end first
                 if lines:
-                    self._store.set(f"{KEY}/verdict", str(ranks))
-                self._store.add(f"{KEY}/left", 1)
+                    self._store.give_verdict(ranks)
+                self._store.count("left", 1)
                 # a launcher kills the others soon after the first one has ended
-                while self._store.add(f"{KEY}/left", 0) < int(self._store.get(f"{KEY}/verdict")):
+                while self._store.count("left", 0) < self._store.records():
                     time.sleep(BEAT_SECONDS / 4)
 
-        _in_time(tell)
+        in_time(tell)
         os._exit(Stalled.exit_code)
-
-
-class NoWatch:
-    """A watchdog that does nothing: for a process alone in the user's script, or a certificate."""
-
-    place = "running"
-
-    def at(self, phase: Phase, step: int | None = None) -> None: ...
-
-    def plan(self, steps: int) -> None: ...
-
-    def moves(self, seconds: float = 0.0) -> None: ...
-
-    def close(self) -> None: ...
-
-
-def _main_frame() -> FrameType | None:
-    return sys._current_frames().get(threading.main_thread().ident or 0)
-
-
-def _stack(frame: FrameType | None) -> tuple[str, ...]:
-    frames = traceback.extract_stack(frame)[-FRAMES:]
-    return tuple(f"{'/'.join(Path(f.filename).parts[-3:])}:{f.lineno} {f.name}" for f in frames)
-
-
-def _threads() -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return names and stacks of the threads that run this project's code, and do not just wait."""
-    frames = sys._current_frames()
-    threads = []
-    for thread in threading.enumerate():
-        frame = frames.get(thread.ident or 0)
-        if frame is None or thread is threading.main_thread():
-            continue
-        files = {one.f_code.co_filename for one, _ in traceback.walk_stack(frame)}
-        works = any(file.startswith(PROJECT) and not file.startswith(SUPERVISE) for file in files)
-        stack = _stack(frame)
-        if works and not stall.idle(stack[-1]):
-            threads.append((thread.name, stack))
-    return tuple(sorted(threads, key=lambda one: stall.in_collective(one[1]))[:MOST_THREADS])
-
-
-def _in_time(work: Callable[[], None]) -> bool:
-    """Return True if done in ANSWER_SECONDS: a hung store, or a full pipe, would block for good."""
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(ANSWER_SECONDS)
-    return not thread.is_alive()
