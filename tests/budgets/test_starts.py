@@ -124,7 +124,7 @@ def started(folder: Path, world_size: int, *options: str) -> tuple[Counting, int
             patch.object(dist.distributed_c10d, "_get_default_store", lambda: None),
         ):
             process.check_even(8, ranks.on_host())
-            ending.watched(config, ranks, ending.Reports(print))
+            ending.watched(config, ranks, ending.WatchReports(print))
         machine = Machine(torch.device("cpu"), ranks, 8)
         console = Console(file=StringIO())
         with pytest.raises(_FirstStep):

@@ -47,7 +47,7 @@ def written(
     from trainer.distributed.dtensor import own_shard
     from trainer.distributed.ranks import Ranks
     from trainer.engines.torch.state import _parts
-    from trainer.tools.planner.messages import Messages
+    from trainer.tools.planner.fakes.messages import Messages
 
     rank = dist.get_rank()
     mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
@@ -136,7 +136,7 @@ def test_the_keeper_alone_has_what_each_rank_wrote(pools: Pools) -> None:
 def sent_in_saves(case: Any, folder: Path) -> set[str]:
     """Return the dtypes of what this rank sends in a save, and in one beside the training."""
     from trainer.checkpoint import save
-    from trainer.tools.planner.messages import Messages
+    from trainer.tools.planner.fakes.messages import Messages
 
     engine, ranks = started(case)
     advance(engine, case, 0)

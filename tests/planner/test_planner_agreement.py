@@ -23,7 +23,7 @@ from tests.support.messages import shows
 from tests.support.planned import subject
 from tests.support.training import LLAMA
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
-from trainer.tools.planner.messages import Message
+from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace, simulate_all
 
 # Real engines

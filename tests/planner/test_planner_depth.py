@@ -14,8 +14,8 @@ from trainer.models import cut
 from trainer.models.tiny import LARGEST
 from trainer.tools.planner import extrapolate as planner
 from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.fakes.ledger import Ledger
 from trainer.tools.planner.from_config import model_on, planned
-from trainer.tools.planner.ledger import Ledger
 
 MODEL = dict(
     model_type="llama", hidden_size=64, intermediate_size=160, num_attention_heads=4, vocab_size=256
@@ -121,7 +121,7 @@ def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
 
 @pytest.mark.more
 def test_deepspeed_loops_over_ranks():
-    """What `trainer/tools/planner/patches.py` is for: it can go when neither function does."""
+    """What `trainer/tools/planner/fakes/patches.py` is for: it can go when neither function does."""
     import inspect
 
     from deepspeed.runtime.comm import coalesced_collectives

@@ -22,8 +22,8 @@ from trainer.config import load
 from trainer.engines.devices import DEVICES
 from trainer.errors import DataError
 from trainer.probes import dispatch_modes
-from trainer.tools.planner import pretend
 from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.fakes import pretend
 from trainer.tools.planner.from_config import model_on
 
 CLASSES, SIZE = 10, 32

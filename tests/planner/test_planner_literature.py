@@ -12,8 +12,8 @@ from trainer.config import load
 from trainer.engines.devices import DEVICES, GIB
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.extrapolate import Plan
+from trainer.tools.planner.fakes.ledger import Peak
 from trainer.tools.planner.from_config import planned
-from trainer.tools.planner.ledger import Peak
 
 LLAMA = dict(model_type="llama", tie_word_embeddings=False)
 SMALL = dict(

@@ -303,7 +303,7 @@ def test_what_fits_is_found_for_405_billion_parameters():
 def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:
     """A plan whose ranks are not simulated, and take so many bytes of activations."""
     from trainer.tools.planner import extrapolate
-    from trainer.tools.planner.ledger import Peak
+    from trainer.tools.planner.fakes.ledger import Peak
     from trainer.tools.planner.simulate import Trace
 
     def traces(jobs, devices):

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.layout import AXES
 from trainer.tools.planner.cluster import NUMBERS, described, device_of
 from trainer.tools.planner.extrapolate import _plane, _straight
-from trainer.tools.planner.messages import Message
+from trainer.tools.planner.fakes.messages import Message
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)
 PLAIN = layout_of(LAYOUTS["ddp"])

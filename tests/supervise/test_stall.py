@@ -33,7 +33,7 @@ from trainer.distributed.flight_record import Entered
 from trainer.supervise import watch as watching
 from trainer.supervise.meeting import reach, serve
 from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
-from trainer.supervise.watchdog.watch import Reports, Watch
+from trainer.supervise.watchdog.watch import Watch, WatchReports
 from trainer.supervise.world import environment_of, free_port
 
 AT_STEP_3 = """
@@ -407,7 +407,7 @@ def test_preparing_tells_that_it_goes_on():
 def test_its_readers_hear_of_it_from_its_first_beat() -> None:
     """Before the run's folder is known, too: the launcher has to say where a rank was."""
     heard: queue.Queue[Any] = queue.Queue()
-    watch = Watch(0, [("here", 1)], None, 100.0, Reports(print, heard.put))
+    watch = Watch(0, [("here", 1)], None, 100.0, WatchReports(print, heard.put))
     watch.plan(5)
     first = heard.get(timeout=20)
     watch.close()
@@ -427,7 +427,7 @@ def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
 
 def test_what_may_take_long_is_not_still():
     ended: list[list[str]] = []
-    watch = Watch(0, [("here", 1)], None, 0.2, Reports(ended.append))
+    watch = Watch(0, [("here", 1)], None, 0.2, WatchReports(ended.append))
     watch.at(Phase.TRAINING, 3)
     watch.moves(100.0)
     seen = watch.status()
@@ -477,7 +477,7 @@ def watch(
     *processes: tuple[str, int],
     patience: float = 0.1,
 ) -> Watch:
-    reports = Reports(lambda lines: ended.put("\n".join(lines)))
+    reports = WatchReports(lambda lines: ended.put("\n".join(lines)))
     return Watch(rank, processes, store, patience, reports)
 
 

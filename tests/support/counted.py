@@ -38,8 +38,8 @@ from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import Update
-from trainer.tools.planner.messages import Message, Messages, place
-from trainer.tools.planner.pretend import pretending
+from trainer.tools.planner.fakes.messages import Message, Messages, place
+from trainer.tools.planner.fakes.pretend import pretending
 from trainer.tools.planner.simulate import SampleCost, Workload
 
 LENGTH = 32

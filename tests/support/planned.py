@@ -69,7 +69,7 @@ def measured(case: Case, of: Callable[[Case], Any] = subject) -> Usage:
 
     from trainer.distributed.ranks import Ranks
     from trainer.engines import Machine
-    from trainer.tools.planner.messages import Messages
+    from trainer.tools.planner.fakes.messages import Messages
     from trainer.tools.planner.simulate import recorded
 
     class Unrecorded(Ranks):

@@ -136,3 +136,21 @@ def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     norm = theirs[1].sqrt()
     norm = norm.clamp_min(max(LEAST * float(norm.max()), 1e-30))
     return float(((ours - theirs).abs() / torch.stack([norm, norm.square()])).max())
+
+
+def order_of_computation(
+    model: nn.Module, named: Mapping[str, nn.Parameter], first_pass: Callable[[], None]
+) -> dict[str, int]:
+    """Return the place of each parameter in a forward pass; -1 if it takes no part."""
+    called: dict[int, int] = {}
+
+    def note(module: nn.Module, inputs: Any) -> None:
+        for parameter in module.parameters(recurse=False):
+            called.setdefault(id(parameter), len(called))
+
+    hooks = [module.register_forward_pre_hook(note) for module in model.eval().modules()]
+    with torch.no_grad():
+        first_pass()
+    for hook in hooks:
+        hook.remove()
+    return {name: called.get(id(parameter), -1) for name, parameter in named.items()}

@@ -25,7 +25,7 @@ from trainer.data.mixture import Source
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine
-from trainer.models.spec import ModelSpec, stored
+from trainer.models.spec import stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
 from trainer.parallel.parallel_mesh import division_of
@@ -206,8 +206,7 @@ def shared_folder(ranks: Ranks) -> Iterator[Path]:
 
 def record(
     small: Tiny,
-    spec: ModelSpec,
-    task: Task,
+    subject: Subject,
     sources: Sources,
     machine: Machine,
     folder: Path,
@@ -220,13 +219,14 @@ def record(
     """
     section = small.config.trainer
     layout = small.layout
+    spec = subject.spec
     ranks = machine.ranks
     name = engine_of(small, machine.device.type)
     kind = ENGINES[name]
     ranks.on_each(lambda: kind.ready(layout, machine.device, small.config.deepspeed))
     ranks.on_first(lambda: kind.check(spec, layout))
     undecayed = spared(section.weight_decay_excludes, spec)
-    overflowing: Any = Overflowing(task, small, layout.data_rank(ranks.rank))
+    overflowing: Any = Overflowing(subject.task, small, layout.data_rank(ranks.rank))
     deepspeed = small.config.deepspeed
     job = Job(layout, spec, overflowing, deepspeed, section.seed, machine, undecayed)
     chunk = max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)

@@ -31,9 +31,9 @@ from trainer.certify.one_process.expected import (
     right_of,
 )
 from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
-from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of
-from trainer.certify.one_process.sample_order import numbers_of, seed_of
-from trainer.certify.outputs import Listener, Loads, Outputs, apart, parts_of
+from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of, state_of_optimizer
+from trainer.certify.one_process.sample_order import DropoutSeeds, numbers_of
+from trainer.certify.outputs import Listener, Loads, Outputs, apart, order_of_computation, parts_of
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State, Tensors
 from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny
@@ -85,16 +85,21 @@ class Reference(ABC):
         self.frozen = {
             name for name, parameter in self._named.items() if not parameter.requires_grad
         }
-        self.order = self._order_of_computation()
+        self.order = order_of_computation(self.model, self._named, self._first_pass)
         self.model.train()
-        self._block_seed = 0
+        self._seeds = DropoutSeeds(self._seed)
         for index, name in enumerate(spec.blocks):
-            self.model.get_submodule(name).register_forward_pre_hook(self._seeding(index))
+            self.model.get_submodule(name).register_forward_pre_hook(
+                self._seeds.before_block(index)
+            )
         self._listener = Listener([self.model])
         self._outputs = Outputs()
         self._loads = Loads(self.model, spec, small.layout.router_bias_rate)
         self._optimizer = optimizer_of(own, small, spec.blocks)
         self._scheduler = scheduler_of(self._optimizer, small.config)
+
+    def _first_pass(self) -> None:
+        self._output(self.model, self._example())
 
     @abstractmethod
     def held_out(self, state: State) -> Judged:
@@ -145,10 +150,7 @@ class Reference(ABC):
         self._update(step, gradients, norm)
         other = self._loads.biases if self.small.low_precision else ()  # they follow rounding
         after = {(n, WEIGHT): value for n, value in self.weights().items() if n not in other}
-        for name, parameter in self._named.items():
-            for part, value in self._optimizer.state[parameter].items():
-                if torch.is_tensor(value):
-                    after[name, part] = value.detach().cpu().clone()
+        after |= state_of_optimizer(self._optimizer, self._named)
         biases = {name: value.detach().cpu().clone() for name, value in self._loads.biases.items()}
         return replace(computed, state=after, biases=biases)
 
@@ -216,7 +218,7 @@ class Reference(ABC):
         self._outputs = {}
         self._loads.begin()
         for part in parts:
-            self._start_dropout(step, part.data_rank, part.number)
+            self._seeds.start(step, part.data_rank, part.number)
             self._inputs = self._loads.ids = part.inputs
             tokens: dict[int, Any] = {part.data_rank: None}
             if self._spec.language.vocabulary:
@@ -231,21 +233,6 @@ class Reference(ABC):
                 self._outputs[key] = self._outputs.get(key, 0) + value  # of a packed row's parts
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return total / counted, {n: g.float().cpu() / self._scale for n, g in gradients.items()}
-
-    def _order_of_computation(self) -> dict[str, int]:
-        """Return the place of each parameter in a forward pass; -1 if it takes no part."""
-        called: dict[int, int] = {}
-
-        def note(module: nn.Module, inputs: Any) -> None:
-            for parameter in module.parameters(recurse=False):
-                called.setdefault(id(parameter), len(called))
-
-        hooks = [module.register_forward_pre_hook(note) for module in self.model.eval().modules()]
-        with torch.no_grad():
-            self._output(self.model, self._example())
-        for hook in hooks:
-            hook.remove()
-        return {name: called.get(id(p), -1) for name, p in self._named.items()}
 
     def _rounding(
         self, step: int, parts: list[MicroBatch], counted: int, loss: float, own: Tensors
@@ -321,19 +308,6 @@ class Reference(ABC):
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
         """Return the gradients of the steps on which a run's rounding is measured."""
         raise NotImplementedError("a case whose rounding is measured has such steps")
-
-    # Randomness
-
-    def _start_dropout(self, step: int, data_rank: int, micro_batch: int) -> None:
-        self._block_seed = seed_of(seed_of("dropout", self._seed, step, data_rank), micro_batch)
-        torch.manual_seed(self._block_seed)
-
-    def _seeding(self, index: int) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
-            if module.training:
-                torch.manual_seed((self._block_seed + index + 1) % 2**63)
-
-        return hook
 
     # State
 

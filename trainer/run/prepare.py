@@ -138,8 +138,7 @@ def prepare(
     layout = composed.layout
     name, engine = composed.engine()
     if builds:
-        ranks.on_own(lambda: engine.ready(layout, machine.device, config.deepspeed))
-        ranks.on_own(lambda: new_hash(section.checkpoint.hash))
+        ranks.on_own(lambda: _check_machine(engine, composed, machine))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
@@ -152,9 +151,7 @@ def prepare(
     spec = subject.spec
     steps = _steps_of(section, len(subject.data.train), layout.train_batch)
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
-    config = subject.settled(config)
-    notes = (*config.notes, *_machine_notes(composed, name, machine), *support.notes(config, name))
-    config = replace(config, notes=notes)
+    config = _noted(subject.settled(config), composed, name, machine)
     model = spec.build()
     _check_weights(spec, [name for name, _ in model.named_parameters()], machine)
     return Prepared(
@@ -222,6 +219,19 @@ def _steps_of(section: TrainerSection, samples: int, train_batch: int) -> int:
     if problems := profile_problems(section, steps):
         raise ConfigError(*problems).share()
     return steps
+
+
+def _check_machine(engine: EngineKind, composed: Composed, machine: Machine) -> None:
+    """Raise ConfigError if this machine lacks what the engine or a checkpoint requires."""
+    config = composed.config
+    engine.ready(composed.layout, machine.device, config.deepspeed)
+    new_hash(config.trainer.checkpoint.hash)
+
+
+def _noted(config: Config, composed: Composed, name: str, machine: Machine) -> Config:
+    """Return the config with the notes on this machine and on the engine of that name."""
+    machines = _machine_notes(composed, name, machine)
+    return replace(config, notes=(*config.notes, *machines, *support.notes(config, name)))
 
 
 def _machine_notes(composed: Composed, name: str, machine: Machine) -> Iterator[str]:

@@ -24,7 +24,7 @@ from trainer.supervise import status_files
 from trainer.supervise.notes import LEAVE_SECONDS, Notes, Whereabouts
 from trainer.supervise.process import Machine
 from trainer.supervise.stall import who
-from trainer.supervise.watchdog.watch import Reports, Watch
+from trainer.supervise.watchdog.watch import Watch, WatchReports
 from trainer.supervise.world import World
 
 OTHERS_SECONDS = 4.0
@@ -55,7 +55,7 @@ class Ending:
 
     def start_watch(self, config: Config, ranks: Ranks, *slow: Callable[[str], None]) -> Watch:
         """Start the watchdog that reports and ends through this, and calls `slow`. Collective."""
-        self.watch = watched(config, ranks, Reports(self.stalled, self.beat, *slow))
+        self.watch = watched(config, ranks, WatchReports(self.stalled, self.beat, *slow))
         self.watch.on_phase(self._begins)
         return self.watch
 
@@ -194,7 +194,7 @@ def _end_at_last(code: int) -> None:
     os._exit(code)
 
 
-def watched(config: Config, ranks: Ranks, reports: Reports) -> Watch:
+def watched(config: Config, ranks: Ranks, reports: WatchReports) -> Watch:
     """Start the watchdog of this process; `reports`: what it calls. Collective."""
     import torch.distributed as dist
     from torch.distributed.distributed_c10d import _get_default_store
@@ -220,5 +220,5 @@ def watched_in_script(config: Config, machine: Machine) -> Iterator[Machine]:
     if machine.ranks.world_size == 1:
         yield machine
         return
-    with closing(watched(config, machine.ranks, Reports(stalled))) as watch:
+    with closing(watched(config, machine.ranks, WatchReports(stalled))) as watch:
         yield replace(machine, watch=watch)

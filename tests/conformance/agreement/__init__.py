@@ -10,7 +10,7 @@ from tests.conformance.agreement.interleaving import standing_still
 from tests.conformance.agreement.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.errors import Problem
 from trainer.layout import Layout
-from trainer.tools.planner.messages import Message
+from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace
 
 GROUP_MEND = (

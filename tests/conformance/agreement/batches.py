@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.pipelining import schedules
 
 from trainer.tools.planner import simulate
-from trainer.tools.planner.messages import Message, Messages
+from trainer.tools.planner.fakes.messages import Message, Messages
 
 BATCHES = ((dist, "batch_isend_irecv"), (schedules, "_batch_p2p"))
 """Functions that send and receive several at once; schedules wait for all of the second."""

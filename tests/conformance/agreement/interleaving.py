@@ -14,7 +14,7 @@ from itertools import groupby
 
 from tests.conformance.agreement.meetings import Meeting, Meetings, described, ranks_named, said
 from trainer.errors import Problem, listed
-from trainer.tools.planner.messages import Message
+from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace
 
 MEND = (

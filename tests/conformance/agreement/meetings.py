@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from trainer.layout import AXES, Layout
-from trainer.tools.planner.messages import POINT_TO_POINT, Message
+from trainer.tools.planner.fakes.messages import POINT_TO_POINT, Message
 
 SYMMETRIC = ("replicate", "shard")
 """Axes along which groups issue the same; stages and tensor ranks may issue other messages."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -101,3 +101,15 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
     steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
     least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None
     return get_scheduler("cosine_with_min_lr" if least else section.type, optimizer, *steps, least)
+
+
+def state_of_optimizer(
+    optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
+) -> dict[tuple[str, str], torch.Tensor]:
+    """Copy what an optimizer keeps of each parameter to the host, by name and part."""
+    return {
+        (name, part): value.detach().cpu().clone()
+        for name, parameter in named.items()
+        for part, value in optimizer.state[parameter].items()
+        if torch.is_tensor(value)
+    }

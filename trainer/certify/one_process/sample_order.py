@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable
 
 import numpy as np
+import torch
+from torch import nn
 
 from trainer.layout import Layout
 
@@ -21,6 +24,33 @@ def numbers_of(layout: Layout, seed: int, size: int, step: int) -> np.ndarray:
     first = step * batch - epochs.start * size
     shape = (layout.accumulation, layout.data_ranks, layout.micro_batch)
     return stream[first : first + batch].reshape(shape)  # type: ignore[no-any-return]
+
+
+class DropoutSeeds:
+    """The seeds of random numbers in a forward pass: one for a micro-batch, one for each block."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._of_micro_batch = 0
+
+    def start(self, step: int, data_rank: int, micro_batch: int) -> None:
+        """Seed PyTorch for a micro-batch."""
+        seed = seed_of("dropout", self._seed, step, data_rank)
+        self.begin(seed_of(seed, micro_batch))
+
+    def begin(self, seed: int) -> None:
+        """Seed PyTorch with a number, from which the blocks' seeds follow."""
+        self._of_micro_batch = seed
+        torch.manual_seed(seed)
+
+    def before_block(self, index: int) -> Callable[[nn.Module, object], None]:
+        """Return a hook that seeds PyTorch for a block in training."""
+
+        def hook(module: nn.Module, inputs: object) -> None:
+            if module.training:
+                torch.manual_seed((self._of_micro_batch + index + 1) % 2**63)
+
+        return hook
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:

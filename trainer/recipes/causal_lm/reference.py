@@ -192,8 +192,7 @@ class LanguageReference(Reference):
         self._loads.begin()
         self._loads.ids = self._inputs
         for seed in range(2):
-            torch.manual_seed(seed)
-            self._block_seed = seed
+            self._seeds.begin(seed)
             with torch.no_grad():
                 outputs.append(self._output(self.model.train(), self._inputs))
         return not torch.equal(*outputs)

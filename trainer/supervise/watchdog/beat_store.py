@@ -1,4 +1,4 @@
-"""The beats of all ranks in PyTorch's store, a key for each, and the verdict on a run that hangs."""
+"""The beats of all ranks in PyTorch's store, and the verdict on a run that hangs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BeatStore:
         self._store.set(f"{KEY}/{beat.rank}", json.dumps(asdict(beat)))
 
     def beats(self, ranks: Collection[int], *, some_missing: bool) -> Iterator[Beat]:
-        """Yield the last beats of these ranks; of those that may not have written one, if they have."""
+        """Yield the last beats of these ranks, of which some may not have written one yet."""
         keys = [f"{KEY}/{rank}" for rank in ranks]
         if some_missing and not self._store.check(keys):  # getting a missing key would wait for it
             keys = [key for key in keys if self._store.check([key])]

@@ -23,7 +23,7 @@ def main_frame() -> FrameType | None:
 
 
 def works() -> bool:
-    """Return True if the main thread works on the host, and waits for other ranks in no collective."""
+    """Return True if the main thread works on the host, and waits in no collective."""
     frames = traceback.walk_stack(main_frame())
     files = {os.path.basename(frame.f_code.co_filename) for frame, _ in frames}
     return files.isdisjoint(stall.COLLECTIVES)

@@ -37,7 +37,7 @@ SAMPLES = 60
 """The number of beats over which slow ranks are found."""
 
 
-class Reports(NamedTuple):
+class WatchReports(NamedTuple):
     """The functions that a watchdog calls."""
 
     stalled: Callable[[list[str]], None]
@@ -62,7 +62,7 @@ class Watch:
         processes: Sequence[tuple[str, int]],
         store: Any,
         patience: float | None,
-        reports: Reports,
+        reports: WatchReports,
     ) -> None:
         self._rank = rank
         self._given = patience

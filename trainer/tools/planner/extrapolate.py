@@ -17,8 +17,8 @@ from torch import nn
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec, units
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
-from trainer.tools.planner.ledger import Peak
-from trainer.tools.planner.messages import Message
+from trainer.tools.planner.fakes.ledger import Peak
+from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
 STEADY = "step 2"

@@ -26,9 +26,9 @@ from trainer.parallel.partition import block_ranges
 from trainer.recipe import SampleCost
 from trainer.storage import imported
 from trainer.tasks.task import Batch, Task, bare_name
-from trainer.tools.planner.ledger import BUILD, SAVE, Ledger, Peak
-from trainer.tools.planner.messages import Message, Messages
-from trainer.tools.planner.pretend import pretending
+from trainer.tools.planner.fakes.ledger import BUILD, SAVE, Ledger, Peak
+from trainer.tools.planner.fakes.messages import Message, Messages
+from trainer.tools.planner.fakes.pretend import pretending
 
 STEPS = 2
 """Optimizers create their state in the first step; from the second on all are alike."""

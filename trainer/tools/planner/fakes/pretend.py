@@ -34,8 +34,8 @@ from trainer.parallel.splits import expert_ranks
 from trainer.probes.dispatch_modes import HostReads
 from trainer.tasks.attention import Attention
 from trainer.tasks.kernels import kernel_chooser
-from trainer.tools.planner.messages import place
-from trainer.tools.planner.replicas_by_buckets import BucketedReplica
+from trainer.tools.planner.fakes.messages import place
+from trainer.tools.planner.fakes.replicas_by_buckets import BucketedReplica
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -178,7 +178,7 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     from deepspeed.runtime.utils import CheckOverflow, is_invalid_grad_norm
     from deepspeed.runtime.zero import stage3, stage_1_and_2
 
-    from trainer.tools.planner import patches
+    from trainer.tools.planner.fakes import patches
 
     yield from patches.replacements()
     yield from _everywhere(coalesced_collectives.reduce_scatter_coalesced, patches.reduce_scatter)

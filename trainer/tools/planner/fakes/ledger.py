@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.models.names import pattern_of
 from trainer.tasks.task import bare_name
-from trainer.tools.planner.pretend import resizes_reported
+from trainer.tools.planner.fakes.pretend import resizes_reported
 
 BLOCK = 512
 """Bytes to which the CUDA allocator rounds up (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
