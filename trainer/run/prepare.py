@@ -145,9 +145,8 @@ def prepare(
     subject = open_subject(config, given, layout, ranks, progress, order)
     machine.signs.at("trying a tiny copy of the model")
     subject, model_notes = _tried(subject, section, layout, engine, ranks)
-    on_gpu = builds and machine.device.type == "cuda"
-    if on_gpu and section.model.attention in (None, "sdpa"):
-        model_notes = (*model_notes, *subject.kernels(layout, machine.device))
+    if builds:
+        model_notes = (*model_notes, *_kernel_notes(subject, section, layout, machine))
     spec = subject.spec
     steps = _steps_of(section, len(subject.data.train), layout.train_batch)
     config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
@@ -201,6 +200,14 @@ def _tried(
     ranks.on_first(lambda: engine.check(spec, layout))
     ranks.try_on_first(lambda: subject.trained(spec, section))
     return subject.trained(spec, section), notes
+
+
+def _kernel_notes(
+    subject: Subject, section: TrainerSection, layout: Layout, machine: Machine
+) -> Iterator[str]:
+    """Set the order of attention's kernels where PyTorch chooses among a GPU's; say which run."""
+    if machine.device.type == "cuda" and section.model.attention in (None, "sdpa"):
+        yield from subject.kernels(layout, machine.device)
 
 
 def _facts(machine: Machine) -> RuntimeFacts:
