@@ -121,6 +121,8 @@ class Subject:
     """The comparison of prepared data with what was written."""
     unit: ClassVar[str] = "sample"
     """The short name of what rates count."""
+    units: ClassVar[str] = "targets"
+    """The plural of what rates count, in a report."""
 
     def settled(self, config: Config) -> Config:
         """Return the config with what the data has decided, and with its origin."""
@@ -235,10 +237,6 @@ class Recipe(Protocol):
     A plug-in's recipe has a name with a colon, from `trainer.plugins.register("recipe", ...)` or
     an entry point of the group `meshloom.recipes`.
     """
-
-    @property
-    def unit(self) -> str:
-        """The plural of what rates count: "tokens"."""
 
     @property
     def keys(self) -> Sequence[str]:

@@ -136,7 +136,7 @@ WRONG: dict[str, tuple[Callable[[Path], object], str]] = {
     "no number": (changed(lora_alpha=None), "trainer.adapter.alpha: saw null"),
     "no list": (changed(target_modules=[1]), "trainer.adapter.targets"),
     "an unknown bias": (changed(bias="x"), 'trainer.adapter.bias: saw "x"'),
-    "no path": (changed(base_model_name_or_path=5), "ValidationError"),
+    "no path": (changed(base_model_name_or_path=5), "trainer.model.name_or_path"),
     "no tokenizer": (without("base/tokenizer.json"), "tokenizer"),
     "a truncated base": (truncated, "safetensors"),
     "ranks by pattern": (changed(rank_pattern={"q_proj": 2}), "rank_pattern "),

@@ -445,7 +445,7 @@ def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> Non
     """A chat's up to its first answer, with the header that prompts it; a text's with its first
     tokens.
     """
-    from trainer.run.evaluate import FEW, beginning
+    from trainer.recipes.causal_lm.continuation import FEW, beginning
 
     template = tmp_path / "template.jinja"
     template.write_text(CHATML)

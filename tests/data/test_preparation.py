@@ -88,7 +88,7 @@ def test_the_first_bad_row_is_named_whoever_finds_it(tmp_path: Path, count: int)
         chat(("user", "stop"), ("assistant", "a"))
     )  # of the same chunk as the line that is no JSON
     path.write_text("\n".join(lines))
-    with raises(DataError, "data.jsonl:43", "template refuses"):
+    with raises(DataError, "data.jsonl:43", "template rejects"):
         prepared(path, tmp_path / "cache", workers=count, chat_template=str(template))
     limits = {"sequence_length": 12, "documents": "pad", "too_long": "error"}
     lines[41] = json.dumps(chat(("user", "a b c d e f g h a b c d"), ("assistant", "a")))

@@ -770,7 +770,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     shows(report, "lost", "(2)")
     shows(report, "load_in_4bit", "counterpart")
     assert "carried over (" in report
-    shows(report, "change nothing")
+    shows(report, "speed alone")
     assert load(target).trainer.adapter is not None
     assert main(["--from", "axolotl", "--partial", str(source)], "meshloom import") == 0
     printed = capsys.readouterr()

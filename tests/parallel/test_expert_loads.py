@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from tests.support.layouts import EXPERTS, HOST, PARTS, by_engine, family
 from tests.support.messages import raises
+from tests.support.probing import ask_about
 from tests.support.training import (
     Case,
     assert_same,
@@ -28,9 +29,12 @@ from tests.support.training import (
     train_plainly,
 )
 from trainer.errors import ConfigError
+from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import Update
+from trainer.parallel.probes import expert_bias
 from trainer.parallel.splits import expert_loads
-from trainer.parallel.splits.expert_loads import ExpertLoads, biases_of, check
+from trainer.parallel.splits.expert_loads import ExpertLoads, biases_of
+from trainer.recipes.causal_lm.task import CausalLM
 
 # enough experts that one token more or less moves another bias
 ROUTED: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
@@ -157,6 +161,11 @@ def test_a_step_that_is_not_finite_moves_nothing():
         loads.move(norm, skipped)
         assert bias.tolist() == (moved * torch.tensor([-1.0, 1.0, 0.0, 1.0])).tolist()
         assert not load.any()
+
+
+def check(spec: ModelSpec) -> None:
+    """Ask whether its biases choose the experts."""
+    ask_about(expert_bias.QUESTION, spec, CausalLM.of(spec), router_bias_rate=0.05)
 
 
 @pytest.mark.parametrize(

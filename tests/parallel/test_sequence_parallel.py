@@ -22,7 +22,7 @@ from tests.support.training import Case, build, spec_of, task_of
 from trainer.engines import ENGINES
 from trainer.errors import ConfigError
 from trainer.parallel.apply import wrap_blocks
-from trainer.parallel.splits.matrices import check
+from trainer.parallel.probes.tensor_parts import check
 
 WHOLE_ROWS = layout(1, 1, 1, 2, 1, 1)
 DIVIDED = replace(WHOLE_ROWS, sequence_parallel=True)

@@ -10,8 +10,8 @@ import pytest
 
 from trainer.config import load
 from trainer.engines.devices import DEVICES
-from trainer.models import cut
 from trainer.models.tiny import LARGEST
+from trainer.probes.questions import stages
 from trainer.tools.planner import extrapolate as planner
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.fakes.ledger import Ledger
@@ -70,13 +70,13 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
 def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
     """Nothing of a large model is there but its shapes: not of few of its blocks, either."""
     values: list[int] = []
-    real = cut.materialise
+    real = stages.materialise
 
     def counted(model: Any, *arguments: Any, **options: Any) -> None:
         values.append(sum(parameter.numel() for parameter in model.parameters()))
         real(model, *arguments, **options)
 
-    monkeypatch.setattr(cut, "materialise", counted)
+    monkeypatch.setattr(stages, "materialise", counted)
     large = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
     config = {
         "train_batch_size": "auto",
@@ -87,7 +87,7 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
         "trainer": {"steps": 100, "data": {"sequence_length": 64}, "model": {"config": large}},
     }
     source = model_on(load(config), Cluster(1, 4, DEVICES["h100-80gb"]))
-    cut.check_cut(source.with_blocks(2, 2).spec, 2)
+    stages.check_cut(source.with_blocks(2, 2).spec, 2)
     assert values and max(values) <= LARGEST
 
 

@@ -167,6 +167,7 @@ def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequenc
         "engine": prepared.engine_name,
         "layout": prepared.layout.to_json(),
         "device": machine.device.type,
+        "unit": prepared.subject.units,
         "platform": platform.platform(),
         "command": sys.argv,
         "config": str(prepared.config.path),

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import unwrap
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
-from trainer.engines import EngineKind, Job, Machine
+from trainer.engines import Engine, EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.own.source import source_of
@@ -102,6 +103,10 @@ class Prepared:
             machine,
             self.undecayed,
         )
+
+    def before_training(self, engine: Engine, folder: Path) -> Prepared:
+        """Return the same with what the engine computes of the samples first. Collective."""
+        return replace(self, subject=self.subject.before_training(engine, folder))
 
     @property
     def form(self) -> ModelForm:

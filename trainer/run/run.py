@@ -141,8 +141,8 @@ def train(prepared: Prepared, session: Session) -> None:
     check_memory = session.request.memory_check
     compared = check_memory(prepared, session.machine, folder, session.console)
     engine, state = _built(prepared, session)
-    subject = subject.before_training(engine, folder)
-    prepared = replace(prepared, subject=subject)
+    prepared = prepared.before_training(engine, folder)
+    subject = prepared.subject
     prints = ranks.first and support.has_reports(prepared.config)  # reports of DeepSpeed's
     reports = redirect_stdout(session.console.file) if prints else nullcontext()
     with (

@@ -25,7 +25,8 @@ def source_of(model: nn.Module, /, **parts: Made) -> dict[str, str]:
 
     Those are the classes and functions at the top of their files, and what these need by name, in
     their files and in other ones of the user's. Comments, docstrings and white space do not count;
-    values that a program computes do not, either. A class of an installed package is known by the
+    values that a program computes do not, either, but for plain arguments of a
+    `functools.partial`. A class of an installed package is known by the
     package's version.
     """
     sources = _Sources()
@@ -50,6 +51,9 @@ class _Sources:
         """Add what defines a class or a function; an object is what its class is."""
         given = thing
         while isinstance(thing, partial | MethodType):
+            if isinstance(thing, partial):
+                values = [*thing.args, *sorted(thing.keywords.items())]
+                self._add_text(f"{role}'s arguments", ", ".join(map(_text_of, values)))
             thing = thing.func if isinstance(thing, partial) else thing.__func__
         thing = inspect.unwrap(thing) if callable(thing) else thing
         kind = thing if isinstance(thing, FunctionType | type) else type(thing)
@@ -164,6 +168,17 @@ def _plain(tree: ast.AST) -> str:
             is_docstring = isinstance(first.value, ast.Constant)
             body[:1] = [ast.Pass()] if is_docstring else [first]
     return ast.unparse(tree)
+
+
+def _text_of(value: Any) -> str:
+    """Return a plain value as text; of any other object, its class."""
+    if isinstance(value, dict):
+        value = sorted(value.items(), key=str)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_text_of, value))}]"
+    if value is None or isinstance(value, bool | int | float | complex | str | bytes):
+        return repr(value)
+    return f"{type(value).__module__}.{type(value).__qualname__}"
 
 
 def _digest(*texts: str) -> str:

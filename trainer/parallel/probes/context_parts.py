@@ -121,7 +121,7 @@ class _Recorded(ContextRanks):
             self._calls.append((*heads, output))
             return output, weights
         if self._next == len(self._calls):
-            raise Differs("a part of a row attends more often than a whole one")
+            raise Differs("a part of a sequence attends more often than a whole one")
         *whole, output = self._calls[self._next]
         for ours, theirs in zip(heads, whole, strict=True):
             _compare(ours, self.part(theirs, 2), "it mixes tokens outside attention")
@@ -141,7 +141,7 @@ def _compare(ours: torch.Tensor, whole: torch.Tensor, difference: str) -> None:
     alike = ours.shape == whole.shape
     error = float((ours - whole).abs().max() / whole.abs().max()) if alike else 1
     if not error <= TOLERANCE:  # nor NaN
-        raise Differs(f"{difference}: a part of a row differs by {error:.1e}")
+        raise Differs(f"{difference}: a part of a sequence differs by {error:.1e}")
 
 
 QUESTION = Question(

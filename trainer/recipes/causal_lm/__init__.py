@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 class CausalLanguageModel:
-    unit = "tokens"
     keys = ()
 
     def subject(self, context: RunContext) -> Subject:

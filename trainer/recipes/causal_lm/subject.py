@@ -47,6 +47,7 @@ class LanguageSubject(Subject):
     form: Arranged = Arranged("concatenate")
     """The arrangement of documents in samples."""
     unit: ClassVar[str] = "tok"
+    units: ClassVar[str] = "tokens"
 
     def settled(self, config: Config) -> Config:
         data = config.trainer.data.model_copy(update={"documents": self.form.documents})

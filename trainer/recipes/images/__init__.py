@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 
 class ImageClassifier:
-    unit = "images"
     keys = ()
 
     def subject(self, context: RunContext) -> Subject:

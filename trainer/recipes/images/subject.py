@@ -27,6 +27,7 @@ class ImageSubject(Subject):
     data: ImageData
 
     unit: ClassVar[str] = "img"
+    units: ClassVar[str] = "images"
 
     def workers(self, section: TrainerSection, machine: Machine) -> int:
         """On a GPU as many as there are cores for; on the CPU those are busy."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
 
 class OwnModule:
-    unit = "targets"
     keys = ()
 
     def subject(self, context: RunContext) -> Subject:

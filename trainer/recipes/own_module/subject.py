@@ -21,6 +21,7 @@ class ModuleSubject(Subject):
 
     data: Pairs
     unit: ClassVar[str] = "tok"
+    units: ClassVar[str] = "tokens"
 
     def lines(self, workers: int) -> Iterator[str]:
         yield from (f"note    data: {note}" for note in self.data.notes)

@@ -13,8 +13,6 @@ from typing import Any, BinaryIO, TypeVar
 
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
-from trainer.plugins import DEFAULT
-from trainer.recipe import recipe_named
 from trainer.run.observers import timeline
 from trainer.storage import check_regular, parse_json, read_file
 from trainer.supervise import status_files
@@ -46,6 +44,8 @@ class RunRecord:
     """The rows of `timeline.jsonl`, sorted by time."""
     config: Row
     device: str
+    unit: str
+    """The plural of what rates count; "targets" of a run before it was written down."""
     status: Row | None
     checkpoints: list[tuple[int, float]]
     """The present checkpoints: step, and time of the manifest, in seconds since 1970."""
@@ -63,13 +63,6 @@ class RunRecord:
         """The config's `trainer` section."""
         section = self.config.get("trainer")
         return section if isinstance(section, dict) else {}
-
-    @property
-    def unit(self) -> str:
-        """The plural of what rates count; "targets" of a plug-in's recipe that is not here."""
-        with suppress(ConfigError):
-            return recipe_named(str(self.section.get("task", DEFAULT))).unit
-        return "targets"
 
 
 def read(folder: Path) -> RunRecord:
@@ -95,6 +88,7 @@ def read(folder: Path) -> RunRecord:
         timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
         config=_json(folder / "config.json", notes) or {},
         device=str((environment or {}).get("device", "")),
+        unit=str((environment or {}).get("unit", "targets")),
         status=status_files.read(folder),
         checkpoints=_checkpoints(folder),
         predicted=_predicted(plan, notes),

@@ -52,7 +52,6 @@ class Options(BaseModel):
 class SequenceLabelling:
     """The recipe: a tagger, made-up sequences, and cross entropy over the labelled tokens."""
 
-    unit = "labels"
     keys = ("trainer.data.sequence_length",)
     options = Options
 

@@ -76,7 +76,6 @@ class Body(nn.Module):
 class Sketch:
     """A recipe whose parts are functions."""
 
-    unit = "samples"
     keys: ClassVar[tuple[str, ...]] = ()
     build: Callable[[], nn.Module]
     samples: Callable[[int], Source]
