@@ -186,7 +186,7 @@ def rate_of_a_group_a_hundredth_more() -> Any:
 
 
 def positions_go_on_in_long_rows() -> Any:
-    from trainer.tasks import causal_lm
+    from trainer.recipes.causal_lm import task as causal_lm
 
     def documents(real, lengths, row):
         import torch

@@ -407,9 +407,15 @@ def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeyp
 
     from tests.support.commands import write_job
     from trainer.config import load
+    from trainer.data.order import KEYED
     from trainer.data.progress import QUIET
     from trainer.distributed.ranks import Ranks
-    from trainer.run import subject
+    from trainer.recipe import HandedIn, RunContext
+    from trainer.recipes.causal_lm import subject
+
+    def context(config: Any) -> RunContext:
+        layout: Any = None  # of no consequence for a tokenizer
+        return RunContext(config, HandedIn(), layout, Ranks(), QUIET, KEYED)
 
     sent: list[bytes] = []
 
@@ -424,11 +430,11 @@ def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeyp
     for name in ("send", "gather"):
         monkeypatch.setattr(Ranks, name, noted(getattr(Ranks, name)))
     config = load(write_job(tmp_path))
-    tokenizer = subject._tokenizer(config, Ranks(), QUIET)
+    tokenizer = subject._tokenizer(context(config))
     assert len(tokenizer) and len(sent) == 1 and len(sent[0]) < 100  # that rank 0 has trained it
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     named = load(write_job(tmp_path), [f"trainer.data.tokenizer={tmp_path / 'tokenizer'}"])
-    assert len(subject._tokenizer(named, Ranks(), QUIET)) == len(tokenizer)
+    assert len(subject._tokenizer(context(named))) == len(tokenizer)
     assert len(sent) == 1
     section = {
         **CONFIG["trainer"],

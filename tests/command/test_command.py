@@ -160,9 +160,11 @@ def test_negative_numbers_are_no_options():
 def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
     from types import SimpleNamespace
 
-    from trainer.models.pretrained.weights import StateDict
-    from trainer.models.spec import MadeWeights, NoWeights
+    from trainer.models.spec import MadeWeights, NoWeights, Weights
     from trainer.run.describe import _rate_notes
+
+    class Loaded(Weights):
+        def read(self, name: str) -> None: ...
 
     def notes(weights: Any) -> list[str]:
         optimizer = SimpleNamespace(type="Adam", params={"lr": 1e-2})
@@ -174,7 +176,7 @@ def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
         return _rate_notes(prepared)
 
     assert notes(NoWeights()) == notes(MadeWeights(dict)) == []
-    assert "weights are loaded" in notes(StateDict({}))[0]
+    assert "weights are loaded" in notes(Loaded())[0]
 
 
 @pytest.mark.more

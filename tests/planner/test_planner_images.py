@@ -56,8 +56,8 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     from trainer.models.classifiers import Classifier, Images
     from trainer.models.spec import NoWeights
     from trainer.recipes.images.classifier import spec_of
+    from trainer.recipes.images.planned import batches_of
     from trainer.recipes.images.task import ImageClassification
-    from trainer.tools.planner.from_config import batches_of
 
     images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
     spec = replace(

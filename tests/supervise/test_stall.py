@@ -30,9 +30,10 @@ from tests.support.commands import ROOT, run, warm_server, write_job
 from tests.support.messages import shows
 from trainer.data.progress import Progress
 from trainer.distributed.flight_record import Entered
-from trainer.supervise import watch as watching
 from trainer.supervise.meeting import reach, serve
 from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
+from trainer.supervise.watchdog import beat_store
+from trainer.supervise.watchdog import watch as watching
 from trainer.supervise.watchdog.watch import Watch, WatchReports
 from trainer.supervise.world import environment_of, free_port
 
@@ -539,7 +540,7 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
         assert number > 10 or ended.empty(), ended.get()
         stack = ("elsewhere.py:1 f",) if number > 10 else ()
         beat = Beat(1, HERE, other.pid, Phase.TRAINING, 3, 100.0, number, stack=stack)
-        store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
+        store.set(f"{beat_store.KEY}/1", json.dumps(asdict(beat)))
         time.sleep(0.3)
     said, code = ended.get(timeout=30), ended.get(timeout=30)
     watcher.close()
@@ -560,7 +561,7 @@ def test_who_falls_silent_has_no_more_time_than_a_step(
     watcher.at(Phase.FINISHING, 6)
     for number in range(1, 4):
         beat = Beat(1, HERE, other.pid, Phase.FINISHING, 6, 0.0, number)
-        store.set(f"{watching.KEY}/1", json.dumps(asdict(beat)))
+        store.set(f"{beat_store.KEY}/1", json.dumps(asdict(beat)))
         time.sleep(0.5)
     other.send_signal(signal.SIGSTOP)
     if moves:

@@ -13,19 +13,15 @@ from trainer.supervise import stall
 from trainer.supervise.stall import Beat
 
 KEY = "meshloom/watch"
-SILENT_SECONDS = 10.0
-"""Seconds after which a rank without a new beat, or a store without an answer, is silent."""
-
-ANSWER_SECONDS = 8.0
-"""Seconds that the rank that reports for all may take."""
 
 
 class BeatStore:
-    """A connection to the store of its own, whose methods raise the store's errors."""
+    """A connection to the store of its own, whose methods raise the store's errors: also if it has
+    not answered for so many seconds."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, seconds: float) -> None:
         self._store = store.clone()
-        self._store.set_timeout(datetime.timedelta(seconds=SILENT_SECONDS))
+        self._store.set_timeout(datetime.timedelta(seconds=seconds))
 
     def put(self, beat: Beat) -> None:
         self._store.set(f"{KEY}/{beat.rank}", json.dumps(asdict(beat)))
@@ -54,9 +50,9 @@ class BeatStore:
         return int(self._store.get(f"{KEY}/verdict"))
 
 
-def in_time(work: Callable[[], None]) -> bool:
-    """Return True if done in ANSWER_SECONDS: a hung store, or a full pipe, would block for good."""
+def in_time(work: Callable[[], None], seconds: float) -> bool:
+    """Return True if done in so many seconds: a hung store, or a full pipe, would block for good."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
-    thread.join(ANSWER_SECONDS)
+    thread.join(seconds)
     return not thread.is_alive()

@@ -17,7 +17,7 @@ from trainer.distributed.flight_record import entered
 from trainer.errors import Stalled
 from trainer.supervise import stall
 from trainer.supervise.stall import Beat, Phase, is_gone, who
-from trainer.supervise.watchdog.beat_store import SILENT_SECONDS, BeatStore, in_time
+from trainer.supervise.watchdog.beat_store import BeatStore, in_time
 from trainer.supervise.watchdog.stacks import main_frame, stack_of, working_threads, works
 
 FIRST_STEP = 5.0
@@ -27,6 +27,9 @@ STEPS = 10.0
 """The patience if none is given: at least these seconds, and this many times the median step."""
 BEAT_SECONDS = 1.0
 DOUBTFUL_SECONDS = 4.0
+SILENT_SECONDS = 10.0
+ANSWER_SECONDS = 8.0
+"""Seconds that the rank that reports for all may take."""
 READERS = (0, 1)
 """The ranks that read all beats each second: the first, and one that sees the first fall silent."""
 NEIGHBOURS = 8
@@ -92,7 +95,7 @@ class Watch:
         self._planned: int | None = None
         self._samples: deque[bool] = deque(maxlen=SAMPLES)
         self._slow: set[int] = set()
-        self._store = BeatStore(store) if self._world_size > 1 else None
+        self._store = BeatStore(store, SILENT_SECONDS) if self._world_size > 1 else None
         if self._store is not None:
             self._say()
         for work in (self._beat, self._judge):
@@ -318,7 +321,7 @@ class Watch:
 
     def _verdict(self, beats: list[Beat]) -> None:
         heard = [beat.rank for beat in beats if not self._silent(beat)]
-        if min(heard) != self._rank and in_time(self._await_verdict):
+        if min(heard) != self._rank and in_time(self._await_verdict, ANSWER_SECONDS):
             self._end([])
         self._end(stall.diagnosis(beats, self._silent), len(heard))
 
@@ -342,5 +345,5 @@ class Watch:
                 while self._store.count("left", 0) < self._store.records():
                     time.sleep(BEAT_SECONDS / 4)
 
-        in_time(tell)
+        in_time(tell, ANSWER_SECONDS)
         os._exit(Stalled.exit_code)
