@@ -204,7 +204,7 @@ def test_it_saves_before_the_limit_and_goes_on_when_it_is_queued_again(slurm, ra
         process.send_signal(signal.SIGUSR1)
         text += process.communicate(timeout=100)[0]
         assert process.returncode == (75 if ranks == "srun" else 1), text
-        assert "and all is saved" in text
+        assert "checkpoint saved" in text
         newest = max((tmp_path / "runs" / "job" / "checkpoints").glob("step-*"))
         assert int(newest.name[5:]) > saved
         saved = int(newest.name[5:])
