@@ -35,7 +35,7 @@ NAMES = {operator: name for name, words in _OPERATORS.items() for operator in wo
 """PyTorch's communication operators -> the field's names."""
 LIBRARIES = ("c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor")
 POINT_TO_POINT = ("send", "receive")
-HERE = Path(__file__).parent
+HERE = Path(__file__).parent.parent
 PACKAGE = HERE.parents[1]
 
 
