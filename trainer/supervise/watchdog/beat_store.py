@@ -51,7 +51,7 @@ class BeatStore:
 
 
 def in_time(work: Callable[[], None], seconds: float) -> bool:
-    """Return True if done in so many seconds: a hung store, or a full pipe, would block for good."""
+    """Return True if done in so many seconds: a store that hangs would block for good."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)

@@ -43,9 +43,7 @@ class RunRecord:
     timeline: list[Row]
     """The rows of `timeline.jsonl`, sorted by time."""
     config: Row
-    device: str
-    unit: str
-    """The plural of what rates count; "targets" of a run before it was written down."""
+    environment: Row
     status: Row | None
     checkpoints: list[tuple[int, float]]
     """The present checkpoints: step, and time of the manifest, in seconds since 1970."""
@@ -57,6 +55,15 @@ class RunRecord:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @property
+    def device(self) -> str:
+        return str(self.environment.get("device", ""))
+
+    @property
+    def unit(self) -> str:
+        """The plural of what rates count; "targets" of a run before it was written down."""
+        return str(self.environment.get("unit", "targets"))
 
     @property
     def section(self) -> Row:
@@ -87,8 +94,7 @@ def read(folder: Path) -> RunRecord:
         evaluations=_rows(evaluations.lines),
         timeline=_events(_lines(folder / timeline.NAME, _row, notes)),
         config=_json(folder / "config.json", notes) or {},
-        device=str((environment or {}).get("device", "")),
-        unit=str((environment or {}).get("unit", "targets")),
+        environment=environment or {},
         status=status_files.read(folder),
         checkpoints=_checkpoints(folder),
         predicted=_predicted(plan, notes),
