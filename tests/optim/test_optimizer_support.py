@@ -482,7 +482,7 @@ def test_trains_as_one_process_does(pools, name, engine):
     reference = train_plainly(case)
     for outcome in pools[2].run(train_by_engine, case=case):
         # Muon multiplies in bfloat16: a gradient's last bit can move an entry by 2^-8
-        assert_same(outcome, reference, 1e-4 if name == "Muon" else 4e-6)
+        assert_same(outcome, reference, 2e-4 if name == "Muon" else 4e-6)
 
 
 WHOLE = [
