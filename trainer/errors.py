@@ -244,6 +244,11 @@ def listed(names: Sequence[str], most: int = 5) -> str:
     return "; ".join(names[:most]) + more
 
 
+def divided(number: int, parts: int) -> str:
+    """Write a number as whole parts and a rest: "2 x 3 + 1" is 7 in 3 parts."""
+    return f"{number // parts} x {parts} + {number % parts}"
+
+
 def show(value: Any, most: int = 60) -> str:
     """Show a value as JSON, cut to `most` characters; as cheap for one of 100 MB."""
     if isinstance(value, str):

@@ -27,7 +27,7 @@ HANDED_IN = "own_module"
 """The recipe of what a script hands in, which no config names."""
 
 Kind = Literal["task", "recipe", "optimizer", "source", "tracker"]
-Made = TypeVar("Made", bound=Callable[..., Any])
+Made = TypeVar("Made")
 NAMED: dict[str, dict[str, Any]] = {kind: {} for kind in get_args(Kind)}
 _FOLDERS: set[str] = set()
 """The folders that configs have added to those of Python's modules."""
@@ -108,7 +108,9 @@ def _known_task(name: str) -> str:
     if ":" not in name or not points:
         raise ValueError("a task of trainer.plugins")
     try:
-        [NAMED["recipe"][name]] = [point.load() for point in points]
+        if len(points) > 1:
+            raise ValueError("several packages have one of this name")
+        NAMED["recipe"][name] = points[name].load()
     except (Exception, SystemExit) as error:  # whatever the module's own code raises
         raise ValueError(f"a recipe that can be imported ({named_line(error)})") from None
     return name
@@ -116,7 +118,7 @@ def _known_task(name: str) -> str:
 
 def honours(task: str, key: str) -> bool:
     """Return True if a plug-in's recipe honours a key that not every recipe does."""
-    return task in NAMED["recipe"] and key in NAMED["recipe"][task].keys
+    return key in getattr(NAMED["recipe"].get(task), "keys", ())
 
 
 def options_of(task: str) -> type[BaseModel] | None:

@@ -21,7 +21,8 @@ from trainer.config import Config
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.cache import NOTHING, Check
 from trainer.data.mixture import Source
-from trainer.data.progress import Progress
+from trainer.data.order import KEYED
+from trainer.data.progress import QUIET, Progress
 from trainer.data.sources.remote import fetched
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, Machine, Metrics
@@ -67,8 +68,8 @@ class RunContext:
     handed_in: HandedIn
     layout: Layout
     ranks: Ranks
-    progress: Progress
-    order: int
+    progress: Progress = QUIET
+    order: int = KEYED
     """The version of the samples' order."""
 
     @property
@@ -235,12 +236,10 @@ class Recipe(Protocol):
     """All that is particular to one thing that is trained.
 
     A plug-in's recipe has a name with a colon, from `trainer.plugins.register("recipe", ...)` or
-    an entry point of the group `meshloom.recipes`.
+    an entry point of the group `meshloom.recipes`. It may have two attributes more: `keys`, those
+    that only some recipes honour and it does ("trainer.data.path"), and `options`, the pydantic
+    model of its own keys, `trainer.recipe`.
     """
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The keys that only some recipes honour, and this one does: "trainer.data.path"."""
 
     def subject(self, context: RunContext) -> Subject:
         """Open the model, the task and the data. Collective.

@@ -215,7 +215,7 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
     )
 
 
-@pytest.mark.first(
+FIRST = (
     "mesh zero2, 4",
     "deepspeed zero3, 1",
     "accelerate zero3, 4",
@@ -227,6 +227,10 @@ def formula(name: str, work: Workload, levers: Levers) -> Tally:
     "mesh zero3, experts, 1",
     "mesh tensor x zero3, 1",
 )
+"""The layouts of a first run."""
+
+
+@pytest.mark.first(*FIRST)
 @pytest.mark.parametrize("name", SENT)
 def test_a_step_sends_what_the_formulas_say(jobs, name):
     assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER).on_mesh()
@@ -246,16 +250,7 @@ def reads_of(step: Step) -> Counter[str]:
 
 
 @pytest.mark.first(
-    "mesh zero2, 4",
-    "deepspeed zero3, 1",
-    "accelerate zero3, 4",
-    "mesh zero3, 1",
-    "mesh zero3, moe, 1",
-    "mesh hsdp, zero3, 4",
-    "mesh pipeline x zero3, 4",
-    "mesh pipeline x zero3, 4, last",
-    "mesh zero3, experts, 1",
-    "mesh tensor x zero3, 1",
+    *FIRST,
     "SGD",
     "selective",
     "selective, sliding",

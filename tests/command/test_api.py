@@ -407,15 +407,13 @@ def test_neither_tokenizers_nor_records_are_sent_between_ranks(tmp_path, monkeyp
 
     from tests.support.commands import write_job
     from trainer.config import load
-    from trainer.data.order import KEYED
-    from trainer.data.progress import QUIET
     from trainer.distributed.ranks import Ranks
     from trainer.recipe import HandedIn, RunContext
     from trainer.recipes.causal_lm import subject
 
     def context(config: Any) -> RunContext:
         layout: Any = None  # of no consequence for a tokenizer
-        return RunContext(config, HandedIn(), layout, Ranks(), QUIET, KEYED)
+        return RunContext(config, HandedIn(), layout, Ranks())
 
     sent: list[bytes] = []
 

@@ -11,21 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.json_values import values_of
 from trainer.config.read import parse
 from trainer.config.syntax.json_text import DuplicateKey, parse_json
 from trainer.errors import ConfigError
 
-texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-values = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**70), 2**70)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | texts,
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(texts, inner, max_size=3),
-    max_leaves=6,
-)
-trees = st.dictionaries(texts, values, min_size=1, max_size=4)
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
+trees = st.dictionaries(TEXTS, values_of(TEXTS), min_size=1, max_size=4)
 COMMENTS = ["// a comment\n", '# "quoted": {\n', "/* of\n two lines */", " ", "\n", "\t"]
 
 

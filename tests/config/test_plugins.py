@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT
 from tests.support.messages import raises, shows, shows_each
+from tests.support.plugins import PACKAGE, command
 from trainer import plugins
 from trainer.config import RuntimeFacts, load
 from trainer.data.sources.location import locate, rows_of
 from trainer.errors import ConfigError, DataError
 from trainer.run.compose import compose
-
-PACKAGE = ROOT / "tests" / "support" / "plugin"
 
 
 def job(folder: Path, **trainer: Any) -> dict[str, Any]:
@@ -32,16 +28,6 @@ def job(folder: Path, **trainer: Any) -> dict[str, Any]:
         | {"steps": 4, "task": "parity:parity", "log": {"every": 2, "trackers": ["parity:list"]}}
         | trainer,
     }
-
-
-def command(folder: Path, config: dict[str, Any], *words: str) -> subprocess.CompletedProcess[str]:
-    (folder / "job.json").write_text(json.dumps(config))
-    arguments = [sys.executable, "-m", "trainer.command", *words]
-    path = {"PYTHONPATH": f"{ROOT}:{PACKAGE}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*arguments, "--config", "job.json"], cwd=folder, env=os.environ | path,
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
 
 
 @pytest.mark.more

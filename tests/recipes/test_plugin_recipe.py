@@ -6,17 +6,13 @@ Nothing in `trainer` knows it: an entry point of the group `meshloom.recipes` na
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.plugins import command
 
-PACKAGE = ROOT / "tests" / "support" / "plugin"
 LAYOUTS: dict[str, dict[str, Any]] = {
     "zero3": {"zero_optimization": {"stage": 3}},
     "pipeline_zero2": {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}},
@@ -36,17 +32,6 @@ def config(layout: str, **trainer: Any) -> dict[str, Any]:
     }
 
 
-def command(
-    folder: Path, asked: dict[str, Any], *words: str, place: Path
-) -> subprocess.CompletedProcess[str]:
-    (folder / "job.json").write_text(json.dumps(asked))
-    arguments = [sys.executable, "-m", "trainer.command", *words, "--config", "job.json"]
-    path = {"PYTHONPATH": f"{ROOT}:{place}:{PACKAGE}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        arguments, cwd=folder, env=os.environ | path, capture_output=True, text=True, timeout=300
-    )
-
-
 @pytest.fixture
 def installed(tmp_path: Path) -> Path:
     """Lay out what an installer leaves of the package: its entry point."""
@@ -63,7 +48,7 @@ def installed(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains(layout: str, tmp_path: Path, installed: Path) -> None:
     asked = config(layout, recipe={"labels": 3})
-    found = command(tmp_path, asked, "train", "--processes", "2", place=installed)
+    found = command(tmp_path, asked, "train", "--processes", "2", beside=installed)
     assert found.returncode == 0, found.stdout + found.stderr
     folder = tmp_path / "runs" / "job"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -77,7 +62,7 @@ def test_it_trains(layout: str, tmp_path: Path, installed: Path) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_its_certificate_passes(layout: str, tmp_path: Path, installed: Path) -> None:
-    found = command(tmp_path, config(layout), "verify", place=installed)
+    found = command(tmp_path, config(layout), "verify", beside=installed)
     assert found.returncode == 0, found.stdout + found.stderr
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     checks = {finding["check"] for finding in certificate["findings"]}
@@ -89,7 +74,7 @@ def test_its_certificate_passes(layout: str, tmp_path: Path, installed: Path) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_planned(layout: str, tmp_path: Path, installed: Path) -> None:
     words = ("plan", "--gpus", "2", "--device", "a100-40gb", "--json")
-    found = command(tmp_path, config(layout), *words, place=installed)
+    found = command(tmp_path, config(layout), *words, beside=installed)
     assert found.returncode == 0, found.stdout + found.stderr
     plan = json.loads(found.stdout)
     assert plan["fits"]
@@ -98,7 +83,7 @@ def test_it_is_planned(layout: str, tmp_path: Path, installed: Path) -> None:
 
 def test_its_keys_are_checked(tmp_path: Path, installed: Path) -> None:
     asked = config("zero3", recipe={"labels": 1, "colour": "red"}, data={"tokenizer": "gpt2"})
-    found = command(tmp_path, asked, "train", place=installed)
+    found = command(tmp_path, asked, "train", beside=installed)
     assert found.returncode == 64
     for place in ("trainer.recipe.labels", "trainer.recipe.colour", "trainer.data.tokenizer"):
         assert place in found.stderr
@@ -106,12 +91,12 @@ def test_its_keys_are_checked(tmp_path: Path, installed: Path) -> None:
 
 def test_a_key_that_it_honours_is_taken(tmp_path: Path, installed: Path) -> None:
     asked = config("zero3", data={"sequence_length": 4})
-    found = command(tmp_path, asked, "train", "--dry-run", place=installed)
+    found = command(tmp_path, asked, "train", "--dry-run", beside=installed)
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 def test_a_recipe_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    found = command(tmp_path, config("zero3"), "train", place=tmp_path)
+    found = command(tmp_path, config("zero3"), "train", beside=tmp_path)
     assert found.returncode == 64
     assert "trainer.task" in found.stderr
     assert "labelling:tokens" in found.stderr
@@ -120,6 +105,6 @@ def test_a_recipe_that_is_not_installed_is_named(tmp_path: Path) -> None:
 def test_a_shipped_recipe_has_no_keys_of_a_plugin(tmp_path: Path) -> None:
     asked = config("zero3", recipe={"labels": 2}) | {}
     asked["trainer"]["task"] = "causal_lm"
-    found = command(tmp_path, asked, "train", place=tmp_path)
+    found = command(tmp_path, asked, "train", beside=tmp_path)
     assert found.returncode == 64
     assert "trainer.recipe" in found.stderr

@@ -7,23 +7,20 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.commands import ROOT
+from tests.support.plugins import command
 
-PACKAGE = ROOT / "tests" / "support" / "plugin"
 ZERO3 = {"zero_optimization": {"stage": 3}}
 PIPELINE = {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}}
 HSDP = ZERO3 | {"trainer": {"mesh": {"replicate": 2, "shard": 2}}}
 
 
-def command(
+def run(
     folder: Path, sketch: str, layout: dict[str, Any], *words: str
 ) -> subprocess.CompletedProcess[str]:
     section = {
@@ -43,33 +40,28 @@ def command(
         **layout,
     }
     config["trainer"] = section | layout.get("trainer", {})
-    (folder / "job.json").write_text(json.dumps(config))
-    path = {"PYTHONPATH": f"{ROOT}:{PACKAGE}", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "trainer.command", *words, "--config", "job.json"],
-        cwd=folder, env=os.environ | path, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+    return command(folder, config, *words)
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("layout", [ZERO3, PIPELINE], ids=["zero3", "pipeline_zero2"])
 @pytest.mark.parametrize("sketch", ["pair", "head", "image"])
 def test_a_sketch_is_certified(sketch: str, layout: dict[str, Any], tmp_path: Path) -> None:
-    found = command(tmp_path, sketch, layout, "verify")
+    found = run(tmp_path, sketch, layout, "verify")
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("layout", [ZERO3, HSDP, PIPELINE], ids=["zero3", "hsdp", "pipeline_zero2"])
 def test_a_loss_over_all_data_ranks_is_certified(layout: dict[str, Any], tmp_path: Path) -> None:
-    found = command(tmp_path, "contrast", layout, "verify")
+    found = run(tmp_path, "contrast", layout, "verify")
     assert found.returncode == 0, found.stdout + found.stderr
 
 
 @pytest.mark.more
 def test_a_loss_of_each_rank_alone_would_be_another(tmp_path: Path) -> None:
     """The planted fault: a contrastive loss that never gathers."""
-    found = command(tmp_path, "contrast_alone", ZERO3, "verify")
+    found = run(tmp_path, "contrast_alone", ZERO3, "verify")
     assert found.returncode == 76
     assert "FAIL" in found.stdout
 
@@ -82,7 +74,7 @@ def test_a_column_is_computed_before_training(
     layout: dict[str, Any], processes: str, tmp_path: Path
 ) -> None:
     """By the layout itself, and once: a resumed run, whose weights have changed, reads it."""
-    found = command(tmp_path, "column", layout, "train", "--processes", processes)
+    found = run(tmp_path, "column", layout, "train", "--processes", processes)
     assert found.returncode == 0, found.stdout + found.stderr
     folder = tmp_path / "runs" / "job"
     column = (folder / "reference.json").read_text()
@@ -95,7 +87,7 @@ def test_a_column_is_computed_before_training(
     assert len(set(scores)) > len(scores) // 2
     more = layout | {"trainer": {"steps": 8}}
     words = ("train", "--processes", processes, "--resume", "auto")
-    found = command(tmp_path, "column", more, *words)
+    found = run(tmp_path, "column", more, *words)
     assert found.returncode == 0, found.stdout + found.stderr
     assert (folder / "reference.json").read_text() == column
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]

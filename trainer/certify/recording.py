@@ -19,7 +19,6 @@ from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
 from trainer.certify.rounding import Rounded, measured, recording_into
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
-from trainer.data.dataset import Pairs
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.mixture import Source
 from trainer.distributed.ranks import Ranks
@@ -237,7 +236,7 @@ def record(
         if small.low_precision and spec.tiny.input is None:
             whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
         if section.adapter is not None:
-            whole = replace(whole, exported=_exported(engine, folder / "exported"))
+            whole = replace(whole, exported=_exported(engine, subject, folder / "exported"))
         engine.close()
         assert whole.checkpoint is not None
         machine.watch.at(Phase.BUILDING, small.total + 2)
@@ -251,13 +250,12 @@ def record(
     return whole, resumed
 
 
-def _exported(engine: Engine, folder: Path) -> Path:
+def _exported(engine: Engine, subject: Subject, folder: Path) -> Path:
     """Write the adapter as a run does at its end, merged if it is to be. Collective."""
     job = engine.job
     ranks = engine.job.machine.ranks
     ranks.on_first(folder.mkdir)
     form = checkpoint.ModelForm(stem=job.spec.files.stem)
-    subject = Subject(job.spec, job.task, Pairs((), None, ""))
     export(subject, engine, folder, ranks, form)
     return folder
 

@@ -59,13 +59,15 @@ class RunningStatistics:
                 self._take_up(micro_batches)
 
     def _take_up(self, micro_batches: int) -> None:
-        actual = [norm.weighted(micro_batches, self._ranks, self._rank) for norm in self._norms]
+        statistics = [norm.weighted(micro_batches, self._ranks, self._rank) for norm in self._norms]
         if self._ranks > 1:
-            flat = torch.cat([value.flatten() for value in actual])
+            flat = torch.cat([value.flatten() for value in statistics])
             self._mesh.sum(flat, "batch")
-            parts = flat.split([value.numel() for value in actual])
-            actual = [part.view_as(value) for part, value in zip(parts, actual, strict=True)]
-        for norm, value in zip(self._norms, actual, strict=True):
+            parts = flat.split([value.numel() for value in statistics])
+            statistics = [
+                part.view_as(value) for part, value in zip(parts, statistics, strict=True)
+            ]
+        for norm, value in zip(self._norms, statistics, strict=True):
             norm.take_up(value, self._ranks)
 
 

@@ -92,9 +92,9 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     window = min(getattr(config, "sliding_window", None) or row, row)
     chunk = min(getattr(config, "attention_chunk_size", None) or row, row)
     # the mean number of tokens that a token sees
-    actual = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
+    lengths = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
-    return [q / 2 * actual.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=True)]
+    return [q / 2 * lengths.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=True)]
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:

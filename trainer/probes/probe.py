@@ -88,12 +88,12 @@ def observe(look: Callable[[], T]) -> T | Finding:
     The generators of random numbers are left as they were.
     """
     with own_randomness():
-        actual = attempt(look)
-    if not isinstance(actual, Raised):
-        return actual
-    if isinstance(actual.error, Differs):
-        return Finding(str(actual.error))
-    return Finding(actual.reason, raised=actual.error)
+        result = attempt(look)
+    if not isinstance(result, Raised):
+        return result
+    if isinstance(result.error, Differs):
+        return Finding(str(result.error))
+    return Finding(result.reason, raised=result.error)
 
 
 def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
@@ -101,8 +101,16 @@ def tiny(spec: ModelSpec) -> tuple[ModelSpec, nn.Module]:
 
     No weight is left at zero: an initial value of zero would hide what it multiplies.
     """
-    small = spec.tiny.copy() if spec.tiny.copy else spec
+    small = tiny_spec(spec)
     return small, drawn(small)
+
+
+def tiny_spec(spec: ModelSpec, **sizes: int) -> ModelSpec:
+    """Return the spec of a tiny copy, or of the model itself where there is none.
+
+    `sizes`: arguments of `TinyCopies.copy`.
+    """
+    return spec.tiny.copy(**sizes) if spec.tiny.copy else spec
 
 
 def drawn(small: ModelSpec) -> nn.Module:

@@ -104,6 +104,11 @@ class Question:
     """True if the engine asks it, when it is known that this engine runs the layout."""
 
 
+def by_check(check: Callable[[ModelSpec, Layout], None]) -> Callable[[Probed], None]:
+    """Return how a question is asked that a `check(spec, layout)` answers by a ConfigError."""
+    return lambda about: check(about.trained, about.layout)
+
+
 def ask(question: Question, about: Probed) -> None:
     """Ask one question. Raises ConfigError, with place and reason, if the answer rules it out.
 

@@ -100,17 +100,15 @@ def _rate_notes(prepared: Prepared) -> list[str]:
     notes = list[str]()
     warmup = scheduler.params.get("warmup_num_steps", 0) if scheduler else 0
     if warmup >= prepared.steps:
-        actual = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
-        notes = [f"{actual} steps: all of it is warm-up; lower it, or train for more steps"]
+        start = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
+        notes = [f"{start} steps: all of it is warm-up; lower it, or train for more steps"]
     # an own module's values are its constructor's: nobody knows if these were trained
     initial = type(spec.weights) in (NoWeights, MadeWeights)
     begun = initial or prepared.config.trainer.adapter is not None
     if begun or "adam" not in optimizer.type.lower() or optimizer.params["lr"] < 1e-3:
         return notes
-    actual = (
-        f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"
-    )
-    return [*notes, f"{actual}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
+    start = f"optimizer.params.lr is {optimizer.params['lr']:g}, and the model's weights are loaded"
+    return [*notes, f"{start}: fine-tuning all of them usually takes 1e-6 to 1e-4"]
 
 
 def device_notes(precision: str, machine: Machine) -> Iterator[str]:

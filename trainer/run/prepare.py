@@ -226,8 +226,8 @@ def _facts(machine: Machine) -> RuntimeFacts:
 def _steps_of(section: TrainerSection, samples: int, train_batch: int) -> int:
     """Return the steps of a run on so many samples. Raises ConfigError for steps to profile that
     it does not have."""
-    actual = (section.epochs or 1) * samples
-    steps = section.steps or max(1, math.ceil(actual / train_batch))
+    total = (section.epochs or 1) * samples
+    steps = section.steps or max(1, math.ceil(total / train_batch))
     if problems := profile_problems(section, steps):
         raise ConfigError(*problems).share()
     return steps

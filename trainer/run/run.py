@@ -131,7 +131,6 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
 
 def train(prepared: Prepared, session: Session) -> None:
     """Train and export the model. Collective."""
-    subject = prepared.subject
     section = prepared.config.trainer
     folder = session.folder
     ranks = session.ranks

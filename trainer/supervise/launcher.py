@@ -205,8 +205,8 @@ class _Launcher:
 
     def _before_handlers(self, code: int) -> bool:
         """Return True if a rank was asked to stop before it handled signals."""
-        requested = self._received[0] if len(self._received) == 1 else 0
-        return requested in StopSignals.NUMBERS and code in (-requested, 128 + requested)
+        number = self._received[0] if len(self._received) == 1 else 0
+        return number in StopSignals.NUMBERS and code in (-number, 128 + number)
 
     def _await_ends(self) -> None:
         begun = time.monotonic()

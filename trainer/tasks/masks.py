@@ -82,15 +82,15 @@ class Masks:
             kind = None if padded else _kind(mask_function)
             key = make, kind, *rows.sections
             last, mask, version = self._made.get(key, (None, None, 0))
-            requested = {k: v for k, v in wanted.items() if k != "cache_position"}  # a tensor
-            if last == requested and getattr(mask, "_version", 0) == version:  # unchanged since
+            arguments = {k: v for k, v in wanted.items() if k != "cache_position"}  # a tensor
+            if last == arguments and getattr(mask, "_version", 0) == version:  # unchanged since
                 return mask
             if make is masking_utils.sdpa_mask:
                 mask = self._for_sdpa(mask_function, rows, {**wanted, "config": config})
             else:
                 mask = make(mask_function=_apart(mask_function, documents), config=config, **wanted)
             if kind is not None and mask is not None:
-                self._made[key] = requested, mask, getattr(mask, "_version", 0)
+                self._made[key] = arguments, mask, getattr(mask, "_version", 0)
             return mask
 
         return made

@@ -58,11 +58,11 @@ class Listing(NamedTuple):
 
         def show() -> None:
             """Show the bytes on the disk: not every file system says what has come."""
-            actual = 0
+            shown = 0
             while not done.wait(_SHOWN_SECONDS):
                 here = sum(map(_bytes_on_disk, places))
-                if here != actual:
-                    actual = here
+                if here != shown:
+                    shown = here
                     progress.say(f"copied {here / 1e6:,.0f} of {whole / 1e6:,.0f} MB")
 
         folder.mkdir(exist_ok=True)

@@ -48,12 +48,12 @@ def refusal(layout: Layout) -> str | None:
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
-    actual = Version(version("deepspeed"))
-    if (split or (flat and layout.averaging_ranks > 1)) and actual < OLDEST:
+    release = Version(version("deepspeed"))
+    if (split or (flat and layout.averaging_ranks > 1)) and release < OLDEST:
         needs = "Pipelines, tensor parallelism and ZeRO-1 and 2 over several ranks need"
-        return f"{needs} DeepSpeed {OLDEST}; this is {actual}."
-    if layout.expert > 1 and actual < WITH_EXPERTS:
-        return f"Experts over several ranks need DeepSpeed {WITH_EXPERTS}; this is {actual}."
+        return f"{needs} DeepSpeed {OLDEST}; this is {release}."
+    if layout.expert > 1 and release < WITH_EXPERTS:
+        return f"Experts over several ranks need DeepSpeed {WITH_EXPERTS}; this is {release}."
     if layout.tensor > 1 and (reason := tensor.refusal(layout)):
         return reason
     if layout.pipeline > 1 and (reason := pipeline.refusal(layout)):

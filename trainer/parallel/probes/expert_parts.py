@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from torch import nn
 
 from trainer.distributed.exchange import Exchange
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.parallel.probes.rank_parts import difference
 from trainer.parallel.splits import experts
 from trainer.parallel.splits.expert_ranks import spread, stacks
 from trainer.parallel.splits.experts import Part
-from trainer.probes.probe import Finding
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Question, by_check
 
 KEY = "expert_parallel.autoep_size"
 HINT = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
@@ -45,8 +44,8 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         if len(sizes) > 1:
             yield f"{name} has parameters of other sizes", "parameters stacked over the experts"
         elif size % layout.expert:
-            sum_of = f"{size // layout.expert} x {layout.expert} + {size % layout.expert}"
-            yield f"{size} experts = {sum_of}", f"a multiple of {layout.expert}"
+            actual = f"{size} experts = {divided(size, layout.expert)}"
+            yield actual, f"a multiple of {layout.expert}"
         elif layout.tensor > 1 and spec.language.tensor_plan.get(name) != experts.STYLE:
             yield f"its tensor plan leaves {name} whole", "a plan that splits experts"
 
@@ -56,16 +55,11 @@ def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> N
         spread(model.get_submodule(name), ranks, part, ranks)
 
 
-def _ask(about: Probed) -> Finding | None:
-    check(about.trained, about.layout)
-    return None
-
-
 QUESTION = Question(
     name="whether its experts can be spread",
     key=KEY,
     needed=lambda about: about.layout.expert > 1,
-    ask=_ask,
+    ask=by_check(check),
     who="`expert_parallel.autoep_size`",
     holds="A tiny copy with experts on several ranks has the loss and gradients of the whole one",
     otherwise="unsupported: experts that are not stacked, or whose number the ranks do not divide",

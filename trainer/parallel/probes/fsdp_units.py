@@ -17,8 +17,8 @@ from trainer.models.names import outermost
 from trainer.models.spec import ModelSpec, Trial
 from trainer.parallel.shard import Ends
 from trainer.probes.inputs import trial_of
-from trainer.probes.probe import Differs, Finding, observe
-from trainer.probes.question import Probed, Question
+from trainer.probes.probe import Differs, Finding, observe, tiny_spec
+from trainer.probes.question import Question, by_check
 from trainer.probes.questions.stages import owns_parameters, runs_outside
 
 
@@ -43,7 +43,7 @@ def _reason(finding: Finding) -> str:
 
 def _units_at_the_ends(spec: ModelSpec) -> Ends:
     """Return the ends that are units. Raises Differs if they can't be."""
-    small = spec.tiny.copy() if spec.tiny.copy else spec
+    small = tiny_spec(spec)
     trial = trial_of(small)
     model = on_host(small).eval()
     called, _, output = runs_outside(model, small, trial)
@@ -147,16 +147,11 @@ def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: 
         unit.register_forward_hook(partial(put, parts=empty))
 
 
-def _ask(about: Probed) -> Finding | None:
-    check_shardable(about.trained, about.layout)
-    return None
-
-
 QUESTION = Question(
     name="whether it is gathered block by block",
     key="zero_optimization.stage",
     needed=lambda about: about.layout.zero_stage > 0,
-    ask=_ask,
+    ask=by_check(check_shardable),
     who="`zero_optimization.stage`, on `mesh` and `accelerate`",
     holds="Blocks share no parameter, and each uses its weights only while it runs",
     otherwise="unsupported; if tables and head are used elsewhere, a note: they stay gathered",

@@ -20,7 +20,7 @@ from trainer.models.names import differing, gradients_of, pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.splits.experts import Part
 from trainer.probes.inputs import sequence_of
-from trainer.probes.probe import TOLERANCE, drawn, own_randomness
+from trainer.probes.probe import TOLERANCE, drawn, own_randomness, tiny_spec
 
 Split = Callable[[nn.Module, ModelSpec, Exchange, Part], None]
 """Splits a model in place."""
@@ -52,7 +52,7 @@ def difference(
     drawn. `is_partial` tells by name if each rank has a term of a whole parameter's gradient.
     """
     size = next(n for n in range(2, ranks + 1) if ranks % n == 0)
-    small = spec.tiny.copy(split=size) if spec.tiny.copy else spec
+    small = tiny_spec(spec, split=size)
     styles = {pattern_of(name): style for name, style in spec.language.tensor_plan.items()}
     model = small.build()
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]

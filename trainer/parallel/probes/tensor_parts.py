@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.distributed.exchange import Exchange
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of
@@ -19,8 +19,7 @@ from trainer.parallel.probes.rank_parts import difference
 from trainer.parallel.splits import experts
 from trainer.parallel.splits.experts import Part
 from trainer.parallel.splits.matrices import STYLES, UNSPLIT, has_partial_gradient, split
-from trainer.probes.probe import Finding
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Question, by_check
 
 KEY = "tensor_parallel.autotp_size"
 HINT = "Change tensor_parallel.autotp_size; 1 trains every model."
@@ -78,28 +77,21 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
             yield actual, f"linear layers, split as one of {', '.join(STYLES)}"
             continue
         if width % size:
-            actual = f"{name}.{what} = {width} = {width // size} x {size} + {width % size}"
-            yield actual, f"a multiple of {size}"
+            yield f"{name}.{what} = {width} = {divided(width, size)}", f"a multiple of {size}"
     yield from experts.problems(spec, size)
     regions = {layer_of(name).rpartition(".")[0] for name in plan if plan[name] == "colwise"}
     if any("att" in region for region in regions):
         counts = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
         for what, heads in counts.items():
             if heads % size:
-                actual = f"{heads} {what} = {heads // size} x {size} + {heads % size}"
-                yield actual, f"a multiple of {size}"
-
-
-def _ask(about: Probed) -> Finding | None:
-    check(about.trained, about.layout)
-    return None
+                yield f"{heads} {what} = {divided(heads, size)}", f"a multiple of {size}"
 
 
 QUESTION = Question(
     name="whether its matrices can be split",
     key=KEY,
     needed=lambda about: about.layout.tensor > 1,
-    ask=_ask,
+    ask=by_check(check),
     who="`tensor_parallel.autotp_size`",
     holds="A split tiny copy has the loss, gradients and random numbers of the whole one",
     otherwise=(

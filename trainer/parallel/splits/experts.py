@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
+from trainer.errors import divided
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import has_experts, replace_forward
 
@@ -74,5 +75,4 @@ def problems(spec: ModelSpec, ranks: int) -> Iterator[tuple[str, str]]:
         elif len(sizes) != 1 or any("." in key for key, _ in modules[name].named_parameters()):
             yield f"{name} is no stack of experts", "parameters stacked over the experts"
         elif (size := sizes.pop()) % ranks:
-            actual = f"{size} experts = {size // ranks} x {ranks} + {size % ranks}"
-            yield actual, f"a multiple of {ranks}"
+            yield f"{size} experts = {divided(size, ranks)}", f"a multiple of {ranks}"

@@ -15,7 +15,7 @@ from trainer.models.materialise import materialise, on_host
 from trainer.models.names import differing, gradients_of, outermost
 from trainer.models.spec import ModelSpec, Trial
 from trainer.probes.inputs import trial_of
-from trainer.probes.probe import TOLERANCE, Differs, Finding, observe
+from trainer.probes.probe import TOLERANCE, Differs, Finding, observe, tiny_spec
 from trainer.probes.question import Probed, Question
 
 KEY = "pipeline.stages"
@@ -41,7 +41,7 @@ def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
 
 def boundary_of(spec: ModelSpec) -> StageBoundary | Finding:
     """Return where a model is cut, or why it can't be."""
-    result = observe(lambda: _compare(spec.tiny.copy() if spec.tiny.copy else spec))
+    result = observe(lambda: _compare(tiny_spec(spec)))
     if isinstance(result, Finding):
         return Finding(f"cut into stages: {result.actual}", raised=result.raised)
     return result

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class CausalLanguageModel:
-    keys = ()
-
     def subject(self, context: RunContext) -> Subject:
         from trainer.recipes.causal_lm.subject import open_language_model
 

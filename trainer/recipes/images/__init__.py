@@ -16,8 +16,6 @@ if TYPE_CHECKING:
 
 
 class ImageClassifier:
-    keys = ()
-
     def subject(self, context: RunContext) -> Subject:
         from trainer.recipes.images.subject import open_classifier
 

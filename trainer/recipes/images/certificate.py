@@ -11,8 +11,6 @@ from trainer.certify.pairs import PairsCase
 from trainer.certify.parameters import constructed
 from trainer.certify.tiny_run import Tiny
 from trainer.data.dataset import Pairs
-from trainer.data.order import KEYED
-from trainer.data.progress import Progress
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import classifiers
@@ -40,7 +38,7 @@ def image_case(small: Tiny, handed_in: HandedIn, machine: Machine) -> PairsCase:
     name = section.model.name_or_path or ""
     if handed_in.data is not None or handed_in.model is not None or ":" in name:
         without = replace(handed_in, loss=None)
-        context = RunContext(small.config, without, small.layout, ranks, Progress(), KEYED)
+        context = RunContext(small.config, without, small.layout, ranks)
         own = open_classifier(context)
         spec = own.spec
         task = own.task

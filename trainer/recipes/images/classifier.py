@@ -88,8 +88,8 @@ def spec_of(
         classifier = classifier.completed(images)
         spec = classifiers.spec_of(classifier, pattern, section.seed)
         if (trained_on := classifier.normalised_by) not in (None, (images.mean, images.std)):
-            actual = f"{section.model.weights} was trained on images of another mean and std"
-            note = f'{actual}: {trained_on} (trainer.images.normalize="imagenet")'
+            start = f"{section.model.weights} was trained on images of another mean and std"
+            note = f'{start}: {trained_on} (trainer.images.normalize="imagenet")'
             spec = replace(spec, notes=(*spec.notes, note))
 
     def save(folder: Any, dtype: torch.dtype | None) -> None:

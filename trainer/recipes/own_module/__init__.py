@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
 
 class OwnModule:
-    keys = ()
-
     def subject(self, context: RunContext) -> Subject:
         from trainer.recipes.own_module.subject import open_module
 

@@ -8,8 +8,6 @@ from functools import partial
 from trainer.certify.pairs import PairsCase
 from trainer.certify.parameters import constructed
 from trainer.certify.tiny_run import Tiny
-from trainer.data.order import KEYED
-from trainer.data.progress import Progress
 from trainer.engines import Machine
 from trainer.recipe import HandedIn, RunContext
 from trainer.recipes.own_module.subject import open_module
@@ -18,7 +16,7 @@ from trainer.recipes.own_module.subject import open_module
 def module_case(small: Tiny, handed_in: HandedIn, machine: Machine) -> PairsCase:
     """Build the case of your own module. Collective."""
     without = replace(handed_in, metrics={})
-    context = RunContext(small.config, without, small.layout, machine.ranks, Progress(), KEYED)
+    context = RunContext(small.config, without, small.layout, machine.ranks)
     subject = open_module(context)
     assert handed_in.model is not None
     assert handed_in.loss is not None

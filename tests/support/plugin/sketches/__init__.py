@@ -8,7 +8,7 @@ image beside the tokens.
 from __future__ import annotations
 
 from sketches import body, column, contrast, image, pairs
-from trainer.plugins import NAMED
+from trainer.plugins import register
 
 SKETCHES = {
     "pair": pairs.RECIPE,
@@ -19,4 +19,4 @@ SKETCHES = {
     "image": image.RECIPE,
 }
 for name, recipe in SKETCHES.items():
-    NAMED["recipe"][f"sketch:{name}"] = recipe
+    register("recipe", f"sketch:{name}")(recipe)
