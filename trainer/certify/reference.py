@@ -206,7 +206,8 @@ class Reference(ABC):
                     right[index] = right[index] + judged[0]
                     unsure = unsure + judged[1]
         self.model.train()
-        rounding = max((abs(other - total) for other in rounded), default=0.0) / total
+        furthest = max((abs(other - total) for other in rounded), default=0.0)
+        rounding = furthest / abs(total) if furthest else 0.0  # a loss of pairs is 0 for one sample
         return Judged(total / counted, counted, tuple(right), unsure, rounding)
 
     def _gradients(
