@@ -121,8 +121,6 @@ NOT_YET: dict[str, list[str]] = {
     ],
     "many_fields": [
         "trainer/certify/recording.py: Recording",
-        "trainer/models/spec.py: LanguageModel",
-        "trainer/models/spec.py: ModelSpec",
         "trainer/trackers/tracker.py: Record",
     ],
 }

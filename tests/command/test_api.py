@@ -222,17 +222,18 @@ def test_values_are_those_of_the_constructor_in_every_process():
 
     spec, _ = spec_and_task(build)
     assert spec.blocks == ("0", "1", "2")
-    weights = {name: spec.weights.read(name) for name in ("0.weight", "2.bias", "table")}
+    weights = {name: spec.building.weights.read(name) for name in ("0.weight", "2.bias", "table")}
     assert torch.equal(weights["2.bias"], torch.full((2,), 0.5)) and torch.equal(
         weights["table"], torch.arange(3.0)
     )
-    assert torch.equal(weights["0.weight"], spec_of(build, None, seed=3).weights.read("0.weight"))
+    same = spec_of(build, None, seed=3).building.weights
+    assert torch.equal(weights["0.weight"], same.read("0.weight"))
     assert not torch.equal(
-        weights["0.weight"], spec_of(build, None, seed=4).weights.read("0.weight")
+        weights["0.weight"], spec_of(build, None, seed=4).building.weights.read("0.weight")
     )
-    spec.weights.release()
-    assert not any(isinstance(value, dict) for value in vars(spec.weights).values())
-    assert torch.equal(weights["0.weight"], spec.weights.read("0.weight"))
+    spec.building.weights.release()
+    assert not any(isinstance(value, dict) for value in vars(spec.building.weights).values())
+    assert torch.equal(weights["0.weight"], spec.building.weights.read("0.weight"))
 
 
 def test_what_is_found_of_a_module():

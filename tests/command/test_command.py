@@ -171,7 +171,7 @@ def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
         config = SimpleNamespace(
             optimizer=optimizer, scheduler=None, trainer=SimpleNamespace(adapter=None)
         )
-        subject = SimpleNamespace(spec=SimpleNamespace(weights=weights))
+        subject = SimpleNamespace(spec=SimpleNamespace(building=SimpleNamespace(weights=weights)))
         prepared: Any = SimpleNamespace(config=config, subject=subject, steps=9)
         return _rate_notes(prepared)
 

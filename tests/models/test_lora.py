@@ -597,7 +597,7 @@ def test_a_run_may_start_from_an_adapter(tmp_path):
     theirs = saved_by_peft(tmp_path / "one")
     section = AdapterSection(path=str(tmp_path / "one"), dropout=0.1)
     base = spec_of(UNTIED)
-    spec = adapted(replace(base, weights=made_up(base)), section)
+    spec = adapted(base.with_weights(made_up(base)), section)
     model = spec.build()
     materialise(model, spec, seed=3)
     named = dict(model.named_parameters())

@@ -66,7 +66,7 @@ def real(spec: Any, seed: int = 0) -> Any:
 def test_every_family_is_cut_built_and_saved(name, tmp_path):
     spec = spec_of(family(name))
     assert len(spec.blocks) == 3
-    assert spec.language.plain_head is FAMILIES[name][1]
+    assert spec.language.head.plain is FAMILIES[name][1]
     model = real(spec)
     assert spec.parameters == sum(parameter.numel() for parameter in model.parameters())
     assert not any(torch.isnan(value).any() for value in model.state_dict().values())

@@ -47,7 +47,7 @@ def assert_read_as_transformers_does(folder: Path) -> Any:
     values = theirs.state_dict()
     assert values.keys() == spec.build().state_dict().keys()
     for name, value in values.items():
-        read = spec.weights.read(name)
+        read = spec.building.weights.read(name)
         assert read is not None, name
         assert torch.equal(read.to(value.dtype), value), name
     model = on_host(spec, 0).eval()
@@ -99,7 +99,7 @@ def test_a_tensor_is_read_from_its_own_sources_alone(tmp_path, family, monkeypat
     stored = counted[-1]
     stored.read = 0
     for name in spec.build().state_dict():
-        value = spec.weights.read(name)
+        value = spec.building.weights.read(name)
         # a tensor of several that one source holds reads the whole of it
         assert stored.read <= 3 * value.nbytes, name
         stored.read = 0
@@ -144,7 +144,7 @@ def test_a_pickle_of_parameters_is_read_as_tensors(tmp_path):
     parameters = {name: torch.nn.Parameter(value) for name, value in values.items()}
     torch.save(parameters, tmp_path / "pytorch_model.bin")
     spec = assert_read_as_transformers_does(tmp_path)
-    assert not spec.weights.read("model.norm.weight").requires_grad
+    assert not spec.building.weights.read("model.norm.weight").requires_grad
 
 
 @pytest.mark.parametrize("name", ["ema.safetensors", "model.safetensors.index.json"])
@@ -191,7 +191,7 @@ def test_experts_that_are_stored_twice_are_an_error(tmp_path):
     fused = "model.layers.0.mlp.experts.down_proj"
     rewritten(tmp_path, lambda values: values | {fused: torch.zeros(12, 32, 16)})
     with pytest.raises(ConfigError, match="experts.down_proj"):
-        spec_of(tmp_path).weights.read(fused)
+        spec_of(tmp_path).building.weights.read(fused)
 
 
 # Ties
@@ -397,7 +397,7 @@ def test_scales_of_activations_are_no_part_of_a_quantised_weight(tmp_path):
 def test_what_is_not_quantised_is_read_as_it_is_stored(tmp_path):
     rewritten(write_base(tmp_path, "llama"), in_blocks_of_fp8)
     changed_config(tmp_path, quantization_config=FP8)
-    weights = spec_of(tmp_path).weights
+    weights = spec_of(tmp_path).building.weights
     assert weights.read("model.norm.weight").dtype == torch.bfloat16
     assert weights.read("model.layers.0.mlp.up_proj.weight").dtype == torch.float32
 

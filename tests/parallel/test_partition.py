@@ -57,7 +57,7 @@ def rule(partition: Partition, row: int = 1) -> PipelineSchedule:
 def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
     spec = spec_of(LLAMA | {"num_hidden_layers": 6, "vocab_size": 400})
     block = sum(p.numel() for p in spec.build().get_submodule(spec.blocks[0]).parameters())
-    assert spec.language.head_parameters > block
+    assert spec.language.head.parameters > block
     model = spec.build()
     assert [len(blocks) for blocks in block_ranges(model, spec, rule("uniform"), 2)] == [3, 3]
     assert [len(blocks) for blocks in block_ranges(model, spec, rule("best"), 2)] == [4, 2]
@@ -112,7 +112,7 @@ def test_attention_is_as_many_parameters_as_its_flops_are() -> None:
     from trainer.parallel.partition import _attention
 
     spec = spec_of(ATTENDING["alike"])
-    width = spec.language.attention_width
+    width = spec.language.attention.width
     assert _attention(spec, SimpleNamespace(), 4096) == [width * 4096] * 8
 
 

@@ -91,7 +91,7 @@ def changed(name: str, change: Any) -> Any:
         vars(module)["forward"] = lambda hidden: plain(hidden) + change(hidden)
         return model
 
-    tiny = replace(spec.tiny, copy=lambda **_: replace(small, build=build))
+    tiny = replace(spec.tiny, copy=lambda **_: small.built_by(build))
     return replace(spec, tiny=tiny)
 
 

@@ -230,7 +230,7 @@ def reading(spec: Any, change: Any) -> Any:
         change(model)
         return model
 
-    return replace(spec, tiny=replace(spec.tiny, copy=lambda: replace(small, build=build)))
+    return replace(spec, tiny=replace(spec.tiny, copy=lambda: small.built_by(build)))
 
 
 def head_for_dtype(model: Any) -> None:

@@ -87,8 +87,7 @@ def with_sparse(spec: Any) -> Any:
 
     tiny_copy = spec.tiny.copy and (lambda: with_sparse(spec.tiny.copy()))
     return replace(
-        spec,
-        build=made,
+        spec.built_by(made),
         tiny=replace(spec.tiny, copy=tiny_copy),
         training=replace(spec.training, sparse=(pattern_of(SOMETIMES),)),
     )
@@ -263,7 +262,7 @@ def with_frozen(spec: Any) -> Any:
         model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
         return model
 
-    return replace(spec, build=made)
+    return spec.built_by(made)
 
 
 @pytest.mark.more

@@ -60,12 +60,10 @@ def classified(case: Case, name: str, arguments: dict[str, Any], together: bool)
     from trainer.recipes.images.task import ImageClassification
 
     images = Images(tuple(map(str, range(CLASSES))), "RGB", (SIZE, SIZE), (0.0,) * 3, (1.0,) * 3)
-    spec = replace(
-        spec_of(TrainerSection(), images, Classifier(name, arguments)), weights=NoWeights()
-    )
-    spec.constructed(
-        ""
-    )  # what the constructor gives stays on the host, and is made here before anybody counts
+    classifier = Classifier(name, arguments)
+    spec = spec_of(TrainerSection(), images, classifier).with_weights(NoWeights())
+    # what the constructor gives stays on the host, and is made here before anybody counts
+    spec.building.constructed("")
     task = ImageClassification(CLASSES, spec.build, spec.blocks)
     spec = spec.tried_on(task.trial([(torch.zeros(3, SIZE, SIZE), 0)] * 2))
     layout = replace(layout_of(case), sync_batch_norm=together)

@@ -241,7 +241,7 @@ def test_weights_that_are_divided_in_evaluation_are_found_in_the_tiny_copy():
 
         small = plain.tiny.copy()
         assert len(small.blocks) < 6
-        return replace(small, build=build)
+        return small.built_by(build)
 
     spec = as_transformers_has_it(RWKV)
     with raises(ConfigError, "evaluation changes rwkv.blocks.1.attention.output.weight"):

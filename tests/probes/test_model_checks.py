@@ -31,7 +31,7 @@ from trainer.layout import Recompute
 from trainer.models import huggingface
 from trainer.models.language import model_config
 from trainer.models.materialise import materialise
-from trainer.models.spec import LanguageModel, TinyCopies
+from trainer.models.spec import LanguageModel, OutputHead, TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.probes.findings import Draws, Findings, applied
 from trainer.probes.questions.stages import check_cut
@@ -164,6 +164,11 @@ class Faulty(CausalLM):
         return logits_cross_entropy(logits[:, :-1], batch["targets"][:, 1:])
 
 
+def language_with(fused: bool, own_loss: bool = False) -> LanguageModel:
+    """Return a language model's properties; `fused`: its head is a product and nothing else."""
+    return LanguageModel(OutputHead(plain=fused), own_loss=own_loss)
+
+
 @pytest.mark.first("fused-scale")
 @pytest.mark.parametrize("fault", ["scale", "constant", "detached", "shifted twice"])
 @pytest.mark.parametrize(
@@ -171,7 +176,7 @@ class Faulty(CausalLM):
 )
 def test_a_loss_that_is_not_the_models_own_is_an_error_with_the_numbers(model, fault):
     spec = spec_of(model)
-    task = Faulty(LanguageModel(plain_head=spec.language.plain_head and fault != "shifted twice"))
+    task = Faulty(language_with(spec.language.head.plain and fault != "shifted twice"))
     task.fault = fault
     shows(text := refused(model, task), "tiny copy")
     assert "its own" in text
@@ -181,8 +186,8 @@ def test_a_loss_that_is_not_the_models_own_is_an_error_with_the_numbers(model, f
 @pytest.mark.parametrize("fused", [True, False])
 def test_a_routers_loss_that_is_dropped_is_an_error(model, fused):
     spec = spec_of(model)
-    findings_of(spec, CausalLM(LanguageModel(plain_head=fused, own_loss=True)))
-    assert "expected its own, " in refused(model, CausalLM(LanguageModel(plain_head=fused)))
+    findings_of(spec, CausalLM(language_with(fused, own_loss=True)))
+    assert "expected its own, " in refused(model, CausalLM(language_with(fused)))
 
 
 @pytest.mark.more
@@ -373,7 +378,7 @@ def with_noise(noise: Any) -> Any:
             )
         return model
 
-    return replace(spec, build=build, tiny=TinyCopies())
+    return replace(spec.built_by(build), tiny=TinyCopies())
 
 
 @pytest.mark.more
@@ -408,7 +413,7 @@ def with_mlp_of(hook: Any) -> Any:
         model.model.layers[1].mlp.register_forward_hook(hook())
         return model
 
-    return replace(plain, build=build, tiny=TinyCopies())
+    return replace(plain.built_by(build), tiny=TinyCopies())
 
 
 @pytest.mark.more
@@ -476,7 +481,7 @@ def test_what_a_models_own_code_raises_is_told(fails, what):
         model.register_forward_pre_hook(planted, with_kwargs=True)
         return model
 
-    spec = replace(plain, build=build, tiny=TinyCopies())
+    spec = replace(plain.built_by(build), tiny=TinyCopies())
     with raises(ConfigError, "trainer.model: llama", f"not show {what}", "IndexError: planted"):
         findings_of(spec, CausalLM(LanguageModel()))
 
@@ -589,7 +594,7 @@ def test_an_mlp_that_mixes_tokens_is_not_computed_in_tiles():
             block.mlp.down_proj.register_forward_hook(lambda m, i, o: o + o.cumsum(1) / 9)
         return model
 
-    mixed = replace(spec, build=mixing)
+    mixed = spec.built_by(mixing)
     with raises(ConfigError, "trainer.tiled_mlp", "treat each token"):
         check_layout(mixed, task_of(spec), TILED, Findings())
 
@@ -612,7 +617,7 @@ def test_blocks_that_do_not_run_once_each_are_no_blocks():
         )
         return model
 
-    twice = replace(spec, build=build, tiny=TinyCopies())
+    twice = replace(spec.built_by(build), tiny=TinyCopies())
     assert applied(twice, replace(Findings(), blocks=False)).blocks == ()
 
 
@@ -623,7 +628,7 @@ def test_what_can_not_be_tried_runs_on_one_process_alone():
         return model
 
     plain = spec_of(LLAMA)
-    spec = replace(plain, build=build, tiny=TinyCopies())
+    spec = replace(plain.built_by(build), tiny=TinyCopies())
     findings = findings_of(spec, task_of(spec))
     shows_each(findings.notes, "ZeroDivisionError: division")
     check_layout(spec, task_of(spec), layout(), findings)
@@ -650,7 +655,7 @@ def test_what_some_rows_leave_without_a_gradient_is_found(hook):
         mlp.register_forward_hook(hook)
         return model
 
-    spec = replace(plain, build=build, tiny=TinyCopies())
+    spec = replace(plain.built_by(build), tiny=TinyCopies())
     findings = findings_of(spec, task_of(spec))
     assert (findings.unused, findings.sparse) == ((), ("model.layers.*.mlp.extra.weight",))
     with raises(ConfigError, "engine deepspeed: llama", "without a gradient"):

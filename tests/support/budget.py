@@ -99,17 +99,17 @@ def sizes_of(spec: ModelSpec) -> Sizes:
         many=sum(len(next(modules[name].parameters())) for name in experts),
         chosen=len(experts) and model.config.num_experts_per_tok,  # type: ignore[union-attr]
         hidden=spec.language.hidden_size or 0,
-        attended=2 * spec.language.attention_width + _keys(spec),
+        attended=2 * spec.language.attention.width + _keys(spec),
         keys=_keys(spec),
-        heads=spec.language.heads,
+        heads=spec.language.attention.heads,
         words=spec.language.vocabulary,
         tied=bool(spec.tied),
     )
 
 
 def _keys(spec: ModelSpec) -> int:
-    model = spec.language
-    return 2 * model.attention_width * model.kv_heads // model.heads
+    sizes = spec.language.attention
+    return 2 * sizes.width * sizes.kv_heads // sizes.heads
 
 
 def _modules(block: nn.Module) -> int:

@@ -22,7 +22,7 @@ import os
 import traceback
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -179,7 +179,7 @@ def workload(
 @cache
 def spec_with(model: str) -> ModelSpec:
     """Return the spec of a model config, given as JSON, without weights."""
-    return replace(spec_of(json.loads(model)), weights=NoWeights())
+    return spec_of(json.loads(model)).with_weights(NoWeights())
 
 
 def counted(job: Workload, rank: int = 0) -> Step:

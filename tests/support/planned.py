@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -26,7 +26,7 @@ def subject(case: Case) -> Any:
 
     allow_float16(case)
     # a base of made-up values would be held beside the model's own
-    spec = replace(spec_in(case), weights=NoWeights())
+    spec = spec_in(case).with_weights(NoWeights())
     return subject_of(case, layout_of(case), spec, task_of(spec, case), batch)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 from types import SimpleNamespace
@@ -196,10 +196,8 @@ def spec_in(case: Case, path: str | None = None) -> Any:
 
     spec = spec_of(case.model, path)
     if case.adapter is not None:
-        spec = adapted(
-            replace(spec, weights=spec.weights if path else made_up(spec)),
-            AdapterSection(**case.adapter),
-        )
+        base = spec if path else spec.with_weights(made_up(spec))
+        spec = adapted(base, AdapterSection(**case.adapter))
     return tuned(frozen(spec, case.freeze), [ParameterGroup(**group) for group in case.groups])
 
 

@@ -326,7 +326,7 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
     whole = classifiers.spec_of(
         classifiers.named("resnet18", {"num_classes": 1000}, "DEFAULT"), None, seed=3
     )
-    assert torch.equal(whole.weights.read("head.fc.weight"), state["fc.weight"])
+    assert torch.equal(whole.building.weights.read("head.fc.weight"), state["fc.weight"])
 
 
 @pytest.mark.more

@@ -135,7 +135,7 @@ class Recorder:
             return [{(place, number): None} for number in range(len(micro_batches))]
         if layout.pipeline > 1 or job.one_width:  # parts are those of rows of one length
             micro_batches = job.task.padded(micro_batches)
-        part_of = division_of(layout, job.spec.language.heads).part
+        part_of = division_of(layout, job.spec.language.attention.heads).part
         rows = enumerate(micro_batches)
         return [{(place, n): part_of(batch["input_ids"], part)} for n, batch in rows]
 

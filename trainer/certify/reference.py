@@ -223,7 +223,7 @@ class Reference(ABC):
             self._inputs = self._loads.ids = part.inputs
             tokens: dict[int, Any] = {part.data_rank: None}
             if self._spec.language.vocabulary:
-                division = division_of(self._layout, self._spec.language.heads)
+                division = division_of(self._layout, self._spec.language.attention.heads)
                 tokens = parts_of(part.inputs, part.data_rank, division, part.start, part.row)
             self._listener.begin([{(place, part.number): ids for place, ids in tokens.items()}])
             loss = self._loss_sum(model, part.inputs, part.targets)

@@ -81,7 +81,7 @@ def merge(folder: Path, base: str, out: Path) -> None:
         tokenizer = load_tokenizer(str(source))
 
     # a dequantised value is in float32, whatever the base's own dtype
-    quantised = getattr(spec.weights, "quantised_by", "")
+    quantised = getattr(spec.building.weights, "quantised_by", "")
     dtype = (quantised and stated) or entries[0].dtype
 
     def save(partial: Path) -> None:

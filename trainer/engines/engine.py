@@ -158,7 +158,7 @@ class EngineKind:
 
 def mesh_of(job: Job) -> ParallelMesh:
     """Make a job's process groups, and tell its task of them. Collective."""
-    mesh = parallel_mesh_of(job.layout, job.machine.device, job.spec.language.heads)
+    mesh = parallel_mesh_of(job.layout, job.machine.device, job.spec.language.attention.heads)
     job.task.placed(mesh.context, mesh.group("batch"))
     return mesh
 

@@ -219,7 +219,7 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
     with torch.device("meta"):
         whole = classifier.build()
     names = published_names(whole, chain_of(whole)) if spec.name == "Sequential" else {}
-    weights = spec.weights
+    weights = spec.building.weights
     notes = spec.notes
     if classifier.folder is not None:
         weights = SafetensorsFolder(classifier.folder, renamed=names)
@@ -230,12 +230,13 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
             pretrained = replace(classifier, arguments=arguments).build()
         shapes = module.config_of(pretrained)["shapes"]
         head = [name for name, shape in config["shapes"].items() if shapes.get(name) != shape]
-        weights = _Pretrained(classifier, names, head, spec.weights)
+        weights = _Pretrained(classifier, names, head, spec.building.weights)
         anew = f"; {', '.join(head)} of other classes are initialised at random" if head else ""
         notes = (*notes, f"weights {entry}{anew}")
     files = replace(spec.files, published=names)
     name = classifier.name
-    return replace(spec, name=name, files=files, weights=weights, config=config, notes=notes)
+    described = replace(spec, name=name, files=files, config=config, notes=notes)
+    return described.with_weights(weights)
 
 
 def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:

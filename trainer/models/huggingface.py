@@ -32,7 +32,7 @@ from trainer.models.patches import correct_prefix, skip_rescaling
 from trainer.models.pretrained import quantised
 from trainer.models.pretrained.files import stored_tensors
 from trainer.models.pretrained.reader import ConvertedWeights
-from trainer.models.spec import ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
+from trainer.models.spec import Building, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
 
@@ -195,14 +195,11 @@ def describe(
             blocks = blocks_like(model, tiny_copy().blocks)
     spec = ModelSpec(
         name=name,
-        build=build,
-        initialise=_initialise,
+        building=Building(build, _initialise, weights, partial(built_tensor, build)),
         blocks=blocks,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         language=language_model.language_of(model, blocks),
         tied=aliases_of(model),
-        weights=weights,
-        constructed=partial(built_tensor, build),
         tiny=TinyCopies(copy=tiny_copy),
         config=_architecture(model),
         files=ModelFiles(

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from trainer.errors import refused
 from trainer.models.language.head import has_plain_head, is_word_by_word
 from trainer.models.language.tensor_plan import tensor_plan_of
-from trainer.models.spec import LanguageModel
+from trainer.models.spec import AttentionSizes, LanguageModel, OutputHead
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
@@ -29,7 +29,12 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
     hidden = getattr(text, "hidden_size", None)
     heads, kv_heads, width = _heads(text, hidden or 0)
     return LanguageModel(
-        head_parameters=head.weight.numel() if head is not None else 0,
+        head=OutputHead(
+            parameters=head.weight.numel() if head is not None else 0,
+            plain=has_plain_head(model),
+            word_by_word=is_word_by_word(model),
+        ),
+        attention=AttentionSizes(heads, kv_heads, width),
         embedding_parameters=0 if is_tied or table is None else table.weight.numel(),
         idle_parameters=idle_parameters(model, text),
         # target ids must be in the table, too
@@ -37,12 +42,7 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
         positions=positions_of(model, text),
         hidden_size=hidden,
         layers=getattr(text, "num_hidden_layers", 0),
-        attention_width=width,
-        heads=heads,
-        kv_heads=kv_heads,
         tensor_plan=tensor_plan_of(model, blocks, heads),
-        plain_head=has_plain_head(model),
-        word_by_word=is_word_by_word(model),
         own_loss=bool(getattr(text, "output_router_logits", False)),
     )
 

@@ -120,7 +120,7 @@ class _Values:
                 module._buffers[key] = real
 
     def _parameter(self, name: str, meta: nn.Parameter) -> nn.Parameter:
-        weights = self.spec.weights
+        weights = self.spec.building.weights
         value = self._given(name, meta)
         needed = not isinstance(weights, NoWeights) and name not in self.spec.training.fresh
         if value is None and needed and name not in self._misshapen:
@@ -134,7 +134,7 @@ class _Values:
 
     def _given(self, name: str, meta: torch.Tensor) -> torch.Tensor | None:
         """Return the pretrained value; None, and reported, if it has another shape."""
-        value = self.spec.weights.read(name)
+        value = self.spec.building.weights.read(name)
         if value is not None and value.shape != meta.shape:
             self._report(name, f"shape {tuple(value.shape)}", f"{tuple(meta.shape)}")
             self._misshapen.add(name)
@@ -151,14 +151,14 @@ class _Values:
         """Fill the module's own tensors: by `initialise`, else with its constructor's values."""
         before = {key: tensor for key, tensor in _tensors(module).items() if tensor is not None}
         versions = {key: tensor._version for key, tensor in before.items()}
-        self.spec.initialise(root, name)
+        self.spec.building.initialise(root, name)
         for key, tensor in before.items():
             untouched = _tensors(module).get(key) is tensor and tensor._version == versions[key]
             if untouched and not has_values(tensor):
                 self._construct(_joined(name, key), module, tensor)
 
     def _construct(self, name: str, module: nn.Module, tensor: torch.Tensor) -> None:
-        value = self.spec.constructed(name)
+        value = self.spec.building.constructed(name)
         reset = getattr(module, "reset_parameters", None)
         if value is not None and value.shape == tensor.shape and not value.is_meta:
             tensor.copy_(value)

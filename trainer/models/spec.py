@@ -79,11 +79,42 @@ class Trial:
 
 
 @dataclass(frozen=True)
+class OutputHead:
+    """The output head of a language model, which turns a hidden state into logits."""
+
+    parameters: int = 0
+    """The number of parameters of its matrix (0 without one)."""
+    plain: bool = False
+    """True if the logits are its product with the last hidden state and nothing else."""
+    word_by_word: bool = False
+    """True if a word's vector and its logits come from its own row of table and head alone."""
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """The attention heads of a language model."""
+
+    heads: int = 0
+    kv_heads: int = 0
+    width: int = 0
+    """The width of the attention products: heads x head size."""
+
+    @property
+    def head_size(self) -> int:
+        return self.width // (self.heads or 1)
+
+    @property
+    def groups(self) -> int:
+        """The number of query heads for each key-value head."""
+        return self.heads // (self.kv_heads or 1)
+
+
+@dataclass(frozen=True)
 class LanguageModel:
     """Properties of a language model; empty for any other module."""
 
-    head_parameters: int = 0
-    """The number of parameters of the output head's matrix (0 without one)."""
+    head: OutputHead = field(default_factory=OutputHead)
+    attention: AttentionSizes = field(default_factory=AttentionSizes)
     embedding_parameters: int = 0
     """The number of parameters of the input table, a lookup (0 if the head is tied to it)."""
     idle_parameters: int = 0
@@ -93,16 +124,8 @@ class LanguageModel:
     """The most tokens of a sequence; None where the config sets no limit."""
     hidden_size: int | None = None
     layers: int = 0
-    attention_width: int = 0
-    """The width of the attention products: heads x head size."""
-    heads: int = 0
-    kv_heads: int = 0
     tensor_plan: dict[str, str] = field(default_factory=dict)
     """Modules and parameters of blocks that tensor parallelism splits -> the style, as a word."""
-    plain_head: bool = False
-    """True if the logits are the head's product with the last hidden state and nothing else."""
-    word_by_word: bool = False
-    """True if a word's vector and its logits come from its own row of table and head alone."""
     own_loss: bool = False
     """True if `forward(labels=...)` adds a router's loss (`output_router_logits`)."""
 
@@ -164,24 +187,35 @@ class ModelFiles:
 
 
 @dataclass(frozen=True)
+class Building:
+    """How a model is made: its modules on the meta device, then the values of their tensors.
+
+    A value is read from `weights`; where there is none, `initialise` makes it; what it leaves empty
+    has the constructor's value.
+    """
+
+    build: Callable[[], nn.Module]
+    """Builds the module on the meta device."""
+    initialise: Callable[[nn.Module, str], None]
+    """`initialise(root, module_name)` fills one module's own parameters and buffers."""
+    weights: Weights = field(default_factory=NoWeights)
+    constructed: Callable[[str], torch.Tensor | None] = lambda name: None
+    """Returns the constructor's value of a small tensor that `initialise` leaves empty, or None."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A model as embed -> blocks -> head, before any of it is allocated."""
 
     name: str
     """The name shown to the user: the folder or hub id, or the model type."""
-    build: Callable[[], nn.Module]
-    """Builds the module on the meta device."""
-    initialise: Callable[[nn.Module, str], None]
-    """`initialise(root, module_name)` fills one module's own parameters and buffers."""
+    building: Building
     blocks: tuple[str, ...]
     """Dotted names of the repeated blocks, in order; empty if none are known."""
     parameters: int
     language: LanguageModel = field(default_factory=LanguageModel)
     tied: dict[str, str] = field(default_factory=dict)
     """Parameter name -> the name of the parameter that it is tied to."""
-    weights: Weights = field(default_factory=NoWeights)
-    constructed: Callable[[str], torch.Tensor | None] = lambda name: None
-    """Returns the constructor's value of a small tensor that `initialise` leaves empty, or None."""
     training: Training = field(default_factory=Training)
     tiny: TinyCopies = field(default_factory=TinyCopies)
     files: ModelFiles = field(default_factory=ModelFiles)
@@ -189,6 +223,18 @@ class ModelSpec:
     """Notes on parts of the folder or the config that are not trained, a line each."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The architecture as numbers and words, for comparison."""
+
+    def build(self) -> nn.Module:
+        """Build the module on the meta device."""
+        return self.building.build()
+
+    def built_by(self, build: Callable[[], nn.Module]) -> ModelSpec:
+        """Return the spec of the same model, whose modules `build` makes."""
+        return replace(self, building=replace(self.building, build=build))
+
+    def with_weights(self, weights: Weights) -> ModelSpec:
+        """Return the spec of the same model with other values."""
+        return replace(self, building=replace(self.building, weights=weights))
 
     def tried_on(self, trial: Trial) -> ModelSpec:
         """Return the spec with the input on which it is tried."""
@@ -204,7 +250,7 @@ class ModelSpec:
                     parameter.requires_grad_(False)
             return model
 
-        return replace(self, build=build)
+        return self.built_by(build)
 
     @property
     def one_file(self) -> bool:
@@ -225,10 +271,10 @@ def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
 
     def entry(name: str, like: torch.Tensor, owner: int) -> StateTensor:
         def parts() -> list[Part]:
-            value = spec.weights.read(name) if owner == ranks.rank else None
+            value = spec.building.weights.read(name) if owner == ranks.rank else None
             return [] if value is None else [Part(value)]
 
-        value = spec.weights.read(name)
+        value = spec.building.weights.read(name)
         dtype = like.dtype if value is None else value.dtype
         shape = tuple(like.shape)
         return StateTensor(name, WEIGHT, shape, dtype, owner, parts, write=lambda value: None)
@@ -285,5 +331,5 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     language = spec.language
     matrix = spec.parameters - language.embedding_parameters - language.idle_parameters
     learned = min(matrix, spec.parameters - sum(spec.training.frozen.values()))
-    attention = 6.0 * language.layers * language.attention_width * sequence
+    attention = 6.0 * language.layers * language.attention.width * sequence
     return 4.0 * matrix + 2.0 * learned + attention

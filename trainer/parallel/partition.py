@@ -61,7 +61,7 @@ def block_ranges(
     over rows of `schedule.row` tokens; a look-up is free.
     """
     partition = schedule.partition
-    head = spec.language.head_parameters
+    head = spec.language.head.parameters
     if partition == "uniform":
         return divide([1.0] * len(spec.blocks), 0.0, 0.0, stages)
     blocks = [model.get_submodule(name) for name in spec.blocks]
@@ -71,7 +71,7 @@ def block_ranges(
     if spec.language.idle_parameters:
         idle = (idle_parameters(block, text_config(model)) for block in blocks)
         costs = [cost - unused for cost, unused in zip(costs, idle, strict=True)]
-    if spec.language.attention_width:
+    if spec.language.attention.width:
         attention = _attention(spec, text_config(model), schedule.row)
         costs = [cost + work for cost, work in zip(costs, attention, strict=True)]
     return divide(costs, 0.0, head, stages)

@@ -103,7 +103,7 @@ def _rate_notes(prepared: Prepared) -> list[str]:
         start = f"scheduler.params.warmup_num_steps is {warmup}, and the run has {prepared.steps}"
         notes = [f"{start} steps: all of it is warm-up; lower it, or train for more steps"]
     # an own module's values are its constructor's: nobody knows if these were trained
-    initial = type(spec.weights) in (NoWeights, MadeWeights)
+    initial = type(spec.building.weights) in (NoWeights, MadeWeights)
     begun = initial or prepared.config.trainer.adapter is not None
     if begun or "adam" not in optimizer.type.lower() or optimizer.params["lr"] < 1e-3:
         return notes

@@ -185,9 +185,9 @@ def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
     """Raise ConfigError unless all machines have the same pretrained weights. Collective."""
     ranks = machine.ranks
     several = (machine.local_world_size or ranks.world_size) < ranks.world_size
-    if not several or isinstance(spec.weights, NoWeights):
+    if not several or isinstance(spec.building.weights, NoWeights):
         return
-    if others := ranks.differing(ranks.on_own(lambda: fingerprint(spec.weights, names))):
+    if others := ranks.differing(ranks.on_own(lambda: fingerprint(spec.building.weights, names))):
         actual = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
         place = f"{spec.name}: pretrained weights"
         expected = "the same files on every machine"

@@ -233,7 +233,7 @@ def _built(prepared: Prepared, session: Session) -> tuple[Engine, RunState]:
     session.machine.signs.at("building the engine, and the model's values")
     session.machine.watch.moves(prepared.save_seconds)
     engine = prepared.engine.build(prepared.job(session.machine))
-    spec.weights.release()
+    spec.building.weights.release()
     for note in engine.notes:
         session.say(f"note: {note}")
     if source is None:

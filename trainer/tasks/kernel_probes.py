@@ -61,13 +61,12 @@ def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attent
         kind = model.config._attn_implementation  # type: ignore[union-attr]
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
     patterns, keys, values, dropouts = map(set, zip(*calls, strict=True))
-    of_tiny, size = (_head_size(language) for language in (small, spec.language))
+    of_tiny, size = (language.attention.head_size for language in (small, spec.language))
     if not keys == values == {of_tiny}:
         size = 0
-    groups = spec.language.heads // (spec.language.kv_heads or 1)
     dropout = max(dropouts)
     refusal = f"neither flash nor flex attention takes dropout of {dropout:g}" if dropout else ""
-    return Attention(size, groups, dropout, frozenset(patterns), refusal)
+    return Attention(size, spec.language.attention.groups, dropout, frozenset(patterns), refusal)
 
 
 def _unsealed(pattern: str, mask: torch.Tensor) -> torch.Tensor:
@@ -76,10 +75,6 @@ def _unsealed(pattern: str, mask: torch.Tensor) -> torch.Tensor:
 
 def _sealed(calls: list[tuple[str, int, int, float]], pattern: str, mask: torch.Tensor) -> Sealed:
     return Sealed(mask, pattern, calls)
-
-
-def _head_size(model: LanguageModel) -> int:
-    return model.attention_width // (model.heads or 1)
 
 
 def tested(
@@ -249,7 +244,7 @@ def notes(
     if model.head_size and not divided:
         query, key = (
             torch.empty(1, count, 128, model.head_size, dtype=dtype, device=device).requires_grad_()
-            for count in (spec.language.heads, spec.language.kv_heads)
+            for count in (spec.language.attention.heads, spec.language.attention.kv_heads)
         )
         rows = None, model.dropout, True  # no mask, causal
         with kernels_for(None):

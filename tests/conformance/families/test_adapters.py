@@ -118,7 +118,7 @@ def assert_one_set(one: Adapted, wanted: set[str], whole: Iterable[str] = ()) ->
     before = {name: value.clone() for name, value in on_host_base(one).items()}
     merged = dict(theirs.merge_and_unload().state_dict())
     assert one.spec.files.merged is not None
-    weights = one.spec.files.merged(one.adapter).weights
+    weights = one.spec.files.merged(one.adapter).building.weights
     changed = set()
     for name, value in before.items():
         found = weights.read(name)

@@ -32,7 +32,7 @@ from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, 
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
-from trainer.models.spec import WHOLE, ModelFiles, ModelSpec, NoWeights, Training
+from trainer.models.spec import WHOLE, Building, ModelFiles, ModelSpec, NoWeights, Training
 from trainer.storage import required
 
 
@@ -56,14 +56,14 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     def tiny_copy(layers: int = 3, split: int = 1) -> ModelSpec:
         assert spec.tiny.copy is not None
         small = spec.tiny.copy(layers, split)
-        if isinstance(small.weights, NoWeights):
-            small = replace(small, weights=lora_weights.made_up(small))
+        if isinstance(small.building.weights, NoWeights):
+            small = small.with_weights(lora_weights.made_up(small))
         names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
         return _with_adapters(small, options, names)
 
     described = _with_adapters(spec, options, targets)
     named = {lora_weights.base_name(name) for name, _ in model.named_parameters()}
-    base = fingerprint(spec.weights, sorted(named)) if spec.tiny.copy else ""
+    base = fingerprint(spec.building.weights, sorted(named)) if spec.tiny.copy else ""
     if options.path is not None:
         described = _started(described, spec, options)
     copies = replace(spec.tiny, copy=tiny_copy if spec.tiny.copy else None)
@@ -78,9 +78,9 @@ def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
     parameters = described.build().named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
     values = started(Path(options.path), shapes, described.files.published)
-    weights = lora_weights.BaseWeights(base.weights, lasting=options.merge, started=values)
+    weights = lora_weights.BaseWeights(base.building.weights, lasting=options.merge, started=values)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
-    return replace(described, weights=weights, notes=(*described.notes, note))
+    return replace(described.with_weights(weights), notes=(*described.notes, note))
 
 
 def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSpec:
@@ -106,18 +106,20 @@ def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Mod
     still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
     note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
     head = spec.build().get_output_embeddings()  # type: ignore[operator]
-    plain = spec.language.plain_head
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
+    output = replace(spec.language.head, plain=spec.language.head.plain and same_head)
     plan = _tensor_plan(spec, targets)
     return replace(
         spec,
-        build=build,
-        initialise=partial(_initialise, spec),
+        building=Building(
+            build,
+            partial(_initialise, spec),
+            lora_weights.BaseWeights(spec.building.weights, lasting=options.merge),
+            lambda name: spec.building.constructed(lora_weights.base_name(name)),
+        ),
         parameters=values,
-        language=replace(spec.language, plain_head=plain and same_head, tensor_plan=plan),
+        language=replace(spec.language, head=output, tensor_plan=plan),
         tied=aliases_of(model),
-        weights=lora_weights.BaseWeights(spec.weights, lasting=options.merge),
-        constructed=lambda name: spec.constructed(lora_weights.base_name(name)),
         training=training,
         files=_files(spec, options, model, config, published),
         notes=(*spec.notes, note),
@@ -149,8 +151,8 @@ def _files(
     saved = saved_adapter_config(loadable(spec.build, config, list(scalings), adapters, shapes))
 
     def merged(folder: Path) -> ModelSpec:
-        weights = lora_weights.MergedWeights(spec.weights, model, folder, published)
-        return replace(spec, weights=weights)
+        weights = lora_weights.MergedWeights(spec.building.weights, model, folder, published)
+        return spec.with_weights(weights)
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
         saved.save_pretrained(str(folder))
@@ -218,7 +220,7 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict):
         return
     if not lora_weights.is_adapters(name):
-        base.initialise(root, name)
+        base.building.initialise(root, name)
         return
     own = {k: p for k, p in module.named_parameters(recurse=False) if not has_values(p)}
     if not own:

@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, Problem, refused
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, outermost, tensors_of
 from trainer.models.patches import has_values
-from trainer.models.spec import MadeWeights, ModelFiles, ModelSpec, NoWeights, Weights
+from trainer.models.spec import Building, MadeWeights, ModelFiles, ModelSpec, NoWeights, Weights
 
 LARGEST_BUILT = 1_000_000_000
 """The most parameters of a module that each process builds on the host, for its initial values."""
@@ -56,14 +56,11 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
         notes = (f"{count} get initial values from {source}",)
     return ModelSpec(
         name=type(model).__name__,
-        build=on_meta,
-        initialise=_initialise,
+        building=Building(on_meta, _initialise, weights, partial(built_tensor, on_meta)),
         blocks=_blocks(model, blocks),
         parameters=parameters,
         tied=aliases_of(model),
-        weights=weights,
         notes=notes,
-        constructed=partial(built_tensor, on_meta),
         config=config_of(model),
         files=ModelFiles(save_config=partial(_save_config, model)),
     )

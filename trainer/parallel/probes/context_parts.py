@@ -29,7 +29,7 @@ def _ask(about: Probed) -> Finding | None:
         loss = "the router's loss (output_router_logits)"
         actual = f"{loss} is a product of means over whole sequences"
         return Finding(actual, "output_router_logits false")
-    in_groups = division_of(about.layout, spec.language.heads).groups > 1
+    in_groups = division_of(about.layout, spec.language.attention.heads).groups > 1
 
     def change(model: nn.Module, small: ModelSpec) -> _InParts:
         return _InParts(model, small, about.task, in_groups)
@@ -50,7 +50,7 @@ class _InParts:
     """A tiny copy whose attention is recorded over whole sequences, then given in parts."""
 
     def __init__(self, model: nn.Module, spec: ModelSpec, task: Any, in_groups: bool) -> None:
-        self._ranks = _Recorded(spec.language.heads, in_groups)
+        self._ranks = _Recorded(spec.language.attention.heads, in_groups)
         self._task = copy(task)
         self._task.placed(self._ranks)
         self._model = self._task.prepare(model)

@@ -81,7 +81,10 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     yield from experts.problems(spec, size)
     regions = {layer_of(name).rpartition(".")[0] for name in plan if plan[name] == "colwise"}
     if any("att" in region for region in regions):
-        counts = {"attention heads": spec.language.heads, "key-value heads": spec.language.kv_heads}
+        counts = {
+            "attention heads": spec.language.attention.heads,
+            "key-value heads": spec.language.attention.kv_heads,
+        }
         for what, heads in counts.items():
             if heads % size:
                 yield f"{heads} {what} = {divided(heads, size)}", f"a multiple of {size}"

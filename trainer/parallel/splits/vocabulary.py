@@ -40,7 +40,7 @@ def whole_because(model: nn.Module, spec: ModelSpec, ranks: int) -> str | None:
     """Return the reason why each tensor rank has the whole vocabulary of `model`, or None."""
     if spec.language.own_loss:
         return "the model adds a loss of its own to that of the tokens"
-    if not spec.language.word_by_word:
+    if not spec.language.head.word_by_word:
         return "its table or head does more than look rows up and multiply by them"
     ends = _ends(model)
     shared = {id(parameter) for module in ends for parameter in module.parameters()}

@@ -50,7 +50,7 @@ def compare_base(architecture: Any, options: Any) -> BaseFiles:
         return BaseFiles(None, note, untied)
     theirs = _loaded(options, layers, len(spec.blocks))
     finding = _worst(spec, theirs)
-    spec.weights.release()
+    spec.building.weights.release()
     note = ""
     if layers < len(spec.blocks):
         note = f"of the base, the first {layers} of {len(spec.blocks)} blocks are compared"
@@ -96,7 +96,7 @@ def _worst(spec: ModelSpec, theirs: dict[str, torch.Tensor]) -> CheckResult:
     """Return the largest difference of a tensor, relative to its largest value; 0 is expected."""
     worst = CheckResult(CHECK, 0, 0.0, 0.0, f"({len(theirs)} tensors)")
     for name, value in theirs.items():
-        error = _error(spec.weights.read(spec.tied.get(name, name)), value)
+        error = _error(spec.building.weights.read(spec.tied.get(name, name)), value)
         if error > worst.error:
             worst = CheckResult(CHECK, 0, error, 0.0, name)
     return worst

@@ -81,7 +81,7 @@ class LanguageCase:
         if self._is_read:
             ranks.on_first(lambda: write_base(copy, self._base))
             read = options.model_copy(update={"name_or_path": str(self._base)})
-            copy = replace(copy, weights=huggingface.weights_of(copy.build(), read))
+            copy = copy.with_weights(huggingface.weights_of(copy.build(), read))
         whole = changed_spec(
             replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks
         )
@@ -89,7 +89,7 @@ class LanguageCase:
         spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
         config = copy.build().config
-        heads = copy.language.heads
+        heads = copy.language.attention.heads
         self.edges: Sequence[Edge] = edges_of(small, config, heads, self._size[2].positions - 1)
         self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
         without = Pairs((), None, "")  # `rehearse` has the documents

@@ -74,7 +74,7 @@ class LanguageSubject(Subject):
     def kernels(self, layout: Layout, device: torch.device) -> Iterator[str]:
         model = self.task.attention()
         dtype = getattr(torch, layout.precision)
-        divided = division_of(layout, self.spec.language.heads).groups > 1
+        divided = division_of(layout, self.spec.language.attention.heads).groups > 1
         return notes(model, self.spec, self.packed, dtype, device, divided)
 
     def amount(self, samples: int, section: TrainerSection) -> str:

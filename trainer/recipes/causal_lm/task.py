@@ -46,7 +46,7 @@ class CausalLM:
     def __init__(
         self, model: LanguageModel, padding: int = 0, attention: Callable[[], Attention] = Attention
     ) -> None:
-        self._fused_head = model.plain_head
+        self._fused_head = model.head.plain
         self._own_loss = model.own_loss
         self._hidden_size = model.hidden_size
         self._padding_id = padding

@@ -51,7 +51,7 @@ class ModelOnCluster:
         tiny = self.workload.spec.tiny
         assert tiny.first_blocks is not None
         few = changed_spec(tiny.first_blocks(count), self.config.trainer, ALONE, copied=True)
-        return replace(few, weights=NoWeights(), tiny=tiny)
+        return replace(few.with_weights(NoWeights()), tiny=tiny)
 
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
         """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
@@ -129,7 +129,7 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
     """Return the spec with shapes alone, without reading weights. Trials still have values."""
     # tensors that are never read from weights need their constructor, however large
-    most = SMALL if isinstance(spec.weights, NoWeights) else math.inf
+    most = SMALL if isinstance(spec.building.weights, NoWeights) else math.inf
 
     @cache
     def shapes() -> dict[str, torch.Size]:
@@ -140,4 +140,5 @@ def _of_shapes(spec: ModelSpec) -> ModelSpec:
         return torch.empty(shape) if (shape := shapes().get(name)) is not None else None
 
     tiny = replace(spec.tiny, copy=spec.tiny.copy or (lambda *_, **__: spec))
-    return replace(spec, weights=NoWeights(), constructed=constructed, tiny=tiny)
+    building = replace(spec.building, weights=NoWeights(), constructed=constructed)
+    return replace(spec, building=building, tiny=tiny)

@@ -83,7 +83,9 @@ def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
     old = plan.workload.layout
     blocks = max(1, len(spec.blocks))
     splits = spec.language.vocabulary > 0
-    every = candidates(old, form.cluster, blocks, splits, spec.language.heads, form.experts)
+    every = candidates(
+        old, form.cluster, blocks, splits, spec.language.attention.heads, form.experts
+    )
     return [one for one in every if one != old]
 
 
