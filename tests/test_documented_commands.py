@@ -446,7 +446,7 @@ ELSEWHERE: dict[str, str] = {
         "test_from_deepspeed.py::test_a_run_goes_on_from_it"
     ),
     "python examples/planted_bug.py": "test_verify.py::test_the_example_of_a_planted_bug_names_it",
-    "python -m tests.conformance.families.sweep": "families/test_families.py::test_a_sampled_row_is_so",
+    "python -m tests.support.conformance.sweep": "families/test_families.py::test_a_sampled_row_is_so",
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
     "python benchmarks/gpu.py --smoke": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
 }

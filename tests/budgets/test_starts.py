@@ -35,9 +35,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.run.test_interrupted import command, environment
 from tests.support.commands import run as run_command
 from tests.support.commands import write_job
+from tests.support.run.interruptions import command, environment
 from tests.support.training import spec_of
 from trainer.config import load
 from trainer.distributed import initial_values

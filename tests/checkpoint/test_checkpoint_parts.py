@@ -14,8 +14,8 @@ import pytest
 import torch
 from blake3 import blake3
 
-from tests.conformance.test_any_to_any import LAYOUTS, advance, started
 from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
+from tests.support.conformance.resuming import LAYOUTS, advance, started
 from tests.support.messages import raises
 from tests.support.pool import Pools
 from trainer.checkpoint import Background, load, newest, save, verify

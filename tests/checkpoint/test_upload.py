@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,12 +16,13 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from tests.run.test_resume import begun
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.checkpoint.uploading import begun_at, checkpoints, settled
+from tests.support.checkpoint_pieces import ALONE
 from tests.support.commands import run, write_job
 from tests.support.messages import raises, shows, shows_each
+from tests.support.run.resuming import begun
 from tests.support.s3 import served
-from trainer.checkpoint import faults, prune, save, verify
+from trainer.checkpoint import faults, prune, verify
 from trainer.checkpoint.copies import marks
 from trainer.checkpoint.copies.marks import mark_at
 from trainer.checkpoint.copies.restoration import restore
@@ -48,29 +48,9 @@ def config(tmp_path: Path) -> Config:
     return load(write_job(tmp_path, checkpoint={"upload": ADDRESS}))
 
 
-def checkpoints(folder: Path, *steps: int) -> Path:
-    for step in steps:
-        state = replace(STATE, step=step)
-        save(folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, model_files, ALONE)
-    return folder
-
-
-def begun_at(tmp_path: Path, *steps: int) -> Path:
-    folder = checkpoints(tmp_path / "job", *steps)
-    for name in ("config.json", "environment.json"):
-        (folder / name).write_text("{}")
-    return folder
-
-
 def there(address: str = ADDRESS) -> list[str]:
     files, root = fsspec.core.url_to_fs(address)
     return sorted(name.removeprefix(root).lstrip("/") for name in files.find(root))
-
-
-def settled(upload: Upload) -> None:
-    """Wait for the thread that copies."""
-    while (thread := upload._thread) is not None:
-        thread.join()
 
 
 def content(folder: Path) -> dict[str, bytes]:

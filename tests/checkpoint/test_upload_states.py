@@ -18,11 +18,11 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.checkpoint.test_upload import begun_at, checkpoints, settled
-from tests.run.test_resume import begun, finish
+from tests.support.checkpoint.uploading import begun_at, checkpoints, settled
 from tests.support.checkpoint_pieces import ALONE
 from tests.support.commands import TRAIN, run, write_job
 from tests.support.messages import raises
+from tests.support.run.resuming import begun, finish
 from trainer.checkpoint import faults, published, verify
 from trainer.checkpoint.copies import bucket as bucket_module
 from trainer.checkpoint.copies import upload as upload_module

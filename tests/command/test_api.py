@@ -5,8 +5,6 @@ own script.
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import trainer
-from tests.support.commands import BIN, ROOT, run
+from tests.support.command.own_task import loss, spec_and_task
+from tests.support.commands import BIN, ROOT, script
 from tests.support.messages import raises, shows
 from tests.support.probing import findings_of
 from trainer.errors import ConfigError, DataError
@@ -34,12 +33,6 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
     "trainer": {"steps": 4, "device": "cpu", "log": {"every": 1}},
 }
-
-
-def script(folder: Path, code: str, *command: str, **environment: str) -> Any:
-    path = folder / "own.py"
-    path.write_text(code)
-    return run(*(command or (sys.executable,)), path, PYTHONPATH=str(ROOT), **environment)
 
 
 def test_the_example_is_short():
@@ -195,18 +188,6 @@ except ConfigError as error:
 
 
 # What is handed in
-
-
-def loss(output, target):
-    return cross_entropy(output, target, reduction="sum"), target.numel()
-
-
-def spec_and_task(build, loss=loss, blocks=None):
-
-    spec = spec_of(build, blocks, seed=3)
-    task = Supervised(loss, spec.build, spec.blocks)
-    rows = [(torch.randn(6), torch.tensor(i % 2)) for i in range(4)]
-    return spec.tried_on(task.trial(rows)), task
 
 
 def small():

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.command.test_use import plain_model, tokenizer, write_task
+from tests.support.command.language_model import plain_model, tokenizer, write_task
 from tests.support.messages import shows
 from trainer.command import checkpoint, merge, use
 from trainer.errors import ConfigError, MeshloomError

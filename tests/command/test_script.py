@@ -18,43 +18,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
 
 import trainer
+from tests.support.command.own_module import OWN, ROWS, build, config, loss
 from tests.support.commands import ROOT
 from tests.support.messages import raises, shows
 from trainer.errors import FLAGS, ConfigError, Problem, in_python
 from trainer.run.start.request import Request
-
-ROWS = [(torch.full((4,), i / 64), torch.tensor(i % 2)) for i in range(64)]
-
-
-def build() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
-
-
-def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return cross_entropy(output, target, reduction="sum"), len(target)
-
-
-def config(folder: Path, steps: int = 2, **more: Any) -> dict[str, Any]:
-    run = {"folder": str(folder / "runs"), "name": "own"}
-    section = {"steps": steps, "device": "cpu", "engine": "mesh", "run": run, **more}
-    return {
-        "train_batch_size": 8,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "trainer": section,
-    }
-
-
-OWN: Any = {"model": build, "data": ROWS, "loss": loss, "quiet": True}
 
 STOPPED = """
 import os, signal, sys, threading, time
 sys.path.insert(0, {root!r})
 from pathlib import Path
 import trainer
-from tests.command.test_script import OWN, config
+from tests.support.command.own_module import OWN, config
 from trainer.errors import Stopped
 
 folder = Path({folder!r})
@@ -100,7 +77,7 @@ sys.path.insert(0, {root!r})
 from pathlib import Path
 import torch, trainer
 from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK
-from tests.command.test_script import OWN, config
+from tests.support.command.own_module import OWN, config
 from trainer.errors import Stopped
 
 folder = Path({folder!r})

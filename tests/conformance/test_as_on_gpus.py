@@ -75,7 +75,7 @@ def test_a_sharded_model_is_never_whole(pools, engine):
 
 @pytest.mark.more
 def test_what_is_pretrained_is_read_but_for_its_own_rows(pools, tmp_path):
-    from tests.models.test_models import real
+    from tests.support.models.families import real
     from tests.support.training import spec_of, train_by_engine, train_plainly
 
     real(spec_of(LLAMA), seed=4).save_pretrained(tmp_path)

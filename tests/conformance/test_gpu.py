@@ -118,8 +118,8 @@ def test_a_resumed_run_goes_on(gpu_pools: Any, tmp_path: Any, engine: str) -> No
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "qwen3"])
 def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: str) -> None:
     """By cu_seqlens in bfloat16, in blocks in float32; the reference is float32 on the processor."""
-    from tests.data.test_packing import loss_alone, packed_samples
-    from tests.models.test_masks import tiny
+    from tests.support.data.packing import loss_alone, packed_samples
+    from tests.support.models.masks import tiny
     from trainer.tasks.kernel_probes import notes, tested
 
     spec, task, model = tiny(name, hidden_size=64, head_dim=16)

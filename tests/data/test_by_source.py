@@ -79,7 +79,7 @@ def test_it_is_that_of_one_process(pools, name):
 
 @pytest.mark.more
 def test_a_run_logs_it(pools, tmp_path: Path):
-    from tests.models.test_lora import train_here
+    from tests.support.models.lora import train_here
 
     path = write_job(tmp_path, engine="mesh", log={"every": 2, "by_source": True})
     config = json.loads(path.read_text())

@@ -18,9 +18,10 @@ from unittest.mock import patch
 import pytest
 from rich.console import Console
 
-from tests.data.test_data_samples import options, tokenizer, write_rows
 from tests.support import warm
 from tests.support.commands import run, warm_server, write_job
+from tests.support.data.cache import contents
+from tests.support.data.text_samples import options, tokenizer, write_rows
 from tests.support.messages import raises, shows
 from trainer.config import DataSection
 from trainer.data import cache, digest, sealed
@@ -36,15 +37,6 @@ from trainer.storage import private_folder
 FORK = multiprocessing.get_context("fork")
 NOBODY = 65534
 TEXTS = [" ".join("abcdefgh"[(row * at) % 8] for at in range(1 + row % 7)) for row in range(60)]
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    found = {
-        str(path.relative_to(folder)): path.read_bytes()
-        for path in folder.rglob("*")
-        if path.is_file()
-    }
-    return {name: content for name, content in found.items() if name != "seal.json"}  # it has times
 
 
 def prepared(path: Path, cache: Path, told: io.StringIO | None = None) -> Path:
@@ -337,7 +329,7 @@ def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> N
 @pytest.mark.more
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_flaw_ends_a_run_before_a_checkpoint(tmp_path: Path, asynchronous: bool) -> None:
-    from tests.run.test_interrupted import command
+    from tests.support.run.interruptions import command
 
     def trained(steps: int) -> Any:
         job = write_job(

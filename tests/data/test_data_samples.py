@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections import Counter
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.support.data.text_samples import options, tokenizer, write_rows
 from tests.support.messages import raises, shows, shows_each
 from trainer.config import DataSection
 from trainer.data.mixture import Mixture
@@ -30,34 +30,6 @@ from trainer.errors import DataError
 from trainer.tasks.task import IGNORED
 
 END = 0
-WORDS = ["<end>", "<bos>", *"abcdefgh"]
-
-
-def tokenizer(beginning: bool = False) -> Any:
-    """One token per word; with `beginning`, one that begins every text with <bos>, as Llama's
-    does.
-    """
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(WORDS)}, unk_token="h"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    if beginning:
-        words.post_processor = processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", 1)]
-        )
-    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", bos_token="<bos>")
-
-
-def options(path: Any, **changes: Any) -> DataSection:
-    shape = {"sequence_length": 4, "documents": "concatenate", "evaluation_fraction": 0.0}
-    return DataSection(**{"path": str(path), **shape, **changes})
-
-
-def write_rows(path: Path, *rows: dict[str, str] | str) -> Path:
-    objects = [{"text": row} if isinstance(row, str) else row for row in rows]
-    path.write_text("".join(json.dumps(row) + "\n" for row in objects))
-    return path
 
 
 def samples(source: PreparedSource) -> list[tuple[list[int], list[int]]]:

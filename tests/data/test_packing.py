@@ -18,25 +18,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.certify.test_verify import config
-from tests.models.test_lora import LORA, write_base
-from tests.models.test_masks import FAMILIES, Waits, tiny
-from tests.models.test_models import SMALL
 from tests.support.commands import ROOT, write_job
+from tests.support.data.packing import loss_alone, packed_samples
 from tests.support.layouts import DATA, GPT2_4, HSDP, LLAMA_4, SPLIT, STAGES
 from tests.support.messages import raises, shows
+from tests.support.models.families import SMALL
+from tests.support.models.lora import LORA, write_base
+from tests.support.models.masks import FAMILIES, Waits, tiny
 from tests.support.pool import machine_here
 from tests.support.probing import ask_about
-from tests.support.training import (
-    GPT2,
-    LLAMA,
-    TRAIN_BATCH,
-    VOCABULARY,
-    Case,
-    Outcome,
-    assert_same,
-    spec_of,
-    task_of,
-)
+from tests.support.training import GPT2, LLAMA, Case, Outcome, assert_same, spec_of, task_of
 from trainer.certify.tiny_run import tiny_run
 from trainer.config.validate import validate
 from trainer.data.text.cutting import Cut, write_part
@@ -170,43 +161,6 @@ def test_documents_of_lengths():
     assert positions.tolist() == [[0, 1, 0, 1, 2, 0, 1], [0, 0, 0, 1, 2, 3, 0]]
     assert sizes.tolist() == [[2, 2, 3, 3, 3, 2, 2], [1, 1, 4, 4, 4, 4, 1]]
     assert cu_seqlens.tolist() == [0, 2, 5, 5, 7, 8, 9, 13, 14] and cu_seqlens.dtype == torch.int32
-
-
-def packed_samples(step: int, count: int = TRAIN_BATCH) -> list[dict[str, np.ndarray]]:
-    """Rows of one to four ragged documents, some with a single target."""
-    rng = np.random.default_rng(100 + step)
-    found = []
-    for _ in range(count):
-        lengths = rng.integers(1, 11, int(rng.integers(1, 5)))
-        ids = [rng.integers(1, VOCABULARY, n) for n in lengths]
-        targets = [
-            np.append(row[1:], IGNORED) if len(row) % 3 else np.full(len(row), row[0])
-            for row in ids
-        ]
-        found.append(
-            {
-                "input_ids": np.concatenate(ids),
-                "targets": np.concatenate(targets),
-                "documents": np.array(lengths),
-            }
-        )
-    return found
-
-
-def loss_alone(model: Any, samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
-    """The summed loss of the documents, each run by itself through the model's own forward."""
-    total = torch.zeros(())
-    for sample in samples:
-        ends = np.cumsum([0, *sample["documents"]])
-        for a, b in zip(ends, ends[1:], strict=False):
-            ids, targets = (
-                torch.tensor(sample[key][a:b])[None] for key in ("input_ids", "targets")
-            )
-            logits = model(input_ids=ids, use_cache=False).logits
-            total = total + F.cross_entropy(
-                logits[0], targets[0], reduction="sum", ignore_index=IGNORED
-            )
-    return total
 
 
 WAITING = ["llama", "mistral", "gemma2", "gpt2", "llama4_text"]

@@ -20,8 +20,8 @@ import pytest
 import torch.distributed as dist
 from rich.console import Console
 
-from tests.data.test_cache import contents
-from tests.data.test_data_samples import options, tokenizer, write_rows
+from tests.support.data.cache import contents
+from tests.support.data.text_samples import options, tokenizer, write_rows
 from tests.support.messages import raises, shows
 from tests.support.pool import Pools
 from trainer.data import digest, workers

@@ -25,10 +25,10 @@ from fsspec.implementations.memory import MemoryFileSystem
 from rich.console import Console
 
 import trainer
-from tests.data.test_data_samples import options, tokenizer
-from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support.commands import run, start, write_job
+from tests.support.data.text_samples import options, tokenizer
 from tests.support.messages import raises, shows, shows_each
+from tests.support.run.interruptions import command, environment, nothing_left
 from tests.support.s3 import served
 from trainer.checkpoint import newest
 from trainer.data.loader import Batching, BatchLoader

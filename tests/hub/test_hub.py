@@ -20,7 +20,7 @@ from huggingface_hub import constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
 import trainer
-from tests.command import test_script
+from tests.support.command.own_module import OWN, config
 from tests.support.commands import TRAIN, run, start, write_job
 from tests.support.hub import Hub, Repository, serving
 from tests.support.marked import MARK, ended, processes, sweep
@@ -124,8 +124,8 @@ def test_a_hub_that_is_gone_at_the_end_loses_nothing(hub: Hub, tmp_path: Path, c
 
     hub.before = gone
     with pytest.raises(HubError) as caught:
-        own = test_script.config(tmp_path, hub={"repository": "me/tiny"})
-        trainer.train(own, **test_script.OWN)
+        own = config(tmp_path, hub={"repository": "me/tiny"})
+        trainer.train(own, **OWN)
     folder = tmp_path / "runs" / "own"
     assert caught.value.exit_code == 69
     assert f"`meshloom push {folder}` pushes {folder / 'final'}" in str(caught.value)
@@ -238,8 +238,8 @@ def test_the_card_says_for_which_config_its_certificate_was_made(
     assert "**FAIL**" in certified(failed, request)
     assert "None: `meshloom verify`" in section_of({CARD: card_of(base, "me/tiny")}, "Certificate")
     monkeypatch.chdir(tmp_path)  # where verify writes it, unless it is told another place
-    for config, shown in ((placed, "It was made for this config."), (other, "None: `meshloom")):
-        write(PASSED, Path(path), config)
+    for made_for, shown in ((placed, "It was made for this config."), (other, "None: `meshloom")):
+        write(PASSED, Path(path), made_for)
         assert shown in section_of({CARD: card_of(base.resolve(), "me/tiny")}, "Certificate")
     Path(path).write_text("[]")
     with pytest.raises(ConfigError, match=re.escape(path)):

@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import trainer
-from tests.command.test_api import script
 from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+from tests.support.commands import script
 from tests.support.messages import shows
 from tests.support.training import LLAMA, spec_of
 from trainer import checkpoint

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from tests.support.layouts import (
     by_engine,
 )
 from tests.support.messages import raises, shows
-from tests.support.pool import machine_here
+from tests.support.models.lora import LORA, UNTIED, train_here, write_base
 from tests.support.training import (
     GPT2,
     LLAMA,
@@ -53,9 +53,7 @@ from trainer.models.materialise import materialise
 from trainer.models.opened import opened
 from trainer.models.spec import ModelFiles
 
-LORA = {"r": 4, "alpha": 16, "dropout": 0.2}
 DRY = {"r": 4, "alpha": 16}
-UNTIED = {**LLAMA, "tie_word_embeddings": False}
 SOME = {"r": 2, "alpha": 6, "dropout": 0.1, "targets": ["q_proj", "down_proj"], "rslora": True}
 HEAD = SOME | {"modules_to_save": ["lm_head", "model.norm"]}
 LAYOUTS = {
@@ -122,21 +120,6 @@ def test_it_trains_as_peft_does_in_one_process(pools, name):
 # Whole runs
 
 
-def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    """A base with its tokenizer, as `save_pretrained` writes it."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    from trainer.data.text.tokenizer import embedded_tokenizer
-    from trainer.supervise.process import cache_folder
-
-    torch.manual_seed(seed)
-    values = {**UNTIED, "vocab_size": 4096, "initializer_range": 0.2, **changes}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
-    model.save_pretrained(folder)
-    embedded_tokenizer(cache_folder()).save_pretrained(folder)
-    return folder
-
-
 def job(
     folder: Path, base: Path, engine: str, stage: int, adapter: dict[str, Any], **trainer: Any
 ) -> Path:
@@ -154,32 +137,6 @@ def job(
     config["trainer"]["checkpoint"] = {"every": 2, **trainer.get("checkpoint", {})}
     path.write_text(json.dumps(config))
     return path
-
-
-def train_here(
-    path: Path, overrides: Sequence[str] = (), resume: str | None = None
-) -> list[float] | str:
-    """The run of a config on each rank of a pool: its losses, or what it says is wrong."""
-    import os
-
-    from rich.console import Console
-
-    from trainer.config import load
-    from trainer.errors import MeshloomError
-    from trainer.run.run import execute
-    from trainer.run.session import Session
-    from trainer.run.start.request import Request
-    from trainer.supervise.signals import NoSignals
-
-    with open(os.devnull, "w") as nowhere:
-        try:
-            request = Request(resume=resume, fresh=resume is None, script=True)
-            session = Session(request, machine_here(), Console(file=nowhere), NoSignals())
-            result = execute(session, load(path, overrides))
-        except MeshloomError as error:
-            return error.render()
-    assert result is not None
-    return result.losses
 
 
 IDS = torch.arange(1, 13)[None]

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
-from tests.data.test_templates import tokenizer_of
 from tests.support.commands import train, write_job
+from tests.support.data.templates import tokenizer_of
 from tests.support.messages import raises
 from trainer.errors import ConfigError
 from trainer.models.own_vocabulary import align

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.support.training import (
-    LLAMA,
-    Case,
-    assert_same,
-    spec_of,
-    train_by_engine,
-    train_plainly,
-)
+from tests.support.optim.muon import MUON, finely
+from tests.support.training import LLAMA, Case, assert_same, spec_of, train_by_engine, train_plainly
 from trainer.optim.muon import hidden_matrices
 
-MUON = {"type": "Muon", "params": {"lr": 1e-2, "eps": 1e-2, "weight_decay": 0.1}}
 SHAPES = {"tall": (7, 3), "wide": (4, 6), "short": (1, 4), "experts": (3, 6, 4), "bias": (5,)}
 
 
@@ -131,26 +123,6 @@ FOUR = {
         "mesh", world_size=4, zero_stage=0, pipeline=2, tensor=2, model=SPLIT
     ),
 }
-
-
-def in_float32(
-    gradient: torch.Tensor, coefficients: tuple[float, float, float], steps: int, eps: float
-) -> torch.Tensor:
-    """PyTorch's iteration without bfloat16, in which last bits of gradients become visible."""
-    a, b, c = coefficients
-    x = gradient.float() / gradient.float().norm().clamp(min=eps)
-    x = x.T if len(gradient) > gradient.shape[1] else x
-    for _ in range(steps):
-        gram = x @ x.T
-        x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if len(gradient) > gradient.shape[1] else x
-
-
-def finely(train: Any, **arguments: Any) -> Any:
-    """Train with an iteration in float32. Runs on each rank of a pool, too."""
-    fine = patch("torch.optim._muon._zeropower_via_newtonschulz", in_float32)
-    with fine, patch("trainer.optim.muon.LOW", torch.float32):
-        return train(**arguments)
 
 
 @pytest.mark.first("zero3", "experts")

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from tests.command.test_api import script
+from tests.support.commands import script
 from tests.support.messages import raises, shows
+from tests.support.parallel.batch_norm import loss_of, network, samples
 from tests.support.training import STEPS, TRAIN_BATCH, Case, data_rank_of, layout_of
 from trainer.errors import ConfigError
 
@@ -44,28 +45,6 @@ TOGETHER = {
     name: CASES[name] for name in ("mesh DDP", "deepspeed ZeRO-2", "accelerate FSDP", "mesh HSDP")
 }
 TOGETHER["mesh pipeline x ZeRO-2, recomputed"] = CASES["mesh pipeline x ZeRO-2, recomputed"]
-
-
-def block(inside: int, outside: int, momentum: float | None = 0.3) -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(inside, outside, 3), nn.BatchNorm2d(outside, momentum=momentum), nn.Tanh()
-    )
-
-
-def network() -> nn.Module:
-    head = nn.Sequential(nn.Flatten(), nn.Linear(4 * 9, 5))
-    return nn.Sequential(block(1, 3), block(3, 4, None), block(4, 4), head)
-
-
-def samples(step: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    generator = torch.Generator().manual_seed(step)
-    images = torch.randn(TRAIN_BATCH, 1, 9, 9, generator=generator) * (1 + step)
-    targets = torch.randint(0, 5, (TRAIN_BATCH,), generator=generator)
-    return list(zip(images, targets, strict=True))
-
-
-def loss_of(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-    return cross_entropy(output, target, reduction="sum"), len(target)
 
 
 def rows(case: Case, step: int, data_rank: int) -> list[list[Any]]:
@@ -270,7 +249,7 @@ def test_other_running_statistics_are_not_synchronised():
 
 CERTIFIED = """
 import trainer
-from tests.parallel.test_batch_norm import loss_of, network, samples
+from tests.support.parallel.batch_norm import loss_of, network, samples
 from trainer.parallel import batch_norm
 
 data = [sample for step in range(6) for sample in samples(step)]

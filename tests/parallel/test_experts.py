@@ -10,17 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.conformance.families.sweep import NEEDED, families
-from tests.conformance.test_any_to_any import all_to_all, ring
+from tests.support.conformance.resuming import all_to_all, ring
+from tests.support.conformance.sweep import NEEDED, families
 from tests.support.layouts import EXPERTS, SHARED, TIED, family
 from tests.support.messages import raises, shows
-from tests.support.training import (
-    Case,
-    assert_same,
-    layout_of,
-    spec_in,
-    train_by_engine,
-)
+from tests.support.training import Case, assert_same, layout_of, spec_in, train_by_engine
 from trainer.config import load, mesh_sizes
 from trainer.engines.deepspeed.engine import KIND
 from trainer.errors import ConfigError

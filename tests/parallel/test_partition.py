@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.models.test_models import family
-from tests.run.test_layout import layout
 from tests.support.layouts import family as sized
 from tests.support.messages import raises, shows
+from tests.support.models.families import family
+from tests.support.run.layout import layout
 from tests.support.training import LLAMA, spec_of
 from trainer.engines.owners import owners
 from trainer.errors import ConfigError

@@ -13,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.conformance.families.sweep import NEEDED, families
+from tests.support.conformance.sweep import NEEDED, families
 from tests.support.layouts import LAYOUTS
 from tests.support.training import LLAMA, layout_of, spec_of
 from trainer.distributed.seeding import seed_generators

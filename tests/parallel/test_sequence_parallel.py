@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallel.test_vocabulary import EIGHT_B, eight_ranks
-from tests.run.test_layout import layout
 from tests.support.layouts import PARTS, SPLIT, TIED, family
 from tests.support.messages import raises, shows
+from tests.support.parallel.eight_billion import EIGHT_B, eight_ranks
+from tests.support.run.layout import layout
 from tests.support.training import Case, build, spec_of, task_of
 from trainer.engines import ENGINES
 from trainer.errors import ConfigError

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.run.test_layout import layout
 from tests.support.layouts import (
     FAMILIES,
     LAYOUTS,
@@ -19,6 +18,7 @@ from tests.support.layouts import (
     family,
 )
 from tests.support.messages import raises, shows
+from tests.support.run.layout import layout
 from tests.support.training import Case, assert_same, spec_of, train_by_engine, train_plainly
 from trainer.config import load
 from trainer.engines import ENGINES, select

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +10,11 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from tests.run.test_layout import layout
 from tests.support.layouts import SPLIT, SPLIT_4, TIED, family
+from tests.support.parallel.eight_billion import EIGHT_B, eight_ranks
 from tests.support.training import (
     Case,
     assert_same,
@@ -29,20 +26,10 @@ from tests.support.training import (
 )
 from trainer.models.spec import counted_flops
 from trainer.parallel.apply import wrap_blocks
-from trainer.parallel.parallel_mesh import parallel_mesh_of
 from trainer.parallel.splits.vocabulary import note_of
 
 MESH = replace(SPLIT, engine="mesh")
 CAPPED = family("gemma2", tie_word_embeddings=True, head_dim=8)
-EIGHT_B = family(
-    "llama",
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=2,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-)
 
 
 def test_no_rank_has_a_word_of_another(pools):
@@ -122,16 +109,6 @@ def test_one_of_eight_ranks_of_8b_computes_an_eighth():
         model, _ = wrap_blocks(spec, task, mesh.layout, mesh)
         task.loss_sum(model.train(), batch).backward()
     assert own.flops <= 1.05 * whole / 8
-
-
-@contextmanager
-def eight_ranks(sequence: bool = False) -> Iterator[Any]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=8)
-    try:
-        eight = replace(layout(1, 1, 1, 8, 1, 1), sequence_parallel=sequence)
-        yield parallel_mesh_of(eight, torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(

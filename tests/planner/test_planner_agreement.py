@@ -16,8 +16,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.conformance.agreement import disagreements
-from tests.conformance.agreement.batches import InBatch, noting_batches
+from tests.support.conformance.agreement import disagreements
+from tests.support.conformance.agreement.batches import InBatch, noting_batches
 from tests.support.layouts import LAYOUTS
 from tests.support.messages import shows
 from tests.support.planned import subject

@@ -8,6 +8,7 @@ import json
 
 import pytest
 
+from tests.support.planned import LLAMA, LLAMA_8B
 from trainer.config import load
 from trainer.engines.devices import DEVICES, GIB
 from trainer.tools.planner.cluster import Cluster
@@ -15,23 +16,12 @@ from trainer.tools.planner.extrapolate import Plan
 from trainer.tools.planner.fakes.ledger import Peak
 from trainer.tools.planner.from_config import planned
 
-LLAMA = dict(model_type="llama", tie_word_embeddings=False)
 SMALL = dict(
     hidden_size=64,
     intermediate_size=256,
     num_hidden_layers=4,
     num_attention_heads=4,
     vocab_size=512,
-)
-LLAMA_8B = LLAMA | dict(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-    max_position_embeddings=8192,
-    rope_theta=500000.0,
 )
 
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from tests.planner.test_planner_literature import LLAMA_8B
 from tests.support.messages import shows
+from tests.support.planned import LLAMA_8B
 from tests.support.training import LLAMA
 from trainer.config import load
 from trainer.engines.devices import DEVICES

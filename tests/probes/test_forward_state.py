@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from transformers import AutoConfig
 
-from tests.command.test_api import spec_and_task
+from tests.support.command.own_task import spec_and_task
 from tests.support.messages import raises
 from tests.support.probing import findings_of, layout
 from tests.support.training import LLAMA, spec_of, task_of

@@ -18,10 +18,10 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from tests.models.test_models import SMALL
 from tests.support import training
 from tests.support.layouts import EXPERTS, family
 from tests.support.messages import raises, shows, shows_each
+from tests.support.models.families import SMALL
 from tests.support.probing import findings_of, layout
 from tests.support.training import GPT2, LLAMA, Case, Outcome, spec_of, task_of
 from trainer.distributed.ranks import Ranks

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 import trainer
-from tests.command.test_script import OWN, config
+from tests.support.command.own_module import OWN, config
 from tests.support.commands import write_job
 from tests.support.messages import raises
 from trainer.errors import ConfigError

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.messages import shows
+from tests.support.run.layout import layout
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute, layout_of
@@ -27,24 +28,6 @@ SIZES = (
     "micro_batch",
     "accumulation",
 )
-
-
-def layout(
-    pipeline: int, replicate: int, shard: int, tensor: int, micro: int, accumulation: int
-) -> Layout:
-    return Layout(
-        pipeline=pipeline,
-        replicate=replicate,
-        shard=shard,
-        tensor=tensor,
-        micro_batch=micro,
-        accumulation=accumulation,
-        zero_stage=1,
-        offload_optimizer="none",
-        offload_param="none",
-        precision="float32",
-        recompute=Recompute(),
-    )
 
 
 @settings(max_examples=60, deadline=None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import trainer
-from tests.command.test_script import OWN, build, config, loss
+from tests.support.command.own_module import OWN, build, config, loss
 from tests.support.messages import raises
 from trainer.errors import ConfigError
 from trainer.recipes.images.task import ImageClassification

@@ -4,19 +4,17 @@ damage, changes.
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
 from tests.support.commands import write_job
 from tests.support.messages import raises, shows, shows_each
+from tests.support.run.resuming import begun, finish
 from trainer.checkpoint import save
 from trainer.config import Config, load
 from trainer.errors import ConfigError, DataError, DiskError
@@ -32,25 +30,6 @@ from trainer.supervise.locks import hold
 @pytest.fixture
 def config(tmp_path: Path) -> Config:
     return load(write_job(tmp_path))
-
-
-def begun(config: Config, *steps: int, name: str = "job", request: Any = None) -> Path:
-    """The folder of a run that saved at `steps` and then died."""
-    folder = Path(config.trainer.run.folder) / name
-    for step in steps:
-        state = replace(STATE, step=step)
-        save(folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, model_files, ALONE)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "environment.json").write_text(json.dumps({"request": request or config.raw}))
-    (folder / "config.json").write_text("{}")
-    return folder
-
-
-def finish(folder: Path, later: float) -> None:
-    """A final model that was written `later` seconds after the run's last start."""
-    (folder / "final").mkdir()
-    started = (folder / "environment.json").stat().st_mtime
-    os.utime(folder / "final", (started + later, started + later))
 
 
 def test_the_first_run(config):

@@ -24,10 +24,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.run.test_interrupted import command, environment, nothing_left
 from tests.support import warm
 from tests.support.commands import ROOT, run, warm_server, write_job
 from tests.support.messages import shows
+from tests.support.run.interruptions import command, environment, nothing_left
 from trainer.data.progress import Progress
 from trainer.distributed.flight_record import Entered
 from trainer.supervise.meeting import reach, serve

@@ -178,3 +178,9 @@ def sample_ids(run_folder: Path) -> dict[int, list[int]]:
             entry = json.loads(line)
             found.setdefault(entry["step"], []).extend(entry["ids"])
     return {step: sorted(ids) for step, ids in found.items()}
+
+
+def script(folder: Path, code: str, *command: str, **environment: str) -> Any:
+    path = folder / "own.py"
+    path.write_text(code)
+    return run(*(command or (sys.executable,)), path, PYTHONPATH=str(ROOT), **environment)

@@ -143,3 +143,18 @@ def bounds(case: Case) -> dict[str, tuple[float, float]]:
     # the list of what there is to save goes from stage to stage as a pickle, which is no tensor of
     # the planner's
     return found if case.pipeline > 1 else found | {"save": (-0.03, 0.03)}
+
+
+LLAMA = dict(model_type="llama", tie_word_embeddings=False)
+
+
+LLAMA_8B = LLAMA | dict(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+    max_position_embeddings=8192,
+    rope_theta=500000.0,
+)

@@ -14,10 +14,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.data.test_packing import loss_alone, packed_samples
-from tests.models.test_masks import FAMILIES, SMALL, WINDOW, Waits, batch, tiny
 from tests.support import varlen
+from tests.support.data.packing import loss_alone, packed_samples
 from tests.support.messages import shows, shows_each
+from tests.support.models.masks import WINDOW, Waits, batch, tiny
 from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
@@ -29,22 +29,6 @@ windows = pytest.mark.skipif(
     "window_size" not in attention.VARLEN, reason="this PyTorch's varlen_attn has no windows"
 )
 KERNELS = [pytest.param("cu_seqlens", marks=windows), "blocks"]
-FAMILIES |= {
-    "qwen2": {
-        **SMALL,
-        "use_sliding_window": True,
-        "sliding_window": WINDOW,
-        "max_window_layers": 1,
-    },
-    "mixtral": {**SMALL, "sliding_window": WINDOW, "num_local_experts": 4},
-    "falcon": dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
-    "deepseek_v3": {
-        **SMALL,
-        **dict(moe_intermediate_size=16, n_routed_experts=4, num_experts_per_tok=2, n_group=1),
-        **dict(topk_group=1, kv_lora_rank=16, q_lora_rank=16, num_key_value_heads=4),
-        **dict(qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8),
-    },
-}
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from rich.console import Console as Terminal
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import trainer
-from tests.command.test_script import OWN, ROWS, config
+from tests.support.command.own_module import OWN, ROWS, config
 from tests.support.commands import metrics, train, write_job
 from tests.support.messages import shows
 from trainer.engines.engine import Metrics

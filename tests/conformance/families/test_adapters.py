@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.conformance.families.sweep import NEEDED, TABLE
+from tests.support.conformance.sweep import NEEDED, TABLE
 from tests.support.training import spec_of
 from trainer.config.sections.model_and_data import AdapterSection, ModelSection
 from trainer.errors import ConfigError, DiskError

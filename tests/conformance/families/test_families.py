@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.conformance.families.sweep import PAGE, TABLE, families, page, verdict
+from tests.support.conformance.sweep import PAGE, TABLE, families, page, verdict
 
 COMMITTED = json.loads(TABLE.read_text())
 SAMPLE = {

@@ -1,6 +1,6 @@
 """Every causal decoder family of transformers, made small and certified.
 
-    python -m tests.conformance.families.sweep [LAYOUT...] [FAMILY...]
+    python -m tests.support.conformance.sweep [LAYOUT...] [FAMILY...]
 
 Writes table.json beside this file and docs/families.md, of all families or with the rows of those
 that are named; of the families that are known, the columns of the layouts that are named alone.
@@ -20,7 +20,6 @@ from tests.support.pool import Pool, machine_here
 
 TABLE = Path(__file__).with_name("table.json")
 PAGE = ROOT / "docs" / "families.md"
-
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ZeRO-3": {"zero_optimization": {"stage": 3}},
     "pipeline": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
@@ -31,13 +30,11 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "expert_parallel": {"enabled": True, "autoep_size": 2},
     },
 }
-
 NEWER = (
     "The tensor column is of transformers 5.24, but for 45 that passed before plans by shape.",
     "",
 )
 """What the table does not say."""
-
 # what the default config of a family's class lacks, so that it can be built and run
 NEEDED: dict[str, dict[str, Any]] = {
     "big_bird": {"is_decoder": True, "attention_type": "original_full"},
@@ -71,7 +68,6 @@ NEEDED: dict[str, dict[str, Any]] = {
         + ("xlm-roberta-xl", "reformer")
     },
 }
-
 LEFT_OUT: dict[str, str] = {}
 """Families that fail, and are left out of the table until they are mended."""
 
@@ -178,7 +174,7 @@ def page(table: dict[str, dict[str, str]]) -> str:
             "sequences (context) or experts, by the engine `mesh`.",
             "Why a family is unsupported is at the bottom; the run says so before anything is trained, and",
             "what to do. With each of these keys at 1, every family whose ZeRO-3 passes can be trained.",
-            "Made by `python -m tests.conformance.families.sweep`;",
+            "Made by `python -m tests.support.conformance.sweep`;",
             "`pytest --whole tests/conformance/families` compares.",
             "",
             *NEWER,
@@ -221,6 +217,5 @@ ALIKE = {
 """Pattern of a reason's words -> those of all families that are refused alike; table.json has them
 whole.
 """
-
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -12,7 +12,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
-from tests.conformance.agreement.meetings import Meeting, Meetings, described, ranks_named, said
+from tests.support.conformance.agreement.meetings import (
+    Meeting,
+    Meetings,
+    described,
+    ranks_named,
+    said,
+)
 from trainer.errors import Problem, listed
 from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace

@@ -6,8 +6,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from difflib import SequenceMatcher
 
-from tests.conformance.agreement.interleaving import standing_still
-from tests.conformance.agreement.meetings import Meeting, Meetings, described, ranks_named, said
+from tests.support.conformance.agreement.interleaving import standing_still
+from tests.support.conformance.agreement.meetings import (
+    Meeting,
+    Meetings,
+    described,
+    ranks_named,
+    said,
+)
 from trainer.errors import Problem
 from trainer.layout import Layout
 from trainer.tools.planner.fakes.messages import Message
@@ -38,7 +44,7 @@ def disagreements(traces: Sequence[Trace], layout: Layout) -> list[Problem]:
       order, with the same dtype and size;
     - over all groups and pairs together no rank waits for ever, even if no send is buffered and no
       message overlaps with another but those of its batch
-      (`tests/conformance/agreement/interleaving.py`).
+      (`tests/support/conformance/agreement/interleaving.py`).
 
     If `traces` holds representatives (fewer ranks than the layout has), groups that differ only in
     their place along `replicate` and `shard` count as one, and so do pairs; a rank has to agree
