@@ -68,6 +68,31 @@ y = "it is as it was"
     assert len(found) == 4
 
 
+IMPORTED = re.compile(r"^ *(?:from|import) (tests(?:\.\w+)*)(?: import (\w+))?", re.M)
+
+
+def foreign_imports(source: str) -> list[str]:
+    """The imports of other test files, also in a program that a test holds as text."""
+    imported = [".".join(filter(None, found)) for found in IMPORTED.findall(source)]
+    return [module for module in imported if not module.startswith("tests.support")]
+
+
+def test_no_test_imports_from_another():
+    paths = sorted((ROOT / "tests").rglob("*.py"))
+    found = [
+        f"{path.relative_to(ROOT)}: {module}"
+        for path in paths
+        for module in foreign_imports(path.read_text())
+    ]
+    assert found == [], "what tests share is in tests/support"
+
+
+def test_an_import_of_another_test_is_found():
+    lines = ["from %s.run.test_x import y", "    import %s.run", "from %s.run import test_x"]
+    source = "\n".join([*lines, "from %s.support import pool", "from %s import support"])
+    assert len(foreign_imports(source.replace("%s", "tests"))) == 3
+
+
 def test_each_recorded_text_is_of_a_test_that_exists():
     assert [node for node in messages.written() if not exists(*node.split("::", 1))] == []
 

@@ -6,14 +6,14 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from tests.certify import test_verify as faults
+from tests.support.certify.faults import gradients, updates
 from tests.support.messages import shows
 from tests.support.pool import machine_here
 from trainer.certify.tiny_run import tiny_run
@@ -85,7 +85,10 @@ def other_labels(engine: str) -> Any:
 
 
 def certified(
-    path: str, world_size: int, overrides: Sequence[str], fault: str = ""
+    path: str,
+    world_size: int,
+    overrides: Sequence[str],
+    fault: Callable[[str], Any] | None = None,
 ) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
 
@@ -94,8 +97,7 @@ def certified(
     small = tiny_run(path, list(overrides), world_size)
     with contextlib.ExitStack() as stack:
         if fault:
-            planted = globals().get(fault) or getattr(faults, fault)
-            stack.enter_context(planted(small.config.trainer.engine))
+            stack.enter_context(fault(small.config.trainer.engine))
         certificate = certify(small, machine_here())
     first = certificate.first_failure
     return certificate.passed, first.check if first else "", table(certificate)
@@ -115,7 +117,11 @@ def test_an_image_classifier_passes(pools, tmp_path, case):
 @pytest.mark.more
 @pytest.mark.parametrize(
     ("fault", "check"),
-    [("other_labels", "gradient"), ("dropped_micro_batch", "output"), ("wrong_rate", "update")],
+    [
+        (other_labels, "gradient"),
+        (gradients.dropped_micro_batch, "output"),
+        (updates.wrong_rate, "update"),
+    ],
 )
 def test_a_planted_fault_is_caught(pools, tmp_path, fault, check):
     arguments = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.certify.test_verify import config
 from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten, write_base
+from tests.support.certify.certifying import config
 from tests.support.messages import shows
 from tests.support.pool import Pools, machine_here
 from trainer.config.sections.model_and_data import ModelSection

@@ -12,7 +12,8 @@ from unittest import mock
 
 import pytest
 
-from tests.certify.test_verify import MISTRAL, SPREAD, around, config
+from tests.support.certify.certifying import MISTRAL, SPREAD, config
+from tests.support.certify.faults.planting import around
 from tests.support.pool import machine_here
 from trainer.storage import installed
 

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests.certify.test_verify import config
+from tests.support.certify.certifying import config
 from tests.support.messages import shows
 from tests.support.pool import machine_here
 

@@ -12,7 +12,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.certify.test_verify import around, config
+from tests.support.certify.certifying import config
+from tests.support.certify.faults.planting import around
 from tests.support.commands import ROOT
 from tests.support.pool import machine_here
 

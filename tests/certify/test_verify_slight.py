@@ -10,7 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tests.certify.test_verify import BALANCED, SPREAD, around, config, in_blocks_of_the_run
+from tests.support.certify.certifying import BALANCED, SPREAD, config
+from tests.support.certify.faults.planting import around, in_blocks_of_the_run
 from tests.support.pool import machine_here
 from tests.support.training import GPT2 as SMALL
 

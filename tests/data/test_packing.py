@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.certify.test_verify import config
+from tests.support.certify.certifying import config
 from tests.support.commands import ROOT, write_job
 from tests.support.data.packing import loss_alone, packed_samples
 from tests.support.layouts import DATA, GPT2_4, HSDP, LLAMA_4, SPLIT, STAGES

@@ -182,7 +182,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
 @pytest.mark.more
 @pytest.mark.parametrize("engine, stage", [("mesh", 3), ("deepspeed", 2)])
 def test_it_is_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
-    from tests.certify.test_verify import config
+    from tests.support.certify.certifying import config
 
     path = config(tmp_path, engine, stage, freeze=["*.wte.*", "transformer.h.[0-3].*", "*.bias"])
     for passed, table in pools[2].run(certified, path=path, world_size=2):
@@ -195,7 +195,7 @@ def test_it_is_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
 
 @pytest.mark.more
 def test_what_is_held_in_16_bits_alone_is_no_alarm(pools):
-    from tests.certify.test_verify import certified as certified_in
+    from tests.support.certify.certifying import certified as certified_in
     from tests.support.commands import ROOT
 
     overrides = ["trainer.engine=deepspeed", 'trainer.freeze=["*embed_tokens*","*.q_proj.*"]']

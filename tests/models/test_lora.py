@@ -17,7 +17,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.certify.test_verify import certified
+from tests.support.certify.certifying import certified
+from tests.support.certify.faults import gradients, updates
 from tests.support.commands import ROOT, write_job
 from tests.support.layouts import (
     CONTEXT,
@@ -363,7 +364,7 @@ def test_dropout_of_an_adapter_that_is_not_replayed_is_caught(pools, tmp_path):
         *("trainer.activation_checkpointing=full", "trainer.engine=accelerate"),
     ]
     path = str(ROOT / "ds_configs" / "fsdp.json")
-    for fault, passes in ((None, True), ("dropout_not_replayed", False)):
+    for fault, passes in ((None, True), (gradients.dropout_not_replayed, False)):
         for passed, first, table in pools[2].run(
             certified, path=path, world_size=2, overrides=overrides, fault=fault
         ):
@@ -373,7 +374,9 @@ def test_dropout_of_an_adapter_that_is_not_replayed_is_caught(pools, tmp_path):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("fault, check", [("norm_of_one_rank", "norm"), ("no_update", "update")])
+@pytest.mark.parametrize(
+    "fault, check", [(gradients.norm_of_one_rank, "norm"), (updates.no_update, "update")]
+)
 def test_a_planted_fault_is_caught_with_an_adapter(pools, tmp_path, fault, check):
     base = write_base(tmp_path / "base", attention_dropout=0.0)
     overrides = [f"trainer.model.name_or_path={base}", "trainer.adapter.r=4", "trainer.engine=mesh"]

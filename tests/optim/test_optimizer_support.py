@@ -377,8 +377,8 @@ def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
 @pytest.mark.whole
 @pytest.mark.parametrize(("name", "params"), CASES, ids=str)
 def test_each_passes_its_certificate(pools, tmp_path, name, params):
-    from tests.certify.test_verify import certified
-    from tests.certify.test_verify import config as verified
+    from tests.support.certify.certifying import certified
+    from tests.support.certify.certifying import config as verified
 
     path = verified(tmp_path, "auto", 2)
     content = json.loads(Path(path).read_text())

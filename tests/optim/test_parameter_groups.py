@@ -96,7 +96,7 @@ def certified(path: str, world_size: int, planted: bool = False) -> tuple[bool, 
 @pytest.mark.more
 @pytest.mark.parametrize(("engine", "stage"), [("mesh", 3), ("deepspeed", 2)])
 def test_they_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
-    from tests.certify.test_verify import config
+    from tests.support.certify.certifying import config
 
     groups = [
         {"names": "*.wte.*", "weight_decay": 0.0},

@@ -97,7 +97,7 @@ def certified(
 @pytest.mark.more
 @pytest.mark.parametrize(("engine", "stage"), [("mesh", 3), ("deepspeed", 2)])
 def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage):
-    from tests.certify.test_verify import config
+    from tests.support.certify.certifying import config
 
     path = config(tmp_path, engine, stage, **BOTH)
     for passed, table in pools[2].run(certified, path=path, world_size=2, overrides=[]):
@@ -113,7 +113,7 @@ def test_both_are_certified_and_a_fault_is_caught(pools, tmp_path, engine, stage
 @pytest.mark.more
 @pytest.mark.parametrize("override", ["trainer.data.documents=pack", "bf16.enabled=true"])
 def test_both_are_certified_packed_and_in_low_precision(pools, tmp_path, override):
-    from tests.certify.test_verify import config
+    from tests.support.certify.certifying import config
 
     path, precision = (
         config(tmp_path, "mesh", 2, **BOTH),
