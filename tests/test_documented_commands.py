@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import test_ladder
+from tests.support import ladder
 from tests.support.commands import ROOT, SCRIPTS, run, write_job
 
 COMMAND = re.compile(
@@ -413,7 +413,7 @@ ELSEWHERE: dict[str, str] = {
     f"python {TRAIN} examples/digits.json trainer.seed=S": "test_images.py::test_digits_are_learned",
     **{
         f"python examples/ladder/{command}": "test_ladder.py::test_a_rung_has_the_loss_of_one_device"
-        for command in test_ladder.DOCUMENTED
+        for command in ladder.DOCUMENTED
     },
     **{
         command: "test_ladder.py::test_a_rung_has_the_loss_of_one_device"

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.support.commands import ROOT, run
+from tests.support.ladder import DOCUMENTED, RUNGS
 from tests.support.picture_files import write_fashion_mnist
 
 LADDER = ROOT / "examples" / "ladder"
@@ -25,85 +26,6 @@ LAST = re.compile(
 )
 EPOCH = re.compile(r"^Epoch \[(\d+)/(\d+)\], Loss: (\S+)$", re.MULTILINE)
 SCORE = re.compile(r"^(the loop|Meshloom): loss (\S+), accuracy (\S+)%$", re.MULTILINE)
-IMAGES = ("--steps", "1", "--batch", "4", "--size", "33")
-
-RUNGS: dict[str, tuple[str, ...]] = {
-    "one device": ("01_one_device",),
-    "DataParallel": ("02_data_parallel", "--devices", "3"),
-    "DataParallel, saved": ("02_data_parallel_saved",),
-    "DDP, torchrun": ("03_ddp", "--ranks", "3"),
-    "DDP, spawn": ("03_ddp", "--by", "spawn"),
-    "DDP, trainer": ("03_ddp", "--by", "meshloom"),
-    "sampler": ("03_distributed_sampler", "--ranks", "4"),
-    "ToyModel": ("04_toy_model",),
-    "SeqNet": ("04_seqnet", "--epochs", "2"),
-    "SeqNet, divided once": ("04_seqnet", "--epochs", "1", "--divide", "1"),
-    "ResNet-50": ("04_two_devices", *IMAGES),
-    "ResNet-50, three devices": ("04_two_devices", "--devices", "3", *IMAGES),
-    "pipelined": ("05_pipelined", "--repeats", "2", "--splits", "1", "2", "--split", "2", *IMAGES),
-    "pipelined by stages": (
-        *("05_pipelined_by_stages", "--schedule", "1F1B", "--split", "2"),
-        *("--splits", "2", *IMAGES),
-    ),
-    "DDP x two devices": ("06_ddp_two_devices",),
-    "ZeRO-1": ("07_zero", "--stage", "1"),
-    "ZeRO-2, offload": ("07_zero", "--stage", "2", "--offload"),
-    "ZeRO-3": ("07_zero", "--stage", "3"),
-    "ZeRO-3, bare": ("07_zero", "--stage", "3", "--by", "deepspeed"),
-    "import": ("07_from_deepspeed",),
-    "tensor parallel": ("08_tensor_parallel",),
-    "sequence parallel": ("08_sequence_parallel",),
-    "FSDP": ("09_fsdp_hsdp", "--ranks", "3"),
-    "HSDP": ("09_fsdp_hsdp", "--mesh", "2", "2"),
-    "HSDP, 2 x 4": ("09_fsdp_hsdp", "--mesh", "2", "4"),
-    "HSDP, trainer": ("09_fsdp_hsdp", "--mesh", "2", "2", "--by", "meshloom"),
-    "traffic of FSDP": ("09_traffic", "--ranks", "4"),
-    "traffic of HSDP": ("09_traffic", "--mesh", "2", "2"),
-    "FSDP in DDP": ("09_hybrid_inside_ddp",),
-    "pipeline x ZeRO-3": ("10_pipeline_zero3",),
-    "3-D": ("10_three_axes", "--steps", "1"),
-    "recomputation": ("11_activation_checkpointing", "--blocks", "2"),
-    "MLflow": ("12_mlflow", "--epochs", "2"),
-    "your own module": ("13_own_module",),
-}
-DOCUMENTED: dict[str, str] = {
-    "01_one_device.py": "one device",
-    "02_data_parallel.py": "DataParallel",
-    "02_data_parallel_saved.py": "DataParallel, saved",
-    "03_ddp.py --ranks 4": "DDP, torchrun",
-    "03_ddp.py --by spawn": "DDP, spawn",
-    "03_ddp.py --by meshloom": "DDP, trainer",
-    "03_distributed_sampler.py --ranks 4": "sampler",
-    "04_toy_model.py": "ToyModel",
-    "04_seqnet.py --data DIR": "SeqNet",
-    "04_seqnet.py --data generated": "SeqNet",
-    "04_seqnet.py --data DIR --divide 1": "SeqNet, divided once",
-    "04_two_devices.py": "ResNet-50",
-    "04_two_devices.py --devices 3 --size 33": "ResNet-50, three devices",
-    "05_pipelined.py --batch 8 --splits 2 4": "pipelined",
-    "05_pipelined.py --batch 120 --split 20 --splits 1 3 5 8 10 12 20 40 60": "pipelined",
-    "05_pipelined_by_stages.py --schedule 1F1B": "pipelined by stages",
-    "05_pipelined_by_stages.py --batch 120 --split 20 --splits 10 20 40": "pipelined by stages",
-    "06_ddp_two_devices.py": "DDP x two devices",
-    "07_zero.py --stage 3 --by deepspeed": "ZeRO-3, bare",
-    "07_from_deepspeed.py": "import",
-    "08_tensor_parallel.py": "tensor parallel",
-    "08_sequence_parallel.py": "sequence parallel",
-    "09_fsdp_hsdp.py --ranks 2": "FSDP",
-    "09_fsdp_hsdp.py --mesh 2 4": "HSDP, 2 x 4",
-    "09_fsdp_hsdp.py --mesh 2 2 --by meshloom": "HSDP, trainer",
-    "09_traffic.py --ranks 4": "traffic of FSDP",
-    "09_traffic.py --mesh 2 2": "traffic of HSDP",
-    "09_hybrid_inside_ddp.py": "FSDP in DDP",
-    "10_pipeline_zero3.py": "pipeline x ZeRO-3",
-    "10_three_axes.py": "3-D",
-    "11_activation_checkpointing.py": "recomputation",
-    "12_mlflow.py --data DIR": "MLflow",
-    "12_mlflow.py --data generated": "MLflow",
-    "13_own_module.py": "your own module",
-}
-"""What follows `python examples/ladder/` in docs and docstrings -> the rung that is its smallest
-form."""
 
 
 SAME_MODEL = (

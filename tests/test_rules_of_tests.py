@@ -84,7 +84,7 @@ def test_no_test_imports_from_another():
         for path in paths
         for module in foreign_imports(path.read_text())
     ]
-    assert found == [], "what tests share is in tests/support"
+    assert found == [], "see tests/support"
 
 
 def test_an_import_of_another_test_is_found():
