@@ -83,9 +83,8 @@ class Arms:
             RunState(step=1, samples=1),
             entries or self.state_tensors,
             {},
-            lambda target: None,
+            checkpoint.ModelFolder(form=form),
             ranks,
-            form,
         )
 
     def plain(self, tensors: dict[str, torch.Tensor]) -> None:

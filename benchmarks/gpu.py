@@ -382,7 +382,7 @@ class Bench:
 
         def write(name: str, entries: Any, by: Any) -> Any:
             at, state = self.folder / name, RunState(step=1, samples=1, engine=engine.scalars())
-            return checkpoint.save(at, state, entries, {}, lambda target: None, by)
+            return checkpoint.save(at, state, entries, {}, checkpoint.ModelFolder(), by)
 
         path: list[Any] = []
         entries = engine.state_tensors

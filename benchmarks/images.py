@@ -31,6 +31,7 @@ from torch.utils.data import DataLoader
 from trainer.config.validate import validate
 from trainer.data.images.image_samples import ImageData, open_images
 from trainer.data.loader import Batching, BatchLoader
+from trainer.data.order import SampleOrder
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Job, Machine
 from trainer.engines.torch import mesh
@@ -75,7 +76,12 @@ def loader_of(
     data: ImageData, task: ImageClassification, batch: int, steps: int, workers: int
 ) -> BatchLoader:
     return BatchLoader(
-        data.train, task.collate, Batching(batch, workers=workers), range(steps), seed=0, position=0
+        data.train,
+        task.collate,
+        Batching(batch, workers=workers),
+        range(steps),
+        order=SampleOrder(0),
+        position=0,
     )
 
 

@@ -34,6 +34,7 @@ from transformers import (
 )
 
 from trainer.data.loader import Batching, BatchLoader
+from trainer.data.order import SampleOrder
 from trainer.data.text.cutting import Cut, write_part
 from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.distributed.ranks import ALONE
@@ -114,7 +115,7 @@ class Ours:
         span = {"steps": range(first, self._position), "position": first * rows}
         targets = positions = 0
         with BatchLoader(
-            self._source, self._task.collate, Batching(rows), seed=0, **span
+            self._source, self._task.collate, Batching(rows), order=SampleOrder(0), **span
         ) as loader:
             for index, made in enumerate(loader):
                 if index == WARM_UP:

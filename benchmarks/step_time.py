@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.data.loader import Batching, BatchLoader, StepBatches
+from trainer.data.order import SampleOrder
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine, Metrics
 from trainer.layout import Layout, Recompute
@@ -198,7 +199,12 @@ class Bench:
         steps = 10**6
         batching = Batching(BATCH, 1, self.world_size, self.rank)
         loader = BatchLoader(
-            self.samples, self.task.collate, batching, range(steps), seed=0, position=0
+            self.samples,
+            self.task.collate,
+            batching,
+            range(steps),
+            order=SampleOrder(0),
+            position=0,
         )
         meter = Meter(steps, device, self.world_size, 1.0, None, RunState())
 

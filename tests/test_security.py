@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live
 from tests.support.messages import raises, shows
 from tests.support.training import LLAMA
 from trainer.checkpoint import save
@@ -168,7 +168,7 @@ def test_a_checkpoint_that_is_pruned_meanwhile_is_no_error(tmp_path, monkeypatch
             replace(STATE, step=step),
             live().state_tensors(),
             DESCRIPTION,
-            model_files,
+            MODEL_FOLDER,
             ALONE,
         )
     work, first = command.COMMANDS[name], tmp_path / "step-000010"

@@ -21,7 +21,7 @@ from trainer.config import Config
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.cache import NOTHING, Check
 from trainer.data.mixture import Source
-from trainer.data.order import KEYED
+from trainer.data.order import KEYED, SampleOrder
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sources.remote import fetched
 from trainer.distributed.ranks import Ranks
@@ -75,6 +75,10 @@ class RunContext:
     @property
     def section(self) -> TrainerSection:
         return self.config.trainer
+
+    @property
+    def sample_order(self) -> SampleOrder:
+        return SampleOrder(self.section.seed, self.order)
 
     def first_samples(self, source: Source) -> list[Any]:
         """Return up to four samples, on which a model is tried."""

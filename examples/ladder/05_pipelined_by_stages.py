@@ -80,7 +80,7 @@ def one_device():
 if __name__ == "__main__":
     loss = pipelined(args.split).losses[-1]
     for split in args.splits:
-        times = [record.step_seconds for record in pipelined(split).records[1:]]
+        times = [record.speed.step_seconds for record in pipelined(split).records[1:]]
         deviation = statistics.stdev(times) if len(times) > 1 else 0.0
         print(f"stages, split {split}: {statistics.mean(times):.4f} s a step, +- {deviation:.4f}", flush=True)
     alone = one_device()

@@ -8,7 +8,7 @@ from trainer.certify.patches import constant
 from trainer.certify.tiny_run import LONGEST, MICRO_BATCH
 from trainer.models.tiny_config import SIZES
 from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import linear_cross_entropy
+from trainer.tasks.cross_entropy import LossOptions, linear_cross_entropy
 
 
 def chunks() -> int:
@@ -20,7 +20,7 @@ def chunks() -> int:
         torch.zeros(SIZES.vocabulary, hidden),
         None,
         torch.zeros(tokens, dtype=torch.int64),
-        observe=lambda rows, losses: seen.append(rows),
+        LossOptions(observe=lambda rows, losses: seen.append(rows)),
     )
     return len(seen)
 

@@ -15,7 +15,15 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, Live, live, model_files, same
+from tests.support.checkpoint_pieces import (
+    ALONE,
+    DESCRIPTION,
+    MODEL_FOLDER,
+    STATE,
+    Live,
+    live,
+    same,
+)
 from tests.support.pool import Pools
 from trainer.checkpoint import Background, load, newest, save
 from trainer.distributed.ranks import Ranks
@@ -25,7 +33,7 @@ from trainer.state import StateTensor
 
 def write_to(folder: Path, step: int):
     def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
-        save(folder, replace(STATE, step=step), entries, DESCRIPTION, model_files, ranks)
+        save(folder, replace(STATE, step=step), entries, DESCRIPTION, MODEL_FOLDER, ranks)
 
     return write
 

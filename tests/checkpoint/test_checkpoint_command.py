@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, MODEL_FOLDER, STATE, live
 from tests.support.commands import Result, run
 from tests.support.messages import shows, shows_each
 from trainer.checkpoint import export, save
@@ -28,7 +28,7 @@ def directory(tmp_path: Path) -> Path:
             replace(STATE, step=step),
             live().state_tensors(),
             description,
-            model_files,
+            MODEL_FOLDER,
             ALONE,
         )
     return tmp_path
@@ -163,7 +163,7 @@ def test_show(directory):
 
 
 def test_a_model_alone(directory):
-    export(directory / "final", live().state_tensors(), model_files, ALONE)
+    export(directory / "final", live().state_tensors(), MODEL_FOLDER, ALONE)
     assert ask("verify", directory / "final").output == "final  good\n"
     result = ask("show", directory / "final")
     assert result.code == 0

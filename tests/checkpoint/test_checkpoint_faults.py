@@ -16,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live, same
 from tests.support.messages import shows
 from tests.support.pool import Pools
 from tests.support.saving import PHASES, Death, Run, state_at
@@ -109,7 +109,7 @@ def _break(folder: Path, phase: str, broken_rank: int) -> str:
 
     with patch("trainer.checkpoint.faults.at", at):
         try:
-            save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, model_files, ranks)
+            save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
             ranks.on_first(lambda: prune(folder, 1))
         except MeshloomError as error:
             ranks.barrier()
@@ -123,7 +123,7 @@ def test_an_error_at_each_phase_is_raised_on_both(
     tmp_path: Path, pools: Pools, phase: str, rank: int
 ) -> None:
     older = save(
-        tmp_path, replace(STATE, step=50), live().state_tensors(), DESCRIPTION, model_files, ALONE
+        tmp_path, replace(STATE, step=50), live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE
     )
     one, other = pools[2].run(_break, timeout=120, folder=tmp_path, phase=phase, broken_rank=rank)
     assert one == other
@@ -146,7 +146,7 @@ def _delay(folder: Path, slow_rank: int) -> bool:
         "trainer.checkpoint.faults.at",
         lambda phase: time.sleep(0.02 if ranks.rank == slow_rank else 0),
     ):
-        path = save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, model_files, ranks)
+        path = save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
         prune(folder, 1) if ranks.first else None
     back = live(ranks).blank()
     return load(path, back.state_tensors(), ranks) == STATE and same(back, live())

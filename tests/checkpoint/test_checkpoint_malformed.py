@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live
 from trainer.checkpoint import newest, prune, save
 from trainer.checkpoint.manifest import hash_file
 from trainer.command.checkpoint import main
@@ -50,7 +50,7 @@ def directory(tmp_path: Path) -> Path:
             replace(STATE, step=step),
             live().state_tensors(),
             DESCRIPTION,
-            model_files,
+            MODEL_FOLDER,
             ALONE,
         )
     return tmp_path

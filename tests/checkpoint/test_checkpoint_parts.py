@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,11 +15,11 @@ import pytest
 import torch
 from blake3 import blake3
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live, same
 from tests.support.conformance.resuming import LAYOUTS, advance, started
 from tests.support.messages import raises
 from tests.support.pool import Pools
-from trainer.checkpoint import Background, load, newest, save, verify
+from trainer.checkpoint import Background, ModelFolder, load, newest, save, verify
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.safetensors_stream import FileRecord, Span, TensorType, span, spans_of
 from trainer.checkpoint.slots import PLAIN, ModelForm
@@ -77,7 +78,7 @@ def written(
                 )
             )
     with Messages(rank) as messages:
-        path = save(folder, STATE, entries, DESCRIPTION, model_files, ranks, form)
+        path = save(folder, STATE, entries, DESCRIPTION, replace(MODEL_FOLDER, form=form), ranks)
     assert verify(path, ranks) == []
     found: dict[str, torch.Tensor] = {}
     back = [
@@ -144,7 +145,7 @@ def sent_in_saves(case: Any, folder: Path) -> set[str]:
 
     def write(entries: Any, apart: Any) -> None:
         with Messages(ranks.rank) as messages:
-            save(folder / str(len(found)), RunState(2, 4), entries, {}, lambda _: None, apart)
+            save(folder / str(len(found)), RunState(2, 4), entries, {}, ModelFolder(), apart)
         found.append(messages)
 
     with Messages(ranks.rank) as copying, Background(ranks.on_host()) as background:
@@ -179,7 +180,7 @@ def _saved(folder: Path) -> None:
     from trainer.distributed.ranks import Ranks
 
     ranks = Ranks(torch.distributed.get_rank(), 2)
-    save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, model_files, ranks)
+    save(folder, STATE, live(ranks).state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
 
 
 @pytest.fixture
@@ -234,7 +235,7 @@ def test_parts_that_are_not_the_file_are_damage(shared: Path, change: Any) -> No
 
 
 def test_a_manifest_of_the_earlier_format_is_read(tmp_path: Path) -> None:
-    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE)
     manifest = json.loads((path / "manifest.json").read_bytes())
     assert all(entry.keys() == {"size", "sha256"} for entry in manifest["files"].values())
     (path / "manifest.json").write_bytes(to_json(manifest | {"format": 1}))
@@ -242,7 +243,7 @@ def test_a_manifest_of_the_earlier_format_is_read(tmp_path: Path) -> None:
 
 
 def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
-    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE)
     manifest = json.loads((path / "manifest.json").read_bytes())
     (path / "manifest.json").write_bytes(to_json(manifest | {"format": 4}))
     with raises(ConfigError, "format 4", "format 3", "newer Meshloom"):
@@ -253,7 +254,7 @@ def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
 def test_a_checkpoint_hashed_by_blake3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without its package the checkpoint is not taken for damaged."""
     entries = live().state_tensors()
-    path = save(tmp_path, STATE, entries, DESCRIPTION, model_files, ALONE, BLAKE3)
+    path = save(tmp_path, STATE, entries, DESCRIPTION, replace(MODEL_FOLDER, form=BLAKE3), ALONE)
     manifest = json.loads((path / "manifest.json").read_bytes())
     assert manifest["format"] == 3
     for name, entry in manifest["files"].items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -13,10 +14,10 @@ import torch
 from tests.support.checkpoint_pieces import (
     ALONE,
     DESCRIPTION,
+    MODEL_FOLDER,
     STATE,
     files,
     live,
-    model_files,
     same,
 )
 from tests.support.messages import shows
@@ -32,9 +33,9 @@ def _save_and_load(folder: Path) -> tuple[bool, bool]:
     ranks = Ranks(torch.distributed.get_rank(), 2)
     state, back = live(ranks), live(ranks).blank()
     path = save(
-        folder / "checkpoints", STATE, state.state_tensors(), DESCRIPTION, model_files, ranks
+        folder / "checkpoints", STATE, state.state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks
     )
-    export(folder / "final", state.state_tensors(), model_files, ranks)
+    export(folder / "final", state.state_tensors(), MODEL_FOLDER, ranks)
     return load(path, back.state_tensors(), ranks) == STATE, same(state, back)
 
 
@@ -59,9 +60,9 @@ def _fail(folder: Path, phase: str) -> str:
     try:
         if ranks.rank == rank:
             with broken:
-                save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+                save(folder, STATE, state.state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
         else:
-            save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+            save(folder, STATE, state.state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
     except MeshloomError as error:
         ranks.barrier()
         return f"{type(error).__name__}: {error}"
@@ -78,7 +79,7 @@ def _save_poisoned(folder: Path, value: float) -> tuple[int, str]:
     state.tensors["b.weight", "exp_avg"][0] = value  # rank 0's
     state.tensors["b.weight", "exp_avg_sq"][3] = value  # rank 1's
     try:
-        save(folder, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
+        save(folder, STATE, state.state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
     except MeshloomError as error:
         ranks.barrier()
         return error.exit_code, str(error)
@@ -135,7 +136,7 @@ def test_an_error_of_one_rank_is_raised_on_both(tmp_path: Path, pools: Pools, ph
         STATE.__class__(50, samples=50),
         live().state_tensors(),
         DESCRIPTION,
-        model_files,
+        MODEL_FOLDER,
         ALONE,
     )
     one, other = pools[2].run(_fail, timeout=120, folder=tmp_path, phase=phase)
@@ -155,7 +156,7 @@ def test_a_value_that_is_not_finite_is_never_published(
         STATE.__class__(50, samples=50),
         live().state_tensors(),
         DESCRIPTION,
-        model_files,
+        MODEL_FOLDER,
         ALONE,
     )
     one, other = pools[2].run(_save_poisoned, timeout=120, folder=tmp_path, value=value)
@@ -218,7 +219,7 @@ def _without_blake3(folders: list[Path]) -> str:
 def test_a_machine_without_blake3_is_an_error_of_all(tmp_path: Path, pools: Pools) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
     entries, form = live().state_tensors(), ModelForm(hash="blake3")
-    path = save(folders[0], STATE, entries, DESCRIPTION, model_files, ALONE, form)
+    path = save(folders[0], STATE, entries, DESCRIPTION, replace(MODEL_FOLDER, form=form), ALONE)
     for raised in pools[2].run(_without_blake3, timeout=60, folders=folders):
         assert "pip install 'meshloom[blake3]'" in raised
     assert path.is_dir()
@@ -226,7 +227,7 @@ def test_a_machine_without_blake3_is_an_error_of_all(tmp_path: Path, pools: Pool
 
 @pytest.mark.more
 def test_a_folder_that_not_all_ranks_see_is_no_damage(tmp_path: Path, pools: Pools) -> None:
-    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+    path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE)
     for raised in pools[2].run(_blind, timeout=120, folder=tmp_path):
         shows(raised, f"{path}", "rank 1", "Put trainer.run.folder")
     assert newest(tmp_path) == (path, [])

@@ -22,16 +22,17 @@ from safetensors.torch import load_file, save_file
 from tests.support.checkpoint_pieces import (
     ALONE,
     DESCRIPTION,
+    MODEL_FOLDER,
     STATE,
     Live,
     files,
     live,
-    model_files,
     same,
 )
 from tests.support.messages import raises, shows, shows_each
 from trainer.checkpoint import (
     WEIGHTS_ALONE,
+    ModelFolder,
     ModelForm,
     export,
     leftovers,
@@ -62,9 +63,8 @@ def saved(
         replace(STATE, step=step),
         entries,
         DESCRIPTION,
-        model_files,
+        replace(MODEL_FOLDER, form=ModelForm(dtype)),
         ALONE,
-        ModelForm(dtype),
     )
 
 
@@ -101,7 +101,7 @@ def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(
         key: value for key, value in live().tensors.items() if key[0] != "empty" or key[1] == WEIGHT
     }
     tensors |= {(name, "step"): torch.tensor(4.0) for name in ("a.weight", "b.weight", "scale")}
-    path = save(tmp_path, STATE, Live(tensors).state_tensors(), DESCRIPTION, model_files, ALONE)
+    path = save(tmp_path, STATE, Live(tensors).state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE)
 
     def entries() -> list[StateTensor]:
         """An engine's before its first step: state is made where a checkpoint has some."""
@@ -172,12 +172,10 @@ def test_transformers_opens_the_model_folder(tmp_path: Path) -> None:
     tensors = {(name, WEIGHT): parameter.data for name, parameter in model.named_parameters()}
     assert ("lm_head.weight", WEIGHT) not in tensors  # tied: the name is no state tensor
     entries = Live(tensors).state_tensors()
-    path = save(
-        tmp_path / "checkpoints", STATE, entries, DESCRIPTION, config.save_pretrained, ALONE
-    )
-    final = export(
-        tmp_path / "final", entries, config.save_pretrained, ALONE, ModelForm(torch.bfloat16)
-    )
+    model_folder = ModelFolder(config.save_pretrained)
+    path = save(tmp_path / "checkpoints", STATE, entries, DESCRIPTION, model_folder, ALONE)
+    low = replace(model_folder, form=ModelForm(torch.bfloat16))
+    final = export(tmp_path / "final", entries, low, ALONE)
     for folder, dtype in ((path / "model", torch.float32), (final, torch.bfloat16)):
         opened = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
         for (name, parameter), other in zip(
@@ -189,9 +187,9 @@ def test_transformers_opens_the_model_folder(tmp_path: Path) -> None:
 
 def test_export_replaces_an_older_one(tmp_path: Path) -> None:
     final = tmp_path / "final"
-    export(final, live().state_tensors(), model_files, ALONE)
+    export(final, live().state_tensors(), MODEL_FOLDER, ALONE)
     before = (final / "model.safetensors").read_bytes()
-    export(final, live(seed=1).state_tensors(), model_files, ALONE)
+    export(final, live(seed=1).state_tensors(), MODEL_FOLDER, ALONE)
     assert files(tmp_path) == [
         "final/config.json",
         "final/manifest.json",
@@ -381,7 +379,7 @@ def test_a_placeholder_is_never_written(tmp_path: Path, part: str) -> None:
         for entry in live().state_tensors()
     ]
     with raises(ValueError, "a.weight", "(0,)", "(4, 3)", "announced"):
-        save(tmp_path, STATE, entries, DESCRIPTION, model_files, ALONE)
+        save(tmp_path, STATE, entries, DESCRIPTION, MODEL_FOLDER, ALONE)
     assert files(tmp_path) == []
 
 
@@ -429,7 +427,7 @@ def test_export_that_dies_between_its_renames_is_made_up_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, deadly: int
 ) -> None:
     final = tmp_path / "final"
-    export(final, live().state_tensors(), model_files, ALONE)
+    export(final, live().state_tensors(), MODEL_FOLDER, ALONE)
     real, calls = os.rename, iter(range(9))
 
     def dying(old: Path, new: Path) -> None:
@@ -439,8 +437,8 @@ def test_export_that_dies_between_its_renames_is_made_up_for(
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
         patch.setattr("os.rename", dying)
-        export(final, live(seed=1).state_tensors(), model_files, ALONE)
-    export(final, live(seed=1).state_tensors(), model_files, ALONE)
+        export(final, live(seed=1).state_tensors(), MODEL_FOLDER, ALONE)
+    export(final, live(seed=1).state_tensors(), MODEL_FOLDER, ALONE)
     assert verify(final) == []
     assert [path.name for path in tmp_path.iterdir()] == ["final"]
 
@@ -504,7 +502,7 @@ def test_a_folder_that_can_not_be_made(tmp_path: Path) -> None:
 
 def test_a_description_that_is_no_json_publishes_nothing(tmp_path: Path) -> None:
     with pytest.raises(TypeError):
-        save(tmp_path, STATE, live().state_tensors(), {"device": object()}, model_files, ALONE)
+        save(tmp_path, STATE, live().state_tensors(), {"device": object()}, MODEL_FOLDER, ALONE)
     assert files(tmp_path) == []
 
 
@@ -519,7 +517,7 @@ def test_prune_keeps_the_last_and_the_best(tmp_path: Path) -> None:
     for step, loss in {10: 3.0, 20: 2.0, 30: None, 40: 2.5, 1_000_000: 2.2}.items():
         description = DESCRIPTION | {"evaluation_loss": loss}
         state = replace(STATE, step=step, samples=32 * step)
-        save(tmp_path, state, live().state_tensors(), description, model_files, ALONE)
+        save(tmp_path, state, live().state_tensors(), description, MODEL_FOLDER, ALONE)
     assert prune(tmp_path, 2, keep_best=True) == [
         tmp_path / "step-000010",
         tmp_path / "step-000030",

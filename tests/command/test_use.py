@@ -86,9 +86,10 @@ def save(case: Case, folder: Path) -> dict[str, torch.Tensor]:
         spec.files.save_config(target, None)
         tokenizer().save_pretrained(target)
 
+    model = checkpoint.ModelFolder(files)
     state = RunState(step=1, samples=TRAIN_BATCH, engine=engine.scalars())
     ranks = Ranks(rank, case.world_size)
-    checkpoint.save(folder / "checkpoints", state, engine.state_tensors(), {}, files, ranks)
+    checkpoint.save(folder / "checkpoints", state, engine.state_tensors(), {}, model, ranks)
     weights = whole_weights(engine, case)
     engine.close()
     return weights
@@ -122,20 +123,20 @@ def test_the_text_is_that_of_one_process_with_the_weights(pools, tmp_path, capsy
 
 
 def test_of_an_unfinished_run_it_is_the_newest_checkpoint_that_is_whole(tmp_path):
-    from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+    from tests.support.checkpoint_pieces import ALONE, MODEL_FOLDER, STATE, live
     from trainer.checkpoint import export, save
     from trainer.run.start.folder import model_in
 
     checkpoints = tmp_path / "checkpoints"
     for step in (10, 20):
         state = replace(STATE, step=step)
-        save(checkpoints, state, live().state_tensors(), {}, model_files, ALONE)
+        save(checkpoints, state, live().state_tensors(), {}, MODEL_FOLDER, ALONE)
     assert model_in(tmp_path) == checkpoints / "step-000020" / "model"
     next((checkpoints / "step-000020" / "optimizer").iterdir()).unlink()  # it is not needed
     assert model_in(tmp_path) == checkpoints / "step-000020" / "model"
     next((checkpoints / "step-000020" / "model").glob("*.safetensors")).write_bytes(b"half")
     assert model_in(tmp_path) == checkpoints / "step-000010" / "model"
-    export(tmp_path / "final", live().state_tensors(), model_files, ALONE)
+    export(tmp_path / "final", live().state_tensors(), MODEL_FOLDER, ALONE)
     assert model_in(tmp_path) == tmp_path / "final"
     (tmp_path / "environment.json").touch()
     os.utime(tmp_path / "final", (1, 1))  # the run goes on after its end

@@ -19,7 +19,7 @@ from tests.support.data.text_samples import options, tokenizer, write_rows
 from tests.support.messages import raises, shows, shows_each
 from trainer.config import DataSection
 from trainer.data.mixture import Mixture
-from trainer.data.order import KEYED, LISTED, held_out
+from trainer.data.order import KEYED, LISTED, SampleOrder, held_out
 from trainer.data.text.cutting import Cut, write_part
 from trainer.data.text.preparation import open_data, prepare
 from trainer.data.text.prepared import Data
@@ -357,7 +357,7 @@ def mixed(tmp_path: Path, seed: int = 0, **shares: Any) -> Data:
     options = DataSection(
         sources=given, sequence_length=4, documents="pad", evaluation_fraction=0.0
     )
-    return open_data(options, tokenizer(), tmp_path / "cache", Ranks(), seed)
+    return open_data(options, tokenizer(), tmp_path / "cache", Ranks(), SampleOrder(seed))
 
 
 def drawn(data: Data, epoch: int) -> list[tuple[int, int]]:
@@ -393,7 +393,7 @@ def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> Non
 
 def test_the_shuffles_of_an_old_mixture_never_change() -> None:
     """A run that began with them goes on with them."""
-    mixture = Mixture([range(5), range(9)], [3, 4], 7, LISTED)  # type: ignore[list-item]
+    mixture = Mixture([range(5), range(9)], [3, 4], SampleOrder(7, LISTED))  # type: ignore[list-item]
     found = [mixture.place(index, epoch) for epoch in (0, 3) for index in range(7)]
     expected = []
     for epoch in (0, 3):
@@ -415,7 +415,7 @@ def test_each_sample_is_seen_equally_often(
     parts: list[tuple[int, int]], seed: int, epochs: int, order: int
 ) -> None:
     sizes, counts = zip(*parts, strict=True)
-    mixture = Mixture([range(size) for size in sizes], counts, seed, order)  # type: ignore[misc]
+    mixture = Mixture([range(size) for size in sizes], counts, SampleOrder(seed, order))  # type: ignore[misc]
     seen = Counter(
         mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture))
     )

@@ -19,6 +19,7 @@ from tests.support.picture_files import pixels, write_cifar, write_folder, write
 from trainer.config.validate import validate
 from trainer.data.images.image_samples import ImageData, open_images
 from trainer.data.loader import Batching, BatchLoader, evaluation_batches
+from trainer.data.order import SampleOrder
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError
 from trainer.recipes.images.task import ImageClassification
@@ -150,7 +151,7 @@ def steps(found: ImageData, ranks: int, workers: int) -> list[torch.Tensor]:
     for rank in range(ranks):
         batching = Batching(8 // ranks, 1, ranks, rank, workers=workers)
         with BatchLoader(
-            found.train, task.collate, batching, range(3), seed=3, position=0
+            found.train, task.collate, batching, range(3), order=SampleOrder(3), position=0
         ) as loader:
             shares.append([batch.micro_batches[0]["input"] for batch in loader])
     return [torch.cat(parts) for parts in zip(*shares, strict=True)]

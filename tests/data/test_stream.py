@@ -32,6 +32,7 @@ from tests.support.run.interruptions import command, environment, nothing_left
 from tests.support.s3 import served
 from trainer.checkpoint import newest
 from trainer.data.loader import Batching, BatchLoader
+from trainer.data.order import SampleOrder
 from trainer.data.progress import Progress
 from trainer.data.stream import Place
 from trainer.data.text.preparation import open_data
@@ -69,7 +70,7 @@ def texts(tmp_path: Path) -> list[list[str]]:
 def opened(tmp_path: Path, path: Any = None, cache: str = "cache", **changes: Any) -> Data:
     own = {"documents": "pad", "stream": True, **changes}
     given = options(path or tmp_path / "*.jsonl", **own)
-    return open_data(given, tokenizer(), tmp_path / cache, ALONE, seed=1)
+    return open_data(given, tokenizer(), tmp_path / cache, ALONE, SampleOrder(1))
 
 
 def collate(samples: Any) -> Any:
@@ -84,7 +85,7 @@ def read(
     found = []
     data.train.begin(place or Place())
     with BatchLoader(
-        data.train, collate, batching, steps, seed=1, position=4 * steps.start
+        data.train, collate, batching, steps, order=SampleOrder(1), position=4 * steps.start
     ) as loader:
         for step in loader:
             rows = step.micro_batches[0]["input_ids"].tolist()
@@ -136,7 +137,9 @@ def test_files_that_are_done_leave_the_cache(tmp_path: Path) -> None:
     data = opened(tmp_path)
     most = 0
     data.train.begin(Place())
-    with BatchLoader(data.train, collate, Batching(4), range(25), seed=1, position=0) as loader:
+    with BatchLoader(
+        data.train, collate, Batching(4), range(25), order=SampleOrder(1), position=0
+    ) as loader:
         for _ in loader:
             most = max(most, len(folders(tmp_path / "cache")))
     # the first, the one before, this one, and two that the loader and the preparation have begun
@@ -157,14 +160,14 @@ def test_a_file_that_another_run_has_removed_is_prepared_again(
 ) -> None:
     *whole, _ = read(opened(tmp_path), range(7))
     data = opened(tmp_path)
-    open_source, removed = data.train._opened, []
+    open_source, removed = data.train._files.opened, []
 
     def gone(folder: Path) -> Any:
         if not removed:
             removed.append(shutil.rmtree(folder))
         return open_source(folder)
 
-    data.train._opened = gone
+    data.train._files.opened = gone
     *again, _ = read(data, range(7))
     assert removed and again == whole
 
@@ -198,7 +201,7 @@ def test_a_file_that_changes_between_two_epochs_is_refused(
     data.train.close()
     file = tmp_path / f"{data.train._file(6)}.jsonl"
     file.write_text(file.read_text().replace('"a ', '"g '))
-    data.train._beside = type(data.train._beside)(data.train._prepare)
+    data.train._beside = type(data.train._beside)(data.train._files.prepared)
     data.train._beside.begin(data.train._file(5))
     with pytest.raises(DataError, match="those of before, "):
         data.train.reach(55)
@@ -226,7 +229,7 @@ def test_files_without_a_sample_are_left_out_where_bad_rows_are(tmp_path: Path) 
     shown = StringIO()
     progress = Progress(Console(file=shown, width=300))
     given = options(path, documents="pad", stream=True, corrupt="skip")
-    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, progress)
+    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, SampleOrder(1), progress)
     *steps, place = read(data, range(14))
     found = [text for step in steps for text in step]
     assert sorted(found[:28]) == sorted(found[28:]) == sorted(sum(texts, []))
@@ -245,7 +248,7 @@ def test_files_without_a_sample_are_left_out_where_bad_rows_are(tmp_path: Path) 
 
 def test_a_killed_preparation_is_told(tmp_path: Path, texts: list[list[str]]) -> None:
     data = opened(tmp_path)
-    data.train._prepare = lambda file: os._exit(1)
+    data.train._files.prepared = lambda file: os._exit(1)
     with raises(RuntimeError, "killed", "memory"):
         read(data, range(1))
 
@@ -292,11 +295,13 @@ def test_who_waits_for_a_file_moves_and_can_be_closed(
     given = options(tmp_path / "*.jsonl", documents="pad", stream=True)
     shown = StringIO()
     progress = Progress(Console(file=shown, width=300), moves=moved.append)
-    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, progress)
-    data.train._prepare = lambda file: time.sleep(600)
+    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, SampleOrder(1), progress)
+    data.train._files.prepared = lambda file: time.sleep(600)
     moved.clear()
     data.train.begin(Place())
-    loader = BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0)
+    loader = BatchLoader(
+        data.train, collate, Batching(4), range(1), order=SampleOrder(1), position=0
+    )
     time.sleep(2.5)
     assert not moved  # the reader does something else, which may have been given its own time
     Thread(target=partial(pytest.raises, RuntimeError, next, iter(loader)), daemon=True).start()
@@ -316,18 +321,20 @@ def test_who_waits_moves_as_long_as_the_file_does(
     moved: list[float] = []
     given = options(tmp_path / "*.jsonl", documents="pad", stream=True)
     monkeypatch.setattr("trainer.data.text.preparation._SILENT_SECONDS", 0.0)
-    data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, 1, Progress(moves=moved.append))
-    prepare = data.train._prepare
+    data = open_data(
+        given, tokenizer(), tmp_path / "cache", ALONE, SampleOrder(1), Progress(moves=moved.append)
+    )
+    prepare = data.train._files.prepared
 
     def hangs(file: int) -> Path:
         prepare(file)
         time.sleep(600)
         raise AssertionError
 
-    data.train._prepare = hangs
+    data.train._files.prepared = hangs
     moved.clear()
     data.train.begin(Place())
-    with BatchLoader(data.train, collate, Batching(4), range(1), seed=1, position=0):
+    with BatchLoader(data.train, collate, Batching(4), range(1), order=SampleOrder(1), position=0):
         ends = time.monotonic() + 4
         plan = LoopPlan(1, 4, 1, None, None)
         vote = Vote(ALONE, lambda: time.monotonic() > ends, data.train, plan, RunState())

@@ -192,12 +192,12 @@ def test_mfu_counts_all_positions_on_the_devices_that_share_them():
     meter.started -= 1.0
     meter.note(StepBatches(0, [], [], positions=10))
     record = meter.record(RunState(1, 4, 2), metrics, Update(0.1), 0)
-    assert record.mfu == pytest.approx(10 * 6 / (100 * 2), rel=0.2)
-    assert record.tokens_per_second == pytest.approx(2, rel=0.2)
+    assert record.speed.mfu == pytest.approx(10 * 6 / (100 * 2), rel=0.2)
+    assert record.speed.tokens_per_second == pytest.approx(2, rel=0.2)
     meter.started -= 1.0
     meter.note(StepBatches(1, [], [], positions=20))
     record = meter.record(RunState(2, 8, 4), metrics, Update(0.1), 0)
-    assert record.mfu == pytest.approx(20 * 6 / (100 * 2), rel=0.2)
+    assert record.speed.mfu == pytest.approx(20 * 6 / (100 * 2), rel=0.2)
 
 
 def test_a_rank_without_an_address_is_named(monkeypatch):

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import trainer
-from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, MODEL_FOLDER, STATE, live
 from tests.support.commands import script
 from tests.support.messages import shows
 from tests.support.training import LLAMA, spec_of
@@ -122,7 +122,7 @@ def test_an_edit_is_an_error_that_names_it(tmp_path, name):
         before, now = code(tmp_path), code(tmp_path, (old, new))
     finally:
         del sys.modules["beside"], sys.modules["own_code"]
-    path = save(tmp_path, STATE, live().state_tensors(), {"sources": before}, model_files, ALONE)
+    path = save(tmp_path, STATE, live().state_tensors(), {"sources": before}, MODEL_FOLDER, ALONE)
     description = {"data": {}, "model": {}, "sources": now}
     if message:
         with pytest.raises(ConfigError) as caught:
@@ -147,7 +147,7 @@ def test_digests_of_an_earlier_version_are_not_compared(
     tmp_path: Path, old: dict[str, dict[str, str]]
 ) -> None:
     """A checkpoint of then resumes; where it has digests, a line says so."""
-    path = save(tmp_path, STATE, live().state_tensors(), old, model_files, ALONE)
+    path = save(tmp_path, STATE, live().state_tensors(), old, MODEL_FOLDER, ALONE)
     here = {"data": {}, "model": {}, "sources": {"Net": "sha256 1", "model": "sha256 2"}}
     lines = refuse_changed(path, here)
     assert len(lines) == len(old)
@@ -184,7 +184,7 @@ def test_another_version_of_a_library_is_said(tmp_path):
         STATE,
         live().state_tensors(),
         {"versions": {"transformers": "5.1"}},
-        model_files,
+        MODEL_FOLDER,
         ALONE,
     )
     (line,) = refuse_changed(path, {"data": {}, "model": {}, "versions": {"transformers": "5.2"}})

@@ -156,7 +156,7 @@ def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) 
 
     def save(step: int) -> None:
         state = RunState(step=step, samples=step * TRAIN_BATCH, engine=engine.scalars())
-        checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
+        checkpoint.save(folder, state, engine.state_tensors(), {}, checkpoint.ModelFolder(), ranks)
 
     save(0)
     advance(engine, case, 0, STEPS, used, after=save)

@@ -13,11 +13,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files, same
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live, same
 from tests.support.commands import ROOT, Result, agents, train, write_job
 from tests.support.messages import shows
 from tests.support.pool import Pools
-from trainer.checkpoint import export, newest, save, verify
+from trainer.checkpoint import ModelFolder, export, newest, save, verify
 from trainer.checkpoint import load as read_back
 from trainer.checkpoint.folders import spread
 from trainer.checkpoint.manifest import hash_file, read_manifest
@@ -145,8 +145,8 @@ def private(folder: Path) -> tuple[Path, Ranks]:
 def _whole_in_each(folder: Path) -> object:
     mine, ranks = private(folder)
     state, back = live(ranks), live(ranks).blank()
-    path = save(mine, STATE, state.state_tensors(), DESCRIPTION, model_files, ranks)
-    export(mine / "final", state.state_tensors(), model_files, ranks)
+    path = save(mine, STATE, state.state_tensors(), DESCRIPTION, MODEL_FOLDER, ranks)
+    export(mine / "final", state.state_tensors(), MODEL_FOLDER, ranks)
     if ranks.rank == 2:
         shutil.rmtree(path)
     ranks.barrier()
@@ -229,7 +229,7 @@ def _left(mine: Path, name: str, config: Config, step: int, seed: int = 3) -> Pa
         replace(STATE, step=step),
         live(seed=seed).state_tensors(),
         DESCRIPTION,
-        model_files,
+        MODEL_FOLDER,
         ALONE,
     )
     (folder / "config.json").write_text("{}")
@@ -291,7 +291,7 @@ def _other_libraries(folder: Path) -> None:
         (model / "inner").mkdir()
         (model / "inner" / "config.json").write_text(str(ranks.rank))
 
-    save(mine, STATE, live(ranks).state_tensors(), DESCRIPTION, write, ranks)
+    save(mine, STATE, live(ranks).state_tensors(), DESCRIPTION, ModelFolder(write), ranks)
 
 
 @pytest.mark.more

@@ -11,7 +11,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from tests.support.checkpoint_pieces import ALONE, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, MODEL_FOLDER, STATE, live
 from tests.support.commands import write_job
 from tests.support.messages import raises, shows, shows_each
 from tests.support.run.resuming import begun, finish
@@ -256,7 +256,7 @@ def test_changes(config):
         "model": {"rope_theta": 1e4},
         "config": {"optimizer": {"params": {"lr": 1.0}}},
     }
-    path = save(folder, STATE, live().state_tensors(), was, model_files, ALONE)
+    path = save(folder, STATE, live().state_tensors(), was, MODEL_FOLDER, ALONE)
     assert refuse_changed(path, was) == []
     other = {**was, "config": {"optimizer": {"params": {"lr": 2.0}}}}
     shows_each(refuse_changed(path, other), ("changed since", "optimizer.params.lr 1.0 -> 2.0"))
@@ -270,7 +270,7 @@ def test_own_data_of_an_earlier_version_is_not_refused_and_it_is_said(config: Co
     """Its fingerprint was the digest of a pickle, which is another one in each process."""
     folder = Path(config.trainer.run.folder)
     was = {"data": {"fingerprint": "0" * 64, "samples": 75}, "model": {}}
-    path = save(folder, STATE, live().state_tensors(), was, model_files, ALONE)
+    path = save(folder, STATE, live().state_tensors(), was, MODEL_FOLDER, ALONE)
     now = {**was, "data": {"fingerprint": "values-a", "samples": 75}}
     assert "not compared" in refuse_changed(path, now)[0]
     with pytest.raises(DataError, match="samples 75 -> 74"):

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from trainer.checkpoint import ModelFolder
 from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, Part, RunState, StateTensor
 
@@ -64,6 +65,9 @@ def same(one: Live, other: Live) -> bool:
 
 def model_files(folder: Path) -> None:
     (folder / "config.json").write_text("{}\n")
+
+
+MODEL_FOLDER = ModelFolder(model_files)
 
 
 def files(folder: Path) -> list[str]:

@@ -14,7 +14,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 
-from tests.support.checkpoint_pieces import DESCRIPTION, Live, live, model_files, same
+from tests.support.checkpoint_pieces import DESCRIPTION, MODEL_FOLDER, Live, live, same
 from trainer.checkpoint import export, load, newest, prune, save
 from trainer.distributed.ranks import Ranks
 from trainer.state import RunState
@@ -120,10 +120,10 @@ def _train(
                 replace(position, step=step, samples=step),
                 state.state_tensors(),
                 DESCRIPTION,
-                model_files,
+                MODEL_FOLDER,
                 ranks,
             )
             ranks.on_first(lambda: prune(directory, 2))
-        export(folder / "final", state.state_tensors(), model_files, ranks)
+        export(folder / "final", state.state_tensors(), MODEL_FOLDER, ranks)
     ranks.barrier()
     os._exit(0)

@@ -357,7 +357,9 @@ def resume_by_engine(
     engine = build(before, rank)
     steps(engine, before, 0)
     state = RunState(step=2, samples=2 * TRAIN_BATCH, engine=engine.scalars())
-    path = checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
+    path = checkpoint.save(
+        folder, state, engine.state_tensors(), {}, checkpoint.ModelFolder(), ranks
+    )
     whole = steps(engine, before, 2)
     whole_end = whole_weights(engine, before)
     engine.close()

@@ -11,7 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import LossHead, linear_cross_entropy, logits_cross_entropy
+from trainer.tasks.cross_entropy import (
+    LossHead,
+    LossOptions,
+    linear_cross_entropy,
+    logits_cross_entropy,
+)
 
 
 def plain(hidden, weight, bias, targets):
@@ -152,7 +157,7 @@ def test_a_chunk_makes_nothing_of_the_weights_size_and_few_of_its_own(device, dt
         context = SimpleNamespace(
             needs_input_grad=(True, True, False), save_for_backward=lambda *_: None
         )
-        options = cross_entropy._Options(0.0, None, with_gradients=True, shard=None)
+        options = cross_entropy._NoTensors(LossOptions(), with_gradients=True, shard=None)
         with Watch():
             inputs = hidden, weight, None, targets, options
             cross_entropy._CrossEntropy.forward(context, *inputs)
@@ -208,7 +213,7 @@ def test_targets_are_given_for_one_forward_pass():
     hidden, weight, _, targets = inputs(dtype=torch.float32)
     own = torch.nn.Linear(8, 17, bias=False)
     own.weight = torch.nn.Parameter(weight.detach())
-    head = LossHead(own, 0.0, None)
+    head = LossHead(own, LossOptions())
     with pytest.raises(RuntimeError), head.given(targets):
         torch.testing.assert_close(head(hidden), plain(hidden, weight, None, targets))
         raise RuntimeError

@@ -30,7 +30,7 @@ from tests.support.training import (
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import linear_cross_entropy, logits_cross_entropy
+from trainer.tasks.cross_entropy import LossOptions, linear_cross_entropy, logits_cross_entropy
 from trainer.tasks.supervised import Supervised
 
 BOTH = {"label_smoothing": 0.2, "neftune_alpha": 5.0}
@@ -140,10 +140,11 @@ def test_smoothed_labels_are_those_of_pytorch_in_chunks_and_whole(monkeypatch, r
     expected = F.cross_entropy(
         logits, targets, reduction="sum", ignore_index=-100, label_smoothing=0.3
     )
+    smoothed = LossOptions(smoothing=0.3)
     wanted = torch.autograd.grad(expected * 3, (hidden, weight, bias), retain_graph=True)
     for ours in (
-        linear_cross_entropy(hidden, weight, bias, targets, 0.3),
-        logits_cross_entropy(logits, targets, 0.3),
+        linear_cross_entropy(hidden, weight, bias, targets, smoothed),
+        logits_cross_entropy(logits, targets, smoothed),
     ):
         torch.testing.assert_close(ours, expected)
         for mine, theirs in zip(

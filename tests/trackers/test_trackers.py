@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from rich.console import Console as Terminal
@@ -28,6 +28,7 @@ from trainer.trackers import (
     Evaluation,
     JsonLines,
     Record,
+    Speed,
     open_trackers,
     progress_line,
     services,
@@ -41,13 +42,21 @@ RECORD = Record(
     loss=3.2141,
     learning_rate=9.1e-4,
     gradient_norm=0.831,
-    tokens_per_second=21_400.0,
-    step_seconds=0.38,
-    mfu=0.412,
+    speed=Speed(
+        tokens_per_second=21_400.0,
+        step_seconds=0.38,
+        mfu=0.412,
+        data_wait=0.0031,
+        eta_seconds=11.8,
+    ),
     memory_gib=1.93,
-    data_wait=0.0031,
-    eta_seconds=11.8,
 )
+
+
+def with_speed(**changes: Any) -> Record:
+    return replace(RECORD, speed=replace(RECORD.speed, **changes))
+
+
 EVALUATION = Evaluation(step=120, loss=3.4567, targets=12_345)
 
 
@@ -68,10 +77,9 @@ def test_the_line() -> None:
 
 
 def test_the_line_leaves_out_what_is_not_known() -> None:
-    sparse = replace(
-        RECORD, mfu=None, gradient_norm=None, learning_rate=0.0, tokens_per_second=812.4, eta_seconds=3_723.0,
-        loss=math.nan, loss_scale=65536.0, skipped=2,
-    )  # fmt: skip
+    slow = with_speed(mfu=None, tokens_per_second=812.4, eta_seconds=3_723.0)
+    unknown = replace(slow, loss=math.nan, gradient_norm=None, learning_rate=0.0)
+    sparse = replace(unknown, loss_scale=65536.0, skipped=2)
     shows(
         progress_line(sparse),
         "120/150",
@@ -82,10 +90,10 @@ def test_the_line_leaves_out_what_is_not_known() -> None:
         "0.3%",
         "65536 | skipped 2",
     )
-    assert "| ETA ? |" in progress_line(replace(RECORD, eta_seconds=math.inf))
-    longest = replace(RECORD, step=999_999, total_steps=999_999, eta_seconds=360_000.0)
+    assert "| ETA ? |" in progress_line(with_speed(eta_seconds=math.inf))
+    longest = replace(with_speed(eta_seconds=360_000.0), step=999_999, total_steps=999_999)
     assert "ETA 100:00:00" in progress_line(longest)[:80]
-    assert "| 1.3M tok/s |" in progress_line(replace(RECORD, tokens_per_second=1.26e6))
+    assert "| 1.3M tok/s |" in progress_line(with_speed(tokens_per_second=1.26e6))
 
 
 def run(console: Console, steps: int, every: int, start: int = 0) -> None:
@@ -217,7 +225,7 @@ def test_a_full_disk_is_a_disk_error(tmp_path: Path) -> None:
 def test_json_lines(tmp_path: Path) -> None:
     path = tmp_path / "logs" / "metrics.jsonl"
     tracker = JsonLines(path)
-    tracker.record(replace(RECORD, mfu=None))
+    tracker.record(with_speed(mfu=None))
     tracker.evaluation(EVALUATION)
     tracker.record(replace(RECORD, step=121, loss=math.nan, gradient_norm=-math.inf, skipped=1))
     first, second, third = read(path)  # before it is closed: each line is there at once

@@ -87,8 +87,8 @@ class Comparison:
             results.extend(findings)
         results.extend(self._of_options(run, expected))
         results.extend(compare_resumed(resumed, run, small.middle, order))
-        if run.exported is not None and reference.published is not None:
-            opened = reference.published(run.exported)
+        if run.written.exported is not None and reference.published is not None:
+            opened = reference.published(run.written.exported)
             results.extend(compare_published(run, opened, reference.frozen, order))
         if run.rounded is not None:
             projected = reference.projected(run.states[-1], len(run.losses))

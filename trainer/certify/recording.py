@@ -21,6 +21,7 @@ from trainer.certify.rounding import Rounded, measured, recording_into
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.mixture import Source
+from trainer.data.order import SampleOrder
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine
@@ -45,6 +46,17 @@ State = dict[tuple[str, str], torch.Tensor]
 """Whole tensors by name and part: weights, masters, moments."""
 
 
+@dataclass(frozen=True)
+class Written:
+    """The files of a run, and the position at its checkpoint."""
+
+    position: RunState = field(default_factory=RunState)
+    """The position at the checkpoint, as it was written or read."""
+    checkpoint: Path | None = None
+    exported: Path | None = None
+    """The folder with `final/` and `final-merged/`, if the model has an adapter."""
+
+
 @dataclass
 class Recording:
     """The record of a run by steps, on the host; `states` has one more, from before training."""
@@ -60,17 +72,9 @@ class Recording:
     """Targets of all steps so far, as logged."""
     held_out: dict[int, HeldOut] = field(default_factory=dict)
     """The evaluations, by steps done."""
-    position: RunState = field(default_factory=RunState)
-    """The position at the checkpoint, as it was written or read."""
-    checkpoint: Path | None = None
+    written: Written = field(default_factory=Written)
     rounded: Rounded | None = None
     """The rounding of a language model in low precision."""
-    exported: Path | None = None
-    """The folder with `final/` and `final-merged/`, if the model has an adapter."""
-
-    def saved(self, position: RunState, path: Path) -> None:
-        self.position = position
-        self.checkpoint = path
 
 
 class Overflowing:
@@ -167,10 +171,10 @@ class RecordingHooks(Hooks):
         job = self._engine.job
         position = replace(state, engine=self._engine.scalars())
         entries = stored(job.spec, self._engine.state_tensors())
-        form = checkpoint.ModelForm(stem=job.spec.files.stem)
+        model = checkpoint.ModelFolder(form=checkpoint.ModelForm(stem=job.spec.files.stem))
         ranks = job.machine.ranks
-        path = checkpoint.save(self._saves, position, entries, {}, lambda _: None, ranks, form)
-        self._recording.saved(position, path)
+        path = checkpoint.save(self._saves, position, entries, {}, model, ranks)
+        self._recording.written = Written(position, path)
 
     def at(self, phase: Phase, step: int) -> None:
         # what comes later has a higher step
@@ -236,15 +240,16 @@ def record(
         if small.low_precision and spec.tiny.input is None:
             whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
         if section.adapter is not None:
-            whole = replace(whole, exported=_exported(engine, subject, folder / "exported"))
+            exported = _exported(engine, subject, folder / "exported")
+            whole = replace(whole, written=replace(whole.written, exported=exported))
         engine.close()
-        assert whole.checkpoint is not None
+        assert whole.written.checkpoint is not None
         machine.watch.at(Phase.BUILDING, small.total + 2)
         # with other initial values, so that its whole state comes from the checkpoint
         engine = kind.build(replace(job, values_seed=job.seed + 1))
-        engine.restore(checkpoint.read_description(whole.checkpoint)["position"]["engine"])
+        engine.restore(checkpoint.read_description(whole.written.checkpoint)["position"]["engine"])
         entries = stored(spec, engine.state_tensors())
-        position = checkpoint.load(whole.checkpoint, entries, ranks)
+        position = checkpoint.load(whole.written.checkpoint, entries, ranks)
         resumed = _train(small, engine, sources, position, None)
         engine.close()
     return whole, resumed
@@ -272,7 +277,7 @@ def _train(
     job: Any = engine.job
     layout = job.layout
     machine = job.machine
-    recording = Recording(position=replace(state, engine=engine.scalars()))
+    recording = Recording(written=Written(replace(state, engine=engine.scalars())))
     recorder: Any = Recorder(engine, job.task, recording, observes=saves is not None)
     batching = Batching.of(layout, machine.ranks.rank, machine.device)
     loader = BatchLoader(
@@ -280,7 +285,7 @@ def _train(
         job.task.collate,
         batching,
         range(state.step, small.total),
-        seed=job.seed,
+        order=SampleOrder(job.seed),
         position=state.samples,
     )
     plan = LoopPlan(small.total, layout.train_batch, 1, small.middle, small.middle)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,24 +25,31 @@ WriteModelFiles = Callable[[Path], object]
 """Writes the config, tokenizer and generation config into a folder; called on rank 0."""
 
 
+@dataclass(frozen=True)
+class ModelFolder:
+    """How a model's folder is written: its files without tensors, and the form of the others."""
+
+    write_files: WriteModelFiles = lambda folder: None
+    form: ModelForm = PLAIN
+
+
 def save(
     folder: Path,
     state: RunState,
     entries: Sequence[StateTensor],
     description: Mapping[str, Any],
-    write_model_files: WriteModelFiles,
+    model: ModelFolder,
     ranks: Ranks,
-    form: ModelForm = PLAIN,
 ) -> Path:
     """Publish the checkpoint of `state.step`, complete on each machine, in `folder`. Collective.
 
     Returns its path. `description` is the content of `trainer.json` besides the position. Weights
-    that `form` narrows are kept exactly with the optimizer's state. Raises DiskError on every rank,
-    with nothing published, if it can't be written or the step is there already.
+    that the model's form narrows are kept exactly with the optimizer's state. Raises DiskError on
+    every rank, with nothing published, if it can't be written or the step is there already.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
-    planned = slots.plan(entries, form, resumable=True)
+    planned = slots.plan(entries, model.form, resumable=True)
 
     @disk_errors(folder)
     def prepare() -> None:
@@ -67,8 +74,8 @@ def save(
         record = {"stateless": slots.stateless(entries), "position": asdict(state)}
         text = ranks.on_first(lambda: to_json({**description, **record}))
         ranks.on_node_firsts(prepare)
-        records = _write_parts(partial, planned, ranks, form.hash)
-        _write_others(partial, partial / MODEL, write_model_files, records, ranks)
+        records = _write_parts(partial, planned, ranks, model.form.hash)
+        _write_others(partial, partial / MODEL, model.write_files, records, ranks)
         ranks.on_node_firsts(lambda: publish(records, text))
     return final
 
@@ -76,9 +83,8 @@ def save(
 def export(
     folder: Path,
     entries: Sequence[StateTensor],
-    write_model_files: WriteModelFiles,
+    model: ModelFolder,
     ranks: Ranks,
-    form: ModelForm = PLAIN,
 ) -> Path:
     """Write the weights alone as a Hugging Face model folder. Collective.
 
@@ -86,7 +92,7 @@ def export(
     """
     partial = folder.with_name(folder.name + PARTIAL)
     weights = [entry for entry in entries if entry.key == WEIGHT]
-    planned = slots.plan(weights, form, resumable=False)
+    planned = slots.plan(weights, model.form, resumable=False)
 
     @disk_errors(partial)
     def prepare() -> None:
@@ -103,8 +109,8 @@ def export(
 
     with removed_on_error(partial, ranks.rank == ranks.node_first):
         ranks.on_node_firsts(prepare)
-        records = _write_parts(partial, planned, ranks, form.hash)
-        _write_others(partial, partial, write_model_files, records, ranks)
+        records = _write_parts(partial, planned, ranks, model.form.hash)
+        _write_others(partial, partial, model.write_files, records, ranks)
         ranks.on_node_firsts(lambda: publish(records))
     return folder
 

@@ -79,7 +79,7 @@ def each(path: Path, work: Callable[[Path], Finding]) -> int:
 
 def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
     """Convert a ZeRO checkpoint of DeepSpeed to this format."""
-    from trainer.checkpoint import save
+    from trainer.checkpoint import ModelFolder, save
     from trainer.distributed.ranks import ALONE
     from trainer.tools.importers.deepspeed_checkpoint import read_deepspeed
 
@@ -89,8 +89,8 @@ def import_deepspeed(path: Path, target: Path, model: str | None) -> int:
         hint = "Give its folder or name with --model"
         expected = "the model's config and tokenizer"
         raise ConfigError(Problem(str(path), "no config.json", expected, hint))
-    copy = partial(_copy_model_files, source)
-    made = save(target, *read, copy, ALONE)
+    kept = ModelFolder(partial(_copy_model_files, source))
+    made = save(target, *read, kept, ALONE)
     print(f"{made}: resume from it with meshloom train --config ... --resume {made}")
     return 0
 

@@ -89,4 +89,4 @@ def merge(folder: Path, base: str, out: Path) -> None:
         tokenizer.save_pretrained(partial)
 
     form = checkpoint.ModelForm(dtype if quantised else None)
-    checkpoint.export(out, entries, save, ALONE, form)
+    checkpoint.export(out, entries, checkpoint.ModelFolder(save, form), ALONE)

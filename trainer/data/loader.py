@@ -21,7 +21,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trainer.data.mixture import Source, sample_of
-from trainer.data.order import KEYED, Shuffle, micro_batches
+from trainer.data.order import SampleOrder, Shuffle, micro_batches
 from trainer.data.stream import Stream
 from trainer.errors import MeshloomError
 from trainer.layout import Layout
@@ -75,8 +75,8 @@ class Batching:
 class BatchLoader:
     """The `steps` of one data rank, prepared ahead by a background thread.
 
-    `position`: the number of samples seen before the first; `order`: the version of their order.
-    A stream has to have begun where they are.
+    `position`: the number of samples seen before the first. A stream has to have begun there.
+
     Use it as a context manager: leaving it ends the thread. Errors in the thread are raised where
     the steps are read.
     """
@@ -88,9 +88,8 @@ class BatchLoader:
         batching: Batching,
         steps: range,
         *,
-        seed: int,
+        order: SampleOrder,
         position: int,
-        order: int = KEYED,
     ) -> None:
         self._device = batching.device
         self._closing = threading.Event()
@@ -98,7 +97,7 @@ class BatchLoader:
         shape = batching.micro_batch, batching.accumulation, batching.data_ranks
         self._stream = source if isinstance(source, Stream) else None
         train_batch = math.prod(shape)
-        shuffle = self._stream or Shuffle(len(source), order, seed)
+        shuffle = self._stream or Shuffle(len(source), order)
         sent: deque[Part] = deque()  # requested but not read yet: workers run ahead
 
         def parts() -> Iterator[Part]:

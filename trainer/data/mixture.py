@@ -8,24 +8,24 @@ from typing import Any, Protocol
 import numpy as np
 
 from trainer.config.sections.model_and_data import SourceSection
-from trainer.data.order import Shuffle
+from trainer.data.order import SampleOrder, Shuffle
 
 
 class Mixture:
     """A source in which an epoch has `counts[i]` samples of source `i`.
 
     These are whole passes over the source, then a part of a shuffled stream, so that over the
-    epochs the counts of any two samples of a source differ by one at most. A function of seed,
-    epoch and number alone; `order`: the version of its shuffles.
+    epochs the counts of any two samples of a source differ by one at most. A function of order,
+    epoch and number alone.
     """
 
     def __init__(
-        self, sources: Sequence[Source], counts: Sequence[int], seed: int, order: int
+        self, sources: Sequence[Source], counts: Sequence[int], order: SampleOrder
     ) -> None:
         self._sources = list(sources)
         self._counts = list(counts)
         self._ends = np.cumsum(self._counts)
-        self._shuffles = [Shuffle(len(one), order, seed, i) for i, one in enumerate(sources)]
+        self._shuffles = [Shuffle(len(one), order, i) for i, one in enumerate(sources)]
 
     def __len__(self) -> int:
         return int(self._ends[-1])

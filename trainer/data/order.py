@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,14 +24,26 @@ before it did; and permutations by a key, in all others."""
 ROUNDS = 12
 
 
-class Shuffle:
-    """A stream of permutations of `size` numbers, one after another, from a seed.
+class SampleOrder(NamedTuple):
+    """The order of a run's samples: a function of these and of their number."""
 
-    `order`: the version by which they are made. `source`: the source's number in a mixture.
+    seed: int = 0
+    version: int = KEYED
+    """The version by which the permutations are made."""
+
+
+OF_SEED_0 = SampleOrder()
+
+
+class Shuffle:
+    """A stream of permutations of `size` numbers, one after another, in an order.
+
+    `source`: the source's number in a mixture.
     """
 
-    def __init__(self, size: int, order: int, seed: int, source: int | None = None) -> None:
-        make = {LISTED: _listed, KEYED: _keyed}[order]
+    def __init__(self, size: int, order: SampleOrder, source: int | None = None) -> None:
+        seed = order.seed
+        make = {LISTED: _listed, KEYED: _keyed}[order.version]
 
         def permutation(turn: int) -> Callable[[np.ndarray], np.ndarray]:
             return make([seed, turn] if source is None else [seed, source, turn, 1], size)
@@ -53,9 +65,9 @@ class Shuffle:
         return list(zip(self.ids(positions).tolist(), turns.tolist(), strict=True))
 
 
-def sample_ids(seed: int, position: int, count: int, size: int, order: int) -> np.ndarray:
+def sample_ids(order: SampleOrder, position: int, count: int, size: int) -> np.ndarray:
     """Return the stream's ids from `position` on, over `size` samples: int64 [count]."""
-    return Shuffle(size, order, seed).ids(np.arange(position, position + count))
+    return Shuffle(size, order).ids(np.arange(position, position + count))
 
 
 def micro_batches(

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from trainer.config import DataSection
 from trainer.data.cache import discard
-from trainer.data.order import KEYED, Shuffle
+from trainer.data.order import SampleOrder, Shuffle
 from trainer.data.sources.location import format_of, locate
 from trainer.data.sources.remote import listing_of
+from trainer.data.text.token_files import PreparedSource
 from trainer.data.workers import Beside
 from trainer.errors import DataError, Problem
 
@@ -35,6 +36,24 @@ class Place(NamedTuple):
     """The digest of its samples; empty for one that was not opened, or may have changed."""
 
 
+class Files(Protocol):
+    """The files of a stream, by their numbers."""
+
+    def __len__(self) -> int: ...
+
+    def prepared(self, file: int) -> Path | None:
+        """Prepare a file, and return its folder; None for a file to leave out."""
+
+    def opened(self, folder: Path) -> PreparedSource:
+        """Open the folder of a file. Raises FileNotFoundError if another run has removed it."""
+
+    def awaits(self, file: int, since: float) -> None:
+        """Note that a reader waits for a file, since a monotonic time."""
+
+    def skips(self, file: int) -> None:
+        """Note that a file is left out."""
+
+
 class Stream:
     """The samples of one file after another: all files in a shuffled order, then again in another.
 
@@ -45,36 +64,23 @@ class Stream:
 
     def __init__(
         self,
-        files: int,
+        files: Files,
         seed: int,
-        prepare: Callable[[int], Path | None],
-        opened: Callable[[Path], Any],
         kept: Sequence[Path],
-        awaits: Callable[[int, float], object],
-        skips: Callable[[int], object],
     ) -> None:
-        """Take the number of files, and functions that prepare one and open its folder.
-
-        `prepare` returns None for a file to leave out. `kept`: the folders that are never removed,
-        that of file 0 first; `awaits`: called, while a reader waits for a file, with its number and
-        the monotonic time since when;
-        `skips`: with that of one that is left out.
-        """
-        self.files = files
+        """Take the files; `kept`: the folders that are never removed, that of file 0 first."""
+        self.files = len(files)
         self._seed = seed
-        self._reports = awaits
-        self._skips = skips
-        self._opened = opened
+        self._files = files
         self._kept = kept
-        self._first = opened(kept[0])
-        self._turns = Shuffle(files, KEYED, seed)
-        self._prepare = prepare
+        self._first = files.opened(kept[0])
+        self._turns = Shuffle(len(files), SampleOrder(seed))
         self._beside: Beside
         self._is_read = False
         """True once its reader has ended."""
         self._since: float | None = None
         """The monotonic time since when a file is waited for of which samples are needed."""
-        self._sources: dict[int, Any] = {}
+        self._sources: dict[int, PreparedSource] = {}
         self._folders: dict[int, Path] = {}
         self._shuffles: dict[int, Shuffle] = {}
         self._known: dict[int, str] = {}
@@ -95,7 +101,7 @@ class Stream:
         """Continue from a place."""
         self._is_read = False
         self._places = [place]
-        self._beside = Beside(self._prepare)
+        self._beside = Beside(self._files.prepared)
         self._beside.begin(self._file(place.turn))
 
     def reach(self, position: int) -> None:
@@ -143,7 +149,7 @@ class Stream:
     def waits(self) -> None:
         """Note that samples are waited for, which is no hang while their file is prepared."""
         if (since := self._since) is not None:
-            self._reports(self._file(self._places[-1].turn), since)
+            self._files.awaits(self._file(self._places[-1].turn), since)
 
     def close(self) -> None:
         """End the process that prepares."""
@@ -163,7 +169,7 @@ class Stream:
             if folder is None:
                 break
             with suppress(FileNotFoundError):  # another run has removed it meanwhile
-                source = self._opened(folder)
+                source = self._files.opened(folder)
             self._beside.begin(file if source is None else self._file(turn + 1))
         fingerprint = "" if source is None else source.summary.fingerprint
         expected = expected or self._known.setdefault(file, fingerprint)
@@ -174,13 +180,13 @@ class Stream:
             hint = "Undo the change, or resume anyway with --resume-anyway"
             raise DataError(Problem(place, actual, wanted, hint))
         if source is None:
-            self._skips(file)
+            self._files.skips(file)
             self._beside.begin(self._file(turn + 1))
             self._places[-1] = Place(turn + 1, position)
             return
         self._sources[file] = source
         self._folders[file] = folder
-        self._shuffles[turn] = Shuffle(len(source), KEYED, self._seed, turn)
+        self._shuffles[turn] = Shuffle(len(source), SampleOrder(self._seed), turn)
         after = Place(turn + 1, position + len(source))
         self._places[-1:] = [Place(turn, position, fingerprint), after]
 

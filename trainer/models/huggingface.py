@@ -33,7 +33,7 @@ from trainer.models.pretrained import quantised
 from trainer.models.pretrained.files import stored_tensors
 from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.spec import Building, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
-from trainer.models.tiny import tiny
+from trainer.models.tiny import CopySize, tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
@@ -73,7 +73,7 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
 
     @cache
     def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
-        return _tiny_copy(config, options, name, layers, split, sizes)
+        return _tiny_copy(config, options, name, CopySize(layers, split, sizes))
 
     spec = describe(model, name, build, given, tiny_copy)
 
@@ -137,9 +137,7 @@ def _check_router(model: PreTrainedModel, place: str) -> None:
         raise ConfigError(Problem(place, actual, expected))
 
 
-def _tiny_copy(
-    config: PreTrainedConfig, options: Any, name: str, layers: int, split: int, sizes: Sizes
-) -> ModelSpec:
+def _tiny_copy(config: PreTrainedConfig, options: Any, name: str, size: CopySize) -> ModelSpec:
     def spec_of_tiny(small: Any) -> ModelSpec:
         return _spec_without_weights(name, _builder(small, options, on_cpu=True))
 
@@ -149,9 +147,9 @@ def _tiny_copy(
     with refused(place, expected, named=True, start="no tiny copy of it runs: "):
         full = _builder(config, options)()
         if not (blocks := stated_blocks(full)):
-            small, _ = tiny(config, spec_of_tiny, full, (), layers, split, sizes)
+            small, _ = tiny(config, spec_of_tiny, full, (), size)
             blocks = blocks_like(full, small.blocks)
-        small, lacks = tiny(config, spec_of_tiny, full, blocks, layers, split, sizes)
+        small, lacks = tiny(config, spec_of_tiny, full, blocks, size)
     return replace(small, tiny=replace(small.tiny, lacks=lacks))
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,6 +19,16 @@ LARGEST = 64_000_000
 """The most parameters that a copy may have."""
 
 Kind = frozenset[str]
+
+
+class CopySize(NamedTuple):
+    """The size of a tiny copy."""
+
+    layers: int = 3
+    """Its least number of layers."""
+    split: int = 1
+    """Numbers that are multiples of it stay so."""
+    sizes: Sizes = SIZES
 
 
 @dataclass(frozen=True)
@@ -79,26 +89,24 @@ def tiny(
     spec_of: Callable[[Any], ModelSpec],
     full: nn.Module,
     blocks: tuple[str, ...],
-    layers: int,
-    split: int,
-    sizes: Sizes = SIZES,
+    size: CopySize,
 ) -> tuple[ModelSpec, tuple[str, ...]]:
-    """Make a copy of `full` with `layers` or more of its `blocks`, and list what the copy lacks.
+    """Make a copy of `full` with some of its `blocks`, and list what the copy lacks.
 
-    Numbers that are multiples of `split` stay so. The copy runs, and is as small as that allows.
-    Raises the last attempt's error if no copy runs.
+    The copy runs, and is as small as that and `size` allow. Raises the last attempt's error if no
+    copy runs.
     """
     whole = structure_of(full, blocks)
     count = len(blocks)
     best: tuple[ModelSpec, tuple[str, ...]] | None = None
     failed: Exception = ValueError("no copy of it is small enough to try things on")
-    for keep in _choices(whole.blocks, layers):
+    for keep in _choices(whole.blocks, size.layers):
         built = False
         lacks: tuple[str, ...] = ()
-        scales = [scale_of(config, split, head_sizes=shrink) for shrink in (True, False)]
+        scales = [scale_of(config, size.split, head_sizes=shrink) for shrink in (True, False)]
         for scale in (*scales, None):
             try:
-                spec = spec_of(tiny_config(config, scale, keep, count, sizes))
+                spec = spec_of(tiny_config(config, scale, keep, count, size.sizes))
                 if spec.parameters > LARGEST:
                     continue
                 built = True

@@ -72,9 +72,7 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
     yield f"data    {subject.data.describe()}"
     yield from subject.lines(prepared.workers)
     length = len(subject.data.train)
-    seed = prepared.config.trainer.seed
-    order = prepared.order
-    numbers = sample_ids(seed, 0, min(count, length), length, order).tolist()
+    numbers = sample_ids(prepared.sample_order, 0, min(count, length), length).tolist()
     yield from subject.samples(numbers, width=PREVIEWED, in_full=True).splitlines()
 
 

@@ -30,13 +30,14 @@ def export(
     spec = subject.spec
     final = folder / FINAL
     entries = stored(spec, engine.state_tensors())
-    checkpoint.export(final, entries, partial(subject.save, dtype=form.dtype), ranks, form)
+    model = checkpoint.ModelFolder(partial(subject.save, dtype=form.dtype), form)
+    checkpoint.export(final, entries, model, ranks)
     if merges and spec.files.merged is not None:
         merged = spec.files.merged(final)
         files = partial(replace(subject, spec=merged).save, dtype=form.dtype)
         entries = given_tensors(merged, ranks)
         form = checkpoint.ModelForm(form.dtype, hash=form.hash)
-        checkpoint.export(folder / MERGED, entries, files, ranks, form)
+        checkpoint.export(folder / MERGED, entries, checkpoint.ModelFolder(files, form), ranks)
 
 
 def show(

@@ -202,8 +202,8 @@ class RunHooks(Hooks):
             "place": place,
             "epoch": None if self._epoch is None else self._epoch.sums(),
         }
-        form = prepared.form
-        files = partial(subject.save, dtype=form.dtype)
+        files = partial(subject.save, dtype=prepared.form.dtype)
+        model = checkpoint.ModelFolder(files, prepared.form)
 
         def write(entries: Sequence[StateTensor], ranks: Ranks) -> None:
             # by collectives: the store ends with a launcher that holds it
@@ -213,7 +213,7 @@ class RunHooks(Hooks):
             ranks.on_own(subject.check.refuse)
             if place is not None:
                 check_alike(ranks, place, "trainer.data.stream")
-            checkpoint.save(directory, position, entries, description, files, ranks, form)
+            checkpoint.save(directory, position, entries, description, model, ranks)
             upload = self._session.start.upload if ranks.first else None
             remove = partial(checkpoint.prune, directory) if upload is None else upload.prune
             ranks.on_node_firsts(lambda: remove(kept.keep_last, kept.keep_best))

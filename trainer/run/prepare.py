@@ -18,7 +18,7 @@ from trainer.checkpoint import ModelForm
 from trainer.checkpoint.safetensors_stream import new_hash
 from trainer.config import Config, RuntimeFacts, TrainerSection, support
 from trainer.config.validate import profile_problems
-from trainer.data.order import KEYED
+from trainer.data.order import KEYED, SampleOrder
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine, EngineKind, Job, Machine
@@ -115,6 +115,10 @@ class Prepared:
         stem = self.subject.spec.files.stem
         dtype = getattr(torch, section.dtype) if section.dtype else None
         return ModelForm(dtype, stem, hash=section.hash)
+
+    @property
+    def sample_order(self) -> SampleOrder:
+        return SampleOrder(self.config.trainer.seed, self.order)
 
     @property
     def exported_form(self) -> ModelForm:

@@ -267,9 +267,8 @@ def _loader(prepared: Prepared, session: Session, state: RunState) -> BatchLoade
         subject.task.collate,
         Batching.of(prepared.layout, machine.ranks.rank, machine.device, prepared.workers),
         range(state.step, prepared.steps),
-        seed=prepared.config.trainer.seed,
+        order=prepared.sample_order,
         position=state.samples,
-        order=prepared.order,
     )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,14 +31,14 @@ CHUNK_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
-class _Options:
-    """The arguments of the loss besides its tensors."""
+class LossOptions:
+    """The arguments of the loss that a caller may leave out."""
 
-    smoothing: float
-    observe: LossObserver | None
-    with_gradients: bool
-    shard: VocabularyShard | None
-    """This rank's part of the vocabulary; None: all."""
+    smoothing: float = 0.0
+    """The share of each target that is spread evenly over all v, as by PyTorch's `label_smoothing`
+    (arXiv 1512.00567, section 7)."""
+    observe: LossObserver | None = None
+    """Called with each token's loss."""
     chunk_loss: ChunkLoss | None = None
     """None: as it stands, uncompiled."""
 
@@ -47,30 +47,39 @@ class _Options:
             self.observe(rows, losses)
 
 
+NO_OPTIONS = LossOptions()
+
+
+@dataclass(frozen=True)
+class _NoTensors:
+    """The arguments of the loss besides its tensors."""
+
+    options: LossOptions
+    with_gradients: bool
+    shard: VocabularyShard | None
+    """This rank's part of the vocabulary; None: all."""
+
+
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     targets: torch.Tensor,
-    smoothing: float = 0.0,
-    observe: LossObserver | None = None,
-    chunk_loss: ChunkLoss | None = None,
+    options: LossOptions = NO_OPTIONS,
 ) -> torch.Tensor:
     """Return the sum over the tokens of -log softmax(hidden @ weight.T + bias)[target], in nats,
     float32 or wider.
 
-    hidden [..., h], weight [v, h], bias [v], targets [...]. `smoothing` is the share of each target
-    that is spread evenly over all v, as by PyTorch's `label_smoothing` (arXiv 1512.00567, section
-    7). `observe` is called with each token's loss. Of a weight that is split over tensor ranks,
-    each computes its own logits.
+    hidden [..., h], weight [v, h], bias [v], targets [...]. Of a weight that is split over tensor
+    ranks, each computes its own logits.
     """
     flat = hidden.reshape(-1, hidden.shape[-1])
     flat_targets = targets.reshape(-1)
     shard = vocabulary_shard_of(weight)
     flat = flat if shard is None else shard.ranks.copy_to(flat)
     own = local(weight), None if bias is None else local(bias)
-    options = _Options(smoothing, observe, torch.is_grad_enabled(), shard, chunk_loss)
-    return _CrossEntropy.apply(flat, *own, flat_targets, options)  # type: ignore[no-any-return]
+    call = _NoTensors(options, torch.is_grad_enabled(), shard)
+    return _CrossEntropy.apply(flat, *own, flat_targets, call)  # type: ignore[no-any-return]
 
 
 def linear_measured(
@@ -104,8 +113,7 @@ def count_correct(
 def logits_cross_entropy(
     logits: torch.Tensor,
     targets: torch.Tensor,
-    smoothing: float = 0.0,
-    observe: LossObserver | None = None,
+    options: LossOptions = NO_OPTIONS,
     shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
     """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32.
@@ -114,8 +122,8 @@ def logits_cross_entropy(
     """
     flat = logits.reshape(-1, logits.shape[-1])
     flat_targets = targets.reshape(-1)
-    options = _Options(smoothing, observe, torch.is_grad_enabled(), shard)
-    return _CrossEntropy.apply(flat, None, None, flat_targets, options)  # type: ignore[no-any-return]
+    call = _NoTensors(options, torch.is_grad_enabled(), shard)
+    return _CrossEntropy.apply(flat, None, None, flat_targets, call)  # type: ignore[no-any-return]
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -128,11 +136,11 @@ class _CrossEntropy(torch.autograd.Function):
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
         targets: torch.Tensor,
-        options: _Options,
+        call: _NoTensors,
     ) -> torch.Tensor:
         wide = torch.promote_types(given.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=given.device)
-        needed = ctx.needs_input_grad[:3] if options.with_gradients else [False] * 3
+        needed = ctx.needs_input_grad[:3] if call.with_gradients else [False] * 3
         wants, wants_weight, wants_bias = needed
         given_grad = torch.empty_like(given) if wants else None
         # summed over chunks in full precision, rounded once at the end
@@ -141,7 +149,8 @@ class _CrossEntropy(torch.autograd.Function):
         # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
         # than that
         width = given.shape[1]
-        shard = options.shard
+        options = call.options
+        shard = call.shard
         count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
         loss_of = (shard is None and options.chunk_loss) or _chunk_loss
         for rows in _chunks(len(given), shard.most if shard else count, wide, at_least):
@@ -225,10 +234,10 @@ class LossHead(nn.Linear):
     hooks that gather parameters around a module call (ZeRO-3, FSDP) do so around the loss.
     """
 
-    def __init__(self, head: nn.Linear, smoothing: float, observe: LossObserver | None) -> None:
-        """Take over all that `head` holds; smoothing and `observe` apply in training."""
+    def __init__(self, head: nn.Linear, options: LossOptions) -> None:
+        """Take over all that `head` holds; the options apply in training."""
         vars(self).update(vars(head))
-        self._in_training = smoothing, observe
+        self._in_training = options
         self._targets: torch.Tensor | None = None
         self._correct: torch.Tensor | None = None
         self._chunk_loss: ChunkLoss | None = None
@@ -258,9 +267,9 @@ class LossHead(nn.Linear):
         if targets is None:
             return super().forward(hidden)
         if self.training or torch.is_grad_enabled():
-            more = self._in_training if self.training else (0.0, None)
-            tensors = hidden, self.weight, self.bias, targets
-            return linear_cross_entropy(*tensors, *more, self._chunk_loss)
+            options = self._in_training if self.training else NO_OPTIONS
+            options = replace(options, chunk_loss=self._chunk_loss)
+            return linear_cross_entropy(hidden, self.weight, self.bias, targets, options)
         loss, self._correct = linear_measured(hidden, self.weight, self.bias, targets)
         return loss
 

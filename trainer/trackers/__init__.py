@@ -11,9 +11,9 @@ from rich.console import Console as Terminal
 from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines
 from trainer.trackers.services import Opened, require
-from trainer.trackers.tracker import Epoch, Evaluation, Record, Tracker
+from trainer.trackers.tracker import Epoch, Evaluation, Record, Speed, Tracker
 
-__all__ = ["Console", "Epoch", "Evaluation", "JsonLines", "Record", "Tracker"]
+__all__ = ["Console", "Epoch", "Evaluation", "JsonLines", "Record", "Speed", "Tracker"]
 __all__ += ["open_trackers", "progress_line", "require", "say"]
 
 

@@ -56,13 +56,13 @@ def progress_line(record: Record, unit: str = "tok") -> str:
     parts = [
         f"step {record.step}/{record.total_steps}",
         f"loss {record.loss:.3f}",
-        f"ETA {_clock(record.eta_seconds)}",  # within the first 80 columns
+        f"ETA {_clock(record.speed.eta_seconds)}",  # within the first 80 columns
         f"lr {scientific(record.learning_rate)}",
         f"|g| {record.gradient_norm:.2f}" if record.gradient_norm is not None else "",
-        f"{_thousands(record.tokens_per_second)} {unit}/s",
-        f"MFU {record.mfu:.0%}" if record.mfu is not None else "",
+        f"{_thousands(record.speed.tokens_per_second)} {unit}/s",
+        f"MFU {record.speed.mfu:.0%}" if record.speed.mfu is not None else "",
         f"{record.memory_gib:.1f} GiB",
-        f"data {record.data_wait:.1%}",
+        f"data {record.speed.data_wait:.1%}",
         f"scale {record.loss_scale:g}" if record.loss_scale is not None else "",
         f"skipped {record.skipped}" if record.skipped else "",
         *(f"{name} {loss:.3f}" for name, loss in (record.by_source or {}).items()),

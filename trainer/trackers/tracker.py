@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 
 @dataclass(frozen=True)
@@ -20,8 +20,21 @@ class Logged:
 
 
 @dataclass(frozen=True)
+class Speed:
+    """How fast a run is, over the steps since the last record."""
+
+    tokens_per_second: float
+    step_seconds: float
+    mfu: float | None
+    """The share of the device's peak FLOP/s, 0 to 1; None if the peak is not known."""
+    data_wait: float
+    """The share of the time spent waiting for data, 0 to 1."""
+    eta_seconds: float
+
+
+@dataclass(frozen=True)
 class Record(Logged):
-    """The values of one logged step. Rates and shares are over the steps since the last record."""
+    """The values of one logged step."""
 
     total_steps: int
     samples: int
@@ -29,15 +42,9 @@ class Record(Logged):
     """Label tokens since the start of the run."""
     learning_rate: float
     gradient_norm: float | None
-    tokens_per_second: float
-    step_seconds: float
-    mfu: float | None
-    """The share of the device's peak FLOP/s, 0 to 1; None if the peak is not known."""
+    speed: Speed
     memory_gib: float
     """Peak memory on this rank's device, in GiB."""
-    data_wait: float
-    """The share of the time spent waiting for data, 0 to 1."""
-    eta_seconds: float
     loss_scale: float | None = None
     skipped: int | None = None
     """Steps skipped since the start of the run because a gradient was not finite."""
@@ -80,11 +87,14 @@ class Tracker(Protocol):
     def close(self) -> None: ...
 
 
-def fields(item: Logged) -> dict[str, Any]:
+def fields(item: Logged) -> dict[str, float]:
     """Return the known values by the names under which they are logged."""
-    values = asdict(item)
-    del values["step"], values["by_source"]
-    values |= values.pop("metrics", {})
+    values: dict[str, float | None] = {}
+    for name, value in asdict(item).items():
+        if name in ("metrics", "speed"):
+            values |= value
+        elif name not in ("step", "by_source"):
+            values[name] = value
     values |= {f"loss/{name}": loss for name, loss in (item.by_source or {}).items()}
     known = {name: value for name, value in values.items() if value is not None}
     return {"step": item.step} | {item.prefix + name: value for name, value in known.items()}

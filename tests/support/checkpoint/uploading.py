@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live
 from trainer.checkpoint import save
 from trainer.checkpoint.copies.upload import Upload
 
@@ -13,7 +13,9 @@ from trainer.checkpoint.copies.upload import Upload
 def checkpoints(folder: Path, *steps: int) -> Path:
     for step in steps:
         state = replace(STATE, step=step)
-        save(folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+        save(
+            folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE
+        )
     return folder
 
 

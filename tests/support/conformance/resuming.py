@@ -55,10 +55,12 @@ def save(case: Case, folder: Path) -> Losses:
     engine, ranks = started(case)
     advance(engine, case, 0)
     state = RunState(step=2, samples=2 * TRAIN_BATCH, engine=engine.scalars())
-    path = checkpoint.save(folder, state, engine.state_tensors(), {}, lambda target: None, ranks)
+    path = checkpoint.save(
+        folder, state, engine.state_tensors(), {}, checkpoint.ModelFolder(), ranks
+    )
 
     def write(entries: Any, apart: Any) -> None:
-        checkpoint.save(folder / "beside", state, entries, {}, lambda target: None, apart)
+        checkpoint.save(folder / "beside", state, entries, {}, checkpoint.ModelFolder(), apart)
 
     with checkpoint.Background(ranks.on_host()) as background:
         background.save(engine.state_tensors(), write)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, STATE, live, model_files
+from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live
 from trainer.checkpoint import save
 from trainer.config import Config
 
@@ -18,7 +18,9 @@ def begun(config: Config, *steps: int, name: str = "job", request: Any = None) -
     folder = Path(config.trainer.run.folder) / name
     for step in steps:
         state = replace(STATE, step=step)
-        save(folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, model_files, ALONE)
+        save(
+            folder / "checkpoints", state, live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE
+        )
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "environment.json").write_text(json.dumps({"request": request or config.raw}))
     (folder / "config.json").write_text("{}")

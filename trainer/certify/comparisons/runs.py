@@ -53,7 +53,8 @@ def compare_resumed(
 ) -> Iterator[CheckResult]:
     """Compare a resumed run with the whole one, bit for bit."""
     yield states_finding("loaded state", middle, resumed.states[0], whole.states[middle], order)
-    ours, theirs = (vars(of.position) | of.position.engine for of in (resumed, whole))
+    positions = (resumed.written.position, whole.written.position)
+    ours, theirs = (vars(position) | position.engine for position in positions)
     for name in [name for name in theirs if name != "engine" and ours.get(name) != theirs[name]]:
         where = f"{name} ({ours.get(name)} in place of {theirs[name]})"
         yield wrong("loaded state", middle, where)

@@ -7,7 +7,7 @@ import json
 import shutil
 import socket
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import astuple, replace
 from multiprocessing.sharedctypes import RawArray
@@ -19,7 +19,7 @@ from trainer.data.cache import Check, cached_folder
 from trainer.data.dataset import check_alike
 from trainer.data.digest import digests, stamps
 from trainer.data.mixture import Mixture, samples_an_epoch
-from trainer.data.order import KEYED
+from trainer.data.order import OF_SEED_0, SampleOrder
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sealed import stamp
 from trainer.data.sources.location import Location, locate
@@ -48,14 +48,13 @@ def open_data(
     tokenizer: Any,
     cache_folder: Path,
     ranks: Ranks,
-    seed: int = 0,
+    order: SampleOrder = OF_SEED_0,
     progress: Progress = QUIET,
-    order: int = KEYED,
 ) -> Data:
     """Prepare the data on rank 0, or find it prepared, and open it on every rank. Collective.
 
-    `seed` and `order`, the version of its shuffles, decide which samples an epoch of a mixture
-    takes from a source of which it takes a part.
+    `order` decides which samples an epoch of a mixture takes from a source of which it takes a
+    part.
     Raises the same DataError (the input) or DiskError (the cache) on every rank.
     """
     opening = _Opening(tokenizer, cache_folder, ranks, progress)
@@ -67,7 +66,7 @@ def open_data(
         for name, path in named.items():
             evaluations[name], _ = opening.open(options.model_copy(update={"path": path}))
     if files:
-        data = opening.stream(options, files, seed)
+        data = opening.stream(options, files, order.seed)
         return replace(data, evaluations=evaluations or data.evaluations)
     if not options.sources:
         train, evaluated = opening.open(options)
@@ -85,10 +84,52 @@ def open_data(
     counts = samples_an_epoch(options.sources, [len(source) for source in sources.values()])
     each = zip(sources.items(), counts, strict=True)
     shares = tuple(Share(label, source, count) for (label, source), count in each)
-    mixture = Mixture([share.source for share in shares], counts, seed, order)
+    mixture = Mixture([share.source for share in shares], counts, order)
     parts = json.dumps([[share.source.summary.fingerprint, share.samples] for share in shares])
     fingerprint = hashlib.sha256(parts.encode()).hexdigest()
     return Data(mixture, evaluations or held_out, shares, fingerprint, opening.check())
+
+
+class _Files:
+    """The files of a stream, each of which is prepared when its samples are needed."""
+
+    def __init__(self, options: DataSection, names: Sequence[str], opening: _Opening) -> None:
+        self._options = options
+        self._names = names
+        self._opening = opening
+        self._moved = RawArray("d", 1)
+        """When the process that prepares the next file has last made progress."""
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def source(self, file: int) -> DataSection:
+        held_out = self._options.evaluation_fraction if file == 0 else 0.0
+        update = {"path": self._names[file], "evaluation_fraction": held_out}
+        return self._options.model_copy(update=update)
+
+    def prepared(self, file: int) -> Path | None:
+        self._moves(0.0)
+        try:
+            return self._opening.prepared(self.source(file), Progress(moves=self._moves))
+        except NoSamples:
+            if self._options.corrupt == "skip":
+                return None
+            raise
+
+    def _moves(self, seconds: float) -> None:
+        self._moved[0] = time.monotonic() + seconds
+
+    def opened(self, folder: Path) -> PreparedSource:
+        return PreparedSource(folder / "train")
+
+    def awaits(self, file: int, since: float) -> None:
+        own = self._opening.progress
+        own.note(f"note: the next samples are of {self._names[file]}; it is still being prepared")
+        own.moves(max(self._moved[0], since) + _SILENT_SECONDS - time.monotonic())
+
+    def skips(self, file: int) -> None:
+        self._opening.progress.note(f"note: {self._names[file]} has no samples and is left out")
 
 
 class _Opening:
@@ -99,7 +140,8 @@ class _Opening:
         self._cache = cache
         self._ranks = ranks
         self._progress = progress if ranks.first else Progress(moves=progress.moves)
-        self._own = progress
+        self.progress = progress
+        """The progress of this rank itself; that above is silent on the others."""
         self._folders: list[Path] = []
         self._prepares = False
         """True if this rank has prepared a source, or compared it with what was written."""
@@ -122,42 +164,9 @@ class _Opening:
 
     def stream(self, options: DataSection, files: Mapping[str, int | None], seed: int) -> Data:
         """Open the stream of files, by their names with their bytes. Collective."""
-        names = list(files)
-
-        def source(file: int) -> DataSection:
-            held_out = options.evaluation_fraction if file == 0 else 0.0
-            return options.model_copy(update={"path": names[file], "evaluation_fraction": held_out})
-
-        moved = RawArray("d", 1)
-        """When the process that prepares the next file has last made progress."""
-
-        def moves(seconds: float) -> None:
-            moved[0] = time.monotonic() + seconds
-
-        def prepared(file: int) -> Path | None:
-            moves(0.0)
-            progress = Progress(moves=moves)
-            try:
-                return prepare(source(file), self._tokenizer, self._cache, progress)
-            except NoSamples:
-                if options.corrupt == "skip":
-                    return None
-                raise
-
-        def opened(folder: Path) -> PreparedSource:
-            return PreparedSource(folder / "train")
-
-        def awaits(file: int, since: float) -> None:
-            self._own.note(
-                f"note: the next samples are of {names[file]}; it is still being prepared"
-            )
-            self._own.moves(max(moved[0], since) + _SILENT_SECONDS - time.monotonic())
-
-        def skips(file: int) -> None:
-            self._own.note(f"note: {names[file]} has no samples and is left out")
-
-        first, evaluated = self.open(source(0))
-        train = Stream(len(names), seed, prepared, opened, self._folders[::-1], awaits, skips)
+        own = _Files(options, list(files), self)
+        first, evaluated = self.open(own.source(0))
+        train = Stream(own, seed, self._folders[::-1])
         known = [(Path(name).name, size) for name, size in files.items()]
         whole = json.dumps([known, first.summary.fingerprint])
         held_out = {"": evaluated} if evaluated else {}
@@ -189,7 +198,11 @@ class _Opening:
 
     def _prepare(self, options: DataSection) -> Path:
         self._prepares = True
-        return prepare(options, self._tokenizer, self._cache, self._progress)
+        return self.prepared(options, self._progress)
+
+    def prepared(self, options: DataSection, progress: Progress) -> Path:
+        """Return the folder of a source, which this process prepares if it is missing."""
+        return prepare(options, self._tokenizer, self._cache, progress)
 
 
 def prepare(

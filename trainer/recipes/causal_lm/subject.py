@@ -146,7 +146,7 @@ def open_language_model(context: RunContext) -> LanguageSubject:
 
     form = arranged(section.data, refusal, ranks)
     settled = section.data.model_copy(update={"documents": form.documents})
-    source = (cache_folder(), ranks, section.seed, context.progress, context.order)
+    source = (cache_folder(), ranks, context.sample_order, context.progress)
     data = open_data(settled, tokenizer, *source)
     if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
         template = Template.of(tokenizer, section.data.chat_template)

@@ -19,9 +19,10 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.tasks.attention import Attention, attend, documents_of
 from trainer.tasks.cross_entropy import (
+    NO_OPTIONS,
     LossBySource,
     LossHead,
-    LossObserver,
+    LossOptions,
     count_correct,
     logits_cross_entropy,
 )
@@ -105,7 +106,7 @@ class CausalLM:
         register_attention(attend)
         if self._fused_head:
             own = _head(model)
-            head = LossHead(own, self._smoothing, self._observe)
+            head = LossHead(own, self._options)
             modules = model.named_modules(remove_duplicate=False)
             for name in [name for name, module in modules if module is own]:
                 model.set_submodule(name, head)  # a model may have a head and no way to set it
@@ -192,11 +193,11 @@ class CausalLM:
             return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
             return _head(model)(self.hidden(model, batch), self._own(batch, "targets"))  # type: ignore[no-any-return]
-        smoothing, observe = (self._smoothing, self._observe) if model.training else (0.0, None)
+        options = self._options if model.training else NO_OPTIONS
         logits = self.logits(model, batch)
         shard = vocabulary_shard_of_head(_head(model))
         targets = self._own(batch, "targets")
-        return logits_cross_entropy(logits, targets, smoothing, observe, shard)
+        return logits_cross_entropy(logits, targets, options, shard)
 
     def _own_mean(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of the model's own `forward(labels=...)`."""
@@ -206,10 +207,12 @@ class CausalLM:
             return self._run(model, model, batch, labels=targets).loss  # type: ignore[no-any-return]
 
     @property
-    def _observe(self) -> LossObserver | None:
-        """The callback for each token's loss: a function, which copies of a model share."""
+    def _options(self) -> LossOptions:
+        """The loss's options in training; copies of a model share the observer, a function."""
         by_source = self.by_source
-        return None if by_source is None else lambda rows, losses: by_source.add(rows, losses)
+        if by_source is None:
+            return LossOptions(self._smoothing)
+        return LossOptions(self._smoothing, lambda rows, losses: by_source.add(rows, losses))
 
     def _run(
         self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor
@@ -264,8 +267,8 @@ class CausalLM:
         total = logits
         if not self._fused_head:
             self._correct = count_correct(logits, labels)
-            more = (self._smoothing, self._observe) if self._trains else ()
-            total = logits_cross_entropy(logits, labels, *more)
+            options = self._options if self._trains else NO_OPTIONS
+            total = logits_cross_entropy(logits, labels, options)
         return total / (labels != IGNORED).sum().clamp_min(1)
 
 

@@ -19,7 +19,7 @@ from trainer.engines.engine import Metrics
 from trainer.errors import NumericsError, Problem
 from trainer.optim.lr_schedules import Update
 from trainer.state import RunState
-from trainer.trackers import Record
+from trainer.trackers import Record, Speed
 
 
 @dataclass
@@ -75,12 +75,14 @@ class Meter:
             loss=loss,
             learning_rate=update.learning_rate,
             gradient_norm=norm,
-            tokens_per_second=rate,
-            step_seconds=elapsed / steps,
-            mfu=mfu,
+            speed=Speed(
+                tokens_per_second=rate,
+                step_seconds=elapsed / steps,
+                mfu=mfu,
+                data_wait=min(1.0, self.waited / elapsed),
+                eta_seconds=(self.total_steps - state.step) * elapsed / steps,
+            ),
             memory_gib=_peak_memory(self.device) / 2**30,
-            data_wait=min(1.0, self.waited / elapsed),
-            eta_seconds=(self.total_steps - state.step) * elapsed / steps,
             skipped=skipped,
             loss_scale=state.engine.get("scaler.cur_scale"),
         )

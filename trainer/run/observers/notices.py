@@ -78,7 +78,7 @@ class SlowData:
     def lines(self, record: Record) -> Iterator[str]:
         self._logged += 1
         # the first steps wait for the start
-        if record.data_wait > SLOW and self._logged > 1 and not self._noted:
+        if record.speed.data_wait > SLOW and self._logged > 1 and not self._noted:
             self._noted = True
-            waits = f"{record.data_wait:.0%} of the time is spent waiting for data"
+            waits = f"{record.speed.data_wait:.0%} of the time is spent waiting for data"
             yield f"note: {waits}: the loader is slower than the device{self._advice}"
