@@ -18,7 +18,7 @@ from trainer.tools.planner.candidates import differences
 from trainer.tools.planner.cluster import RESERVED, Cluster
 from trainer.tools.planner.extrapolate import Plan
 from trainer.tools.planner.proposals import ClosedForm, grid, rank, shortlist
-from trainer.tools.planner.rendering import reason
+from trainer.tools.planner.rendering import MEMORY, compared
 
 MODEL = {
     **LLAMA,
@@ -56,6 +56,11 @@ def plan(raw, where: Cluster) -> Plan:
     return plan_of_config(load(raw), where)
 
 
+def less(old: Plan, new: Plan, part: str) -> bool:
+    """Return True if a part of the memory of a GPU is smaller."""
+    return new.on_device(MEMORY[part]) < old.on_device(MEMORY[part])
+
+
 @pytest.fixture(scope="module")
 def needed() -> float:
     return plan(RAW, cluster(1e12)).needed
@@ -84,8 +89,9 @@ def test_what_misses_by_a_little_needs_one_change(close):
     assert keys == sorted(keys)
     for proposal in found:
         assert proposal.plan.workload.layout.train_batch == before.workload.layout.train_batch
-        assert re.search("less (activations|state) per GPU", proposal.reason)
-    assert "less activations per GPU" in found[0].reason
+        assert re.search("(activations|state) .* -> ", proposal.comparison)
+    assert less(before, found[0].plan, "activations")
+    shows(found[0].comparison, "activations", "->")
 
 
 @pytest.mark.more
@@ -127,12 +133,12 @@ def test_what_fits_nowhere_is_told_by_how_much():
     assert not any(proposal.plan.fits for proposal in found)
     missing = (found[0].plan.needed - 100e3) / 2**20
     tried = len([proposal for proposal in found if proposal.changes])
-    assert re.match(rf"of [{tried}-8] layouts ", found[0].reason)
-    shows(found[0].reason, "none fits", "2 x 2 small")
-    shows(found[0].reason, "misses", f"{missing:,.2f} MiB of 0.10")
-    shows(found[0].reason, "devices of 3 GiB", "(t4-16gb)")
+    assert re.match(rf"of [{tried}-8] layouts ", found[0].comparison)
+    shows(found[0].comparison, "none fits", "2 x 2 small")
+    shows(found[0].comparison, "misses", f"{missing:,.2f} MiB of 0.10")
+    shows(found[0].comparison, "devices of 3 GiB", "(t4-16gb)")
     assert found[0].plan.needed == min(p.plan.needed for p in found)
-    shows(found[0].reason, "sequence_parallel_size can't help")
+    shows(found[0].comparison, "sequence_parallel_size can't help")
 
 
 @pytest.mark.more
@@ -152,7 +158,8 @@ def test_rows_are_divided_where_only_that_fits():
     where = replace(where, device=replace(where.device, memory=room))
     (found,) = proposals(load(raw), where, plan(raw, where), most=1)
     assert found.plan.fits and found.changes.get("sequence_parallel_size") in (2, 4), found
-    assert "each row over" in found.reason and "less activations per GPU" in found.reason
+    assert less(plan(raw, where), found.plan, "activations")
+    shows(found.comparison, "activations", "->")
 
 
 SPARSE = {
@@ -179,7 +186,8 @@ def test_experts_are_spread_where_their_gathers_cost_more_than_their_tokens():
     after = plan(changed.raw, where)
     assert after.workload.layout == only
     assert after.traffic(True).size < before.traffic(True).size / 2
-    shows(reason(before, after), "4 ranks instead of", "1")
+    assert less(before, after, "communication buffers")
+    shows(compared(before, after), "sent inside nodes", "->")
     # more nodes: experts stay inside one; under ZeRO-2 nothing is gathered for a micro-batch
     wide = grid(before, replace(form, cluster=Cluster(2, 2, where.device)))
     assert {one.expert for one in wide if one.zero_stage == 3} == {1, 2}
@@ -224,7 +232,7 @@ def test_what_fits_is_told_what_is_faster(needed):
     before = plan(raw, where)
     found = proposals(load(raw), where, before, most=2)
     assert found and all(p.plan.fits and p.plan.time.middle < before.time.middle for p in found)
-    assert "less time per step" in found[0].reason
+    shows(found[0].comparison, "a step", "->")
     assert [rank(p) for p in found] == sorted(rank(p) for p in found)
 
 
@@ -243,7 +251,7 @@ def test_after_its_time_nothing_else_is_tried(monkeypatch):
     monkeypatch.setattr(search, "planned", counted)
     (found, *_) = search.proposals(load(RAW), where, before, seconds=0.0)
     assert simulated == [2]
-    shows(found.reason, "1 layouts", "tried none")
+    shows(found.comparison, "1 layouts", "tried none")
 
 
 LLAMA_405B = LLAMA_8B | dict(
@@ -297,7 +305,7 @@ def test_what_fits_is_found_for_405_billion_parameters():
     before = plan(raw, THOUSAND)
     assert not before.fits
     found = proposals(load(raw), THOUSAND, before, most=1)
-    assert found[0].plan.fits and len(found[0].changes) <= 6, found[0].reason
+    assert found[0].plan.fits and len(found[0].changes) <= 6, found[0].comparison
 
 
 def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:

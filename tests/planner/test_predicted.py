@@ -28,7 +28,7 @@ SMALL = replace(DEVICES["t4-16gb"], name="a small one", memory=4 * GIB)
 CHANGE = {
     "changes": {"zero_optimization.stage": 3},
     "fits": True,
-    "reason": "ZeRO-3 instead of ZeRO-2: 2.0 GiB less",
+    "comparison": "state 4.00 GiB -> 2.00 GiB",
 }
 SAID = {
     "layout": "shard 2",
@@ -127,7 +127,7 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     assert found == 5 * GIB
     shows(lines[0], "5.00 GiB predicted", "of 4.00 GiB")
     assert "miss by 3.00 GiB" in lines[1]
-    shows(lines[1], "zero_optimization.stage=3", "ZeRO-3 instead")
+    shows(lines[1], "zero_optimization.stage=3", "4.00 GiB -> 2.00 GiB")
     assert json.loads((tmp_path / "plan.json").read_text()) == SAID
     with raises(ConfigError, "1.00 GiB too many", "zero_optimization.stage=3"):
         memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, SMALL)

@@ -90,7 +90,7 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
         candidates = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
         proposed = [*_proposed(options, candidates)]
         tried["proposals"] = [
-            {"changes": one.changes, "fits": one.plan.fits, "reason": one.reason}
+            {"changes": one.changes, "fits": one.plan.fits, "comparison": one.comparison}
             for one in candidates
         ]
     elif not plan.fits:
@@ -106,7 +106,7 @@ def _proposed(options: argparse.Namespace, proposed: list[Proposal]) -> Iterator
     from trainer.tools.planner.rendering import proposal_lines
 
     for number, proposal in enumerate(proposed, 1):
-        yield from proposal_lines(number, proposal.plan, proposal.changes, proposal.reason)
+        yield from proposal_lines(number, proposal.plan, proposal.changes, proposal.comparison)
     if not proposed:
         yield "propose nothing: no other layout was found that fits better or is faster"
     if options.write and proposed and proposed[0].plan.fits:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-from trainer.errors import ConfigError, Problem, show
 from trainer.tools.importers.draft import Draft, Roles, names
 from trainer.tools.importers.tables import read_table
 
@@ -25,8 +24,7 @@ def adapter(draft: Draft, keys: Roles) -> None:
         draft.skip(kind, dropout, folder, *rest)
         return
     if kind.value not in (1, "lora", "qlora"):
-        expected = "lora, or all parameters: no other is offered"
-        raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", expected))
+        raise kind.refused("lora, or all parameters: no other is offered")
     draft.put(kind, "trainer.adapter.type", "lora")
     if kind.value == "qlora":
         draft.lose(kind, "the base is in 16 bits, not in 4: say lora, and load_in_4bit: false")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from trainer.config.read import Json
-from trainer.errors import ConfigError, Problem, show
+from trainer.errors import show
 from trainer.tools.importers import shared_keys
 from trainer.tools.importers.chat_formats import end_of_text, put_given, put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles
@@ -43,7 +43,7 @@ def _model(draft: Draft, keys: Roles) -> None:
     if str(kind.value).endswith("ForCausalLM"):
         draft.skip(kind)
     elif re.search("Classification|Reward", str(kind.value)):
-        raise ConfigError(Problem(kind.key, f"saw {show(kind.value)}", "a causal language model"))
+        raise kind.refused("a causal language model")
 
 
 def _batch(draft: Draft, keys: Roles) -> None:
@@ -147,8 +147,7 @@ def _parts(entry: Entry) -> list[Json]:
         listed = [listed]
     parts = [{"path": part} if isinstance(part, str) else part for part in listed]
     if not all(isinstance(part, dict) and {"path", "data_files"} & part.keys() for part in parts):
-        expected = "a list of sections with a path"
-        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", expected))
+        raise entry.refused("a list of sections with a path")
     return parts
 
 

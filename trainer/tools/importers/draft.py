@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from trainer.config.keys.key import AUTO
 from trainer.config.read import Json, at
-from trainer.errors import show
+from trainer.errors import ConfigError, Problem, show
 
 OTHERWISE = "is trained otherwise here"
 
@@ -25,6 +25,10 @@ class Entry(NamedTuple):
     def is_set(self) -> bool:
         """True if the value asks for something."""
         return is_set(self.value)
+
+    def refused(self, expected: str, more: str = "") -> ConfigError:
+        """Build the error of a value that is not `expected`; `more` follows the value."""
+        return ConfigError(Problem(self.key, f"saw {show(self.value)}{more}", expected))
 
 
 Roles = defaultdict[str, Entry]

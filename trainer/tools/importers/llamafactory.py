@@ -31,8 +31,7 @@ def _stage(draft: Draft, keys: Roles) -> None:
     stage = keys["stage"]
     trains = keys["do_train"]
     if stage.value not in ("sft", "pt"):
-        expected = "sft or pt: no other is offered"
-        raise ConfigError(Problem(stage.key, f"saw {show(stage.value)}", expected))
+        raise stage.refused("sft or pt: no other is offered")
     if not trains.value:
         actual = f"saw {show(trains.value)}: LLaMA-Factory predicts, chats or exports with it"
         raise ConfigError(Problem("do_train", actual, "true: a training"))

@@ -146,7 +146,7 @@ def _warmup(draft: Draft, keys: Roles) -> tuple[Entry, int | str]:
     if not steps.value:
         return steps, 0
     if steps.value < 0:
-        raise ConfigError(Problem(steps.key, f"saw {show(steps.value)}", "a number of at least 0"))
+        raise steps.refused("a number of at least 0")
     return steps, int(steps.value) if steps.value >= 1 else _steps_of(draft, steps) or AUTO
 
 

@@ -90,17 +90,13 @@ def _listed(entry: Entry, given: Any) -> list[Json]:
     sets = [one if isinstance(one, dict) else {} for one in listed]
     renamed = [{str(_NAMES.get(key, key)): value for key, value in one.items()} for one in sets]
     if not renamed or not all("id" in one for one in renamed):
-        expected = "a list of data sets, each with its name"
-        raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", expected))
+        raise entry.refused("a list of data sets, each with its name")
     return renamed
 
 
 def _put_held_out(draft: Draft, held_out: Entry) -> None:
     if type(held_out.value) not in (int, float) or held_out.value < 0:
-        expected = "a share below 1, or a number of rows"
-        raise ConfigError(
-            Problem(held_out.key, f"saw {show(held_out.value)} to hold out", expected)
-        )
+        raise held_out.refused("a share below 1, or a number of rows", " to hold out")
     put_share(draft, held_out)
 
 
@@ -110,8 +106,7 @@ def _paired(draft: Draft, keys: Roles) -> list[Json]:
         keys[name] for name in ("dataset_mixer", "dataset_splits", "dataset_configs")
     )
     if not isinstance(entry.value, Mapping):
-        actual = f"saw {show(entry.value)}"
-        raise ConfigError(Problem(entry.key, actual, "a section of names with shares"))
+        raise entry.refused("a section of names with shares")
     parts = names(splits.value) if splits.is_set else ["train", "test"]
     subsets = names(configs.value) if configs.is_set else [None] * len(entry.value)
     if len(subsets) != len(entry.value):

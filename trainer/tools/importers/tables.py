@@ -52,12 +52,13 @@ def _shared(content: Json) -> dict[str, KeyRule]:
     """Return the Trainer's rows that another system takes, too."""
     if "shared" not in content:
         return {}
-    taken = content["shared"].split()
+    taken = [*read_table("arguments")["common"].split(), *content["shared"].split()]
     rows = table("arguments").items()
     return {key: row for key, row in rows if row.section != "carried" or key in taken}
 
 
 def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
+    yield from ((key, KeyRule("carried", "@")) for key in content.get("joint", "").split())
     for section in ("listed", "unlike"):
         yield from ((key, KeyRule(section)) for key in content.get(section, "").split())
     for section in ("alike", "carried"):
@@ -166,7 +167,7 @@ def _check_type(entry: Entry, role: str) -> None:
     """Raise ConfigError for a value with which the functions of `groups` could not compute."""
     for kind, fits in _TYPES.items():
         if role in read_table("arguments")["types"][kind].split() and not fits(entry.value):
-            raise ConfigError(Problem(entry.key, f"saw {show(entry.value)}", kind))
+            raise entry.refused(kind)
 
 
 def _apart(given: Json, rules: Table) -> Iterator[tuple[str, Any]]:

@@ -1,4 +1,7 @@
-"""Closed forms of memory and time, which rank candidates before they are simulated."""
+"""Closed forms of memory and time, which rank candidates before they are simulated.
+
+There are thousands of candidates for a large model, and a simulation of each takes seconds.
+"""
 
 from __future__ import annotations
 

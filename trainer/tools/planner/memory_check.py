@@ -177,5 +177,5 @@ def _proposed(plan: Mapping[str, Any]) -> str:
         return ""
     first = plan["proposals"][0]
     if not first["fits"]:
-        return f". {first['reason']}"
-    return f". {' '.join(overrides_of(first['changes']))} would do: {first['reason']}"
+        return f". {first['comparison']}"
+    return f". {' '.join(overrides_of(first['changes']))} would do: {first['comparison']}"

@@ -25,7 +25,7 @@ from trainer.tools.planner.closed_form import ClosedForm
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.extrapolate import Plan
 from trainer.tools.planner.from_config import on_cluster, planned
-from trainer.tools.planner.rendering import reason, shortfall
+from trainer.tools.planner.rendering import compared, shortfall
 
 SIMULATED = 8
 """The most layouts that are simulated on a cluster."""
@@ -44,7 +44,8 @@ class Proposal:
     changes: dict[str, Any]
     """Config paths -> values."""
     plan: Plan
-    reason: str
+    comparison: str
+    """The figures that differ from those of the present plan; if none fits, what would do."""
 
 
 def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
@@ -62,7 +63,7 @@ def proposals(
     """Find changes that fit, the fastest first; for a config that fits, faster ones.
 
     All keep the global batch and have been simulated; after `seconds` no other simulation begins.
-    If none fits, the one that misses least comes first, and its reason says what would do.
+    If none fits, the one that misses least comes first, and its comparison says what would do.
     """
     until = time.monotonic() + seconds
     ranked = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
@@ -72,7 +73,7 @@ def proposals(
     if not any(proposal.plan.fits for proposal in ranked):
         best = min([Proposal({}, plan, ""), *ranked[:1]], key=lambda one: one.plan.needed)
         nodes = nodes_enough(config, cluster, plan, until)
-        nearest = replace(best, reason=shortfall(plan, best.plan, len(ranked), nodes))
+        nearest = replace(best, comparison=shortfall(best.plan, len(ranked), nodes))
         ranked = [nearest, *(proposal for proposal in ranked if proposal is not best)]
     return ranked[:most]
 
@@ -143,7 +144,7 @@ def _tried(
         errors[kind] = new.needed / form.bytes(layout)
         if new.fits:
             fitting.append(layout)
-        yield Proposal(changes, new, reason(plan, new))
+        yield Proposal(changes, new, compared(plan, new))
 
 
 def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm) -> bool:

@@ -1,4 +1,4 @@
-"""A plan as lines for a terminal and as JSON, and the reasons for a proposed change to it."""
+"""A plan as lines for a terminal and as JSON, and how a proposed change compares with it."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from trainer.engines.devices import DEVICES, GIB
-from trainer.layout import Layout
-from trainer.tools.planner.candidates import differences
-from trainer.tools.planner.cluster import RESERVED, gib, recomputed
+from trainer.tools.planner.cluster import RESERVED, gib
 from trainer.tools.planner.extrapolate import STATE, Plan, Role, offloaded
 
 PARTS = {"inside": "inside nodes", "between": "between nodes"}
@@ -78,12 +76,15 @@ def _traffic(plan: Plan) -> Iterator[str]:
         yield "  nothing"
     for sent in sorted(role.sent, key=lambda sent: -sent.size):
         if sent.size >= total * LEAST_SHOWN:
-            unit, name = (1e9, "GB") if sent.size >= 1e8 else (1e6, "MB")
-            size = f"{sent.size / unit:,.2f} {name}"
+            size = _gigabytes(sent.size)
             along = " x ".join(sent.axes)
             where = "inside a node" if sent.inside else "between nodes"
             messages = f"{sent.count:,.0f} x {sent.name} along {along}, {sent.ranks} ranks, {where}"
             yield f"  {size:>12}  {messages}"
+
+
+def _gigabytes(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e8 else f"{size / 1e6:,.2f} MB"
 
 
 def _time(plan: Plan) -> str:
@@ -135,41 +136,17 @@ def in_seconds(time: float) -> str:
     return f"{time:.3g} s" if time >= 1 else f"{time * 1e3:.3g} ms"
 
 
-# Proposed changes, and their reasons
+# Proposed changes, and what they change
 
 
 def proposal_lines(
-    number: int, plan: Plan, changes: Mapping[str, Any], reason: str
+    number: int, plan: Plan, changes: Mapping[str, Any], comparison: str
 ) -> Iterator[str]:
-    """Yield one proposal: if it fits, its reason, and the changes in the JSON."""
+    """Yield one proposal: if it fits, what differs from the present plan, and the config keys."""
     fits = "fits" if plan.fits else "does not fit"
     step = f"{in_seconds(plan.time.least)} a step at least"
-    yield f"propose {number}. {fits}, {gib(plan.needed)}, {step}: {reason}"
+    yield f"propose {number}. {fits}, {gib(plan.needed)}, {step}: {comparison}"
     yield from (f"          + {path}: {json.dumps(value)}" for path, value in changes.items())
-
-
-def words(old: Layout, new: Layout) -> str:
-    """List the changes between two layouts as part of a sentence."""
-    away = "the optimizer's state" if new.offloads else "nothing"
-    if new.offload_param != "none":
-        away = "weights and optimizer state"
-    texts = {
-        "pipeline": f"{new.pipeline} pipeline stages instead of {old.pipeline}",
-        "tensor": f"tensor parallel over {new.tensor} instead of {old.tensor}",
-        "context": f"each row over {new.context} ranks instead of {old.context}",
-        "experts": f"experts over {new.expert} ranks instead of {old.expert}",
-        "shard": f"shard over {new.shard} instead of {old.shard}",
-        "stage": f"ZeRO-{new.zero_stage} instead of ZeRO-{old.zero_stage}",
-        "micro-batch": f"a micro-batch of {new.micro_batch} instead of {old.micro_batch}",
-        "recompute": f"activation checkpointing {new.recompute} instead of {old.recompute}",
-        "offload": f"{away} on the host",
-    }
-    changed = differences(old, new)
-    return _listed([text for name, text in texts.items() if name in changed]) or "another engine"
-
-
-def _listed(texts: list[str]) -> str:
-    return " and ".join([*([", ".join(texts[:-1])] if texts[1:] else []), *texts[-1:]])
 
 
 MEMORY = {
@@ -179,53 +156,35 @@ MEMORY = {
 }
 
 
-def reason(old: Plan, new: Plan) -> str:
-    """Return one sentence on the gains and the costs of a change."""
-    effects = list(_effects(old, new))
-    gains = [text for text, less in effects if less]
-    costs = [text for text, less in effects if not less]
-    changed = words(old.workload.layout, new.workload.layout)
-    if old.workload.engine_name != new.workload.engine_name:
-        changed += f" (engine {new.workload.engine_name})"
-    text = _listed(gains) or "no gain"
-    return f"{changed}: {text}" + (f", for {_listed(costs)}" if costs else "")
+def compared(old: Plan, new: Plan) -> str:
+    """List the figures of two plans that differ, as `name old -> new`."""
+    before = _figures(old)
+    after = _figures(new)
+    changed = [name for name in after if before[name] != after[name]]
+    return ", ".join(f"{name} {before[name]} -> {after[name]}" for name in changed)
 
 
-def _effects(old: Plan, new: Plan) -> Iterator[tuple[str, bool]]:
-    """Yield (text, True if less) for each figure that changes by 1 % of the whole or more."""
-    whole = max(old.needed, new.needed)
-    for name, kinds in MEMORY.items():
-        change = new.on_device(kinds) - old.on_device(kinds)
-        if abs(change) >= whole / 100:
-            yield f"{gib(abs(change))} {_less(change)} {name} per GPU", change < 0
-    for name, inside in (("inside nodes", True), ("between nodes", False)):
-        before = old.traffic(inside).size
-        after = new.traffic(inside).size
-        change = after - before
-        if abs(change) >= max(1e8, 0.01 * max(before, after)):
-            yield f"{abs(change) / 1e9:,.1f} GB {_less(change)} {name}", change < 0
-    again = recomputed(new.workload.layout) - recomputed(old.workload.layout)
-    if again:
-        yield f"{abs(again):.0%} {_less(again)} to compute", again < 0
-    change = new.time.middle / old.time.middle - 1
-    if abs(change) >= 0.01:
-        yield f"about {abs(change):.0%} {_less(change)} time per step", change < 0
+def _figures(plan: Plan) -> dict[str, str]:
+    """Return what two plans are compared by: of a GPU, and of a step."""
+    memory = {name: gib(plan.on_device(kinds)) for name, kinds in MEMORY.items()}
+    return {
+        "engine": plan.workload.engine_name,
+        **memory,
+        "sent inside nodes": _gigabytes(plan.traffic(inside=True).size),
+        "between nodes": _gigabytes(plan.traffic(inside=False).size),
+        "a step": in_seconds(plan.time.middle),
+    }
 
 
-def _less(change: float) -> str:
-    return "less" if change < 0 else "more"
-
-
-def shortfall(old: Plan, best: Plan, tried: int, nodes: int | None) -> str:
+def shortfall(best: Plan, tried: int, nodes: int | None) -> str:
     """Say by how much the best layout fails to fit, and what would make it fit."""
     missing = best.needed - best.room
     larger = [device for device in DEVICES.values() if device.memory - RESERVED >= best.needed]
     named = f" ({min(larger, key=lambda device: device.memory).name})" if larger else ""
     remedies = [f"{nodes} nodes of {best.cluster.devices}"] if nodes else []
     remedies.append(f"devices of {math.ceil((best.needed + RESERVED) / GIB)} GiB{named}")
-    changes = "as it is" if best is old else words(old.workload.layout, best.workload.layout)
-    rows = best.on_device(MEMORY["activations"])
-    short = f"; sequence_parallel_size can't help: it divides only {gib(rows)} of activations"
+    split = best.on_device(MEMORY["activations"])
+    short = f"; sequence_parallel_size can't help: it divides only {gib(split)} of activations"
     misses = f"misses by {gib(missing)} of {gib(best.room)}, and would fit {' or '.join(remedies)}"
     tries = f"of {tried} layouts that were tried none fits {best.cluster}"
-    return f"{tries}; {changes} {misses}" + (short if rows < missing else "")
+    return f"{tries}; the nearest {misses}" + (short if split < missing else "")
