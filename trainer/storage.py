@@ -9,7 +9,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -120,6 +120,13 @@ def read_file(path: Path, most: int = 1 << 26) -> bytes:
     return content
 
 
+def json_in(path: Path) -> Any:
+    """Return the content of a JSON file; None if there is no such file, or it can't be read."""
+    with suppress(OSError, ValueError):
+        return parse_json(read_file(path))
+    return None
+
+
 def opened_at_once(path: str, flags: int) -> int:
     """Open a file, for `open`, without waiting for a pipe's reader. Raises OSError."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
@@ -144,6 +151,13 @@ def replace_file(path: Path, content: bytes) -> None:
     write_file(beside, content)
     os.replace(beside, path)
     flush(path.parent)
+
+
+def publish_json(path: Path, value: Any) -> None:
+    """Replace a JSON file at once for its readers, unflushed: it is of no use after a crash."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(json.dumps(value))
+    beside.replace(path)
 
 
 def rename_folder(old: Path, new: Path) -> None:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.storage import private_folder
+from trainer.storage import json_in, private_folder, publish_json
 from trainer.supervise.stall import is_gone
 
 FOLDER = "MESHLOOM_LAUNCHER"
@@ -51,7 +51,7 @@ class Notes:
         self._write("folder", str(folder.absolute()))
 
     def folder(self) -> Path | None:
-        path = self._read("folder")
+        path = json_in(self._folder / "folder")
         return None if path is None else Path(path)
 
     def write_place(self, rank: int, place: str) -> None:
@@ -67,7 +67,7 @@ class Notes:
             os.pwrite(self._place, json.dumps(place).ljust(PLACE_BYTES).encode(), 0)
 
     def place(self, rank: int) -> str | None:
-        return self._read(f"place-{rank}") or self._read(f"left-{rank}")
+        return json_in(self._folder / f"place-{rank}") or json_in(self._folder / f"left-{rank}")
 
     def leave(self, rank: int, place: str) -> None:
         """Announce a good end, by a rename, which works on a full disk, too."""
@@ -90,20 +90,13 @@ class Notes:
         return self._reader in (None, os.getppid()) and self.end(rank) is not None
 
     def end(self, rank: int) -> Failure | None:
-        fields = self._read(f"end-{rank}")
+        fields = json_in(self._folder / f"end-{rank}")
         return None if fields is None else Failure(**fields)
 
     def _write(self, name: str, value: Any) -> None:
-        partial = self._folder / f".{name}.{os.getpid()}"
         # a launcher that is gone took its folder along; a full disk is reported elsewhere
         with suppress(OSError):
-            partial.write_text(json.dumps(value))
-            partial.rename(self._folder / name)
-
-    def _read(self, name: str) -> Any:
-        with suppress(OSError, ValueError):
-            return json.loads((self._folder / name).read_text())
-        return None
+            publish_json(self._folder / name, value)
 
 
 def notes_of(environment: Mapping[str, str]) -> Notes | None:

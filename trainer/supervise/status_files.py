@@ -7,15 +7,13 @@ process to know writes it, and no other. It outlives the ranks' store, by which 
 from __future__ import annotations
 
 import json
-import os
 import socket
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.storage import parse_json, read_file
+from trainer.storage import json_in, publish_json
 from trainer.supervise.stall import is_gone
 
 NAME = "status.json"
@@ -37,9 +35,7 @@ FRESH_SECONDS = 60.0
 
 def write(folder: Path, status: Mapping[str, Any]) -> None:
     """Write the status. Raises OSError."""
-    partial = folder / f".{NAME}.{os.getpid()}"
-    partial.write_text(json.dumps({**status, "time": time.time()}))
-    partial.replace(folder / NAME)
+    publish_json(folder / NAME, {**status, "time": time.time()})
 
 
 def read(folder: Path) -> dict[str, Any] | None:
@@ -90,10 +86,8 @@ def whose(status: Mapping[str, Any]) -> str:
 
 
 def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
-    with suppress(OSError, ValueError):
-        content = parse_json(read_file(path))
-        return content if _is(content, kinds) else None
-    return None
+    content = json_in(path)
+    return content if _is(content, kinds) else None
 
 
 def _is(content: Any, kinds: _Kinds) -> bool:

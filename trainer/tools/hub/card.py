@@ -13,7 +13,6 @@ from trainer import checkpoint
 from trainer.data.sources.location import may_be_hub_id
 from trainer.errors import refused
 from trainer.run.start.changes import differences, without_place
-from trainer.run.start.folder import ENVIRONMENT
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
 
@@ -32,7 +31,7 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
     Raises ConfigError if it is the folder of no run, or its certificate can't be read.
     """
     record = read(folder)
-    environment = parse_json(read_file(folder / ENVIRONMENT))
+    environment = record.environment
     present = (kind for name, kind in LIBRARIES.items() if (folder / "final" / name).exists())
     library = next(present, None)
     base = record.section.get("model", {}).get("name_or_path")

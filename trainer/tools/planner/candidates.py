@@ -88,17 +88,21 @@ def _shards(layout: Layout, ranks: int, stage: int, inside: int) -> set[int]:
     return {size for size in (ranks, inside, layout.shard) if size > 1 and ranks % size == 0}
 
 
+KEYS = {
+    "pipeline": "pipeline.stages",
+    "tensor": "tensor_parallel.autotp_size",
+    "context": "sequence_parallel_size",
+    "expert": "expert_parallel.autoep_size",
+    "zero_stage": "zero_optimization.stage",
+}
+"""Fields of a layout that one key of a config sets, and the key."""
+
 CHANGES = {
-    "pipeline": ("pipeline",),
-    "tensor": ("tensor",),
-    "context": ("context",),
-    "experts": ("expert",),
+    **{name: (name,) for name in (*KEYS, "micro_batch", "recompute")},
     "shard": ("shard", "replicate"),
-    "stage": ("zero_stage",),
-    "micro-batch": ("micro_batch",),
-    "recompute": ("recompute",),
     "offload": ("offload_optimizer", "offload_param"),
 }
+"""The fields of a layout that count as one change, by its name."""
 
 
 def differences(old: Layout, new: Layout) -> frozenset[str]:
@@ -117,15 +121,6 @@ def differences(old: Layout, new: Layout) -> frozenset[str]:
 def overrides_of(changes: Mapping[str, Any]) -> list[str]:
     """Return changes as `key.path=value` arguments."""
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
-
-
-KEYS = {
-    "pipeline": "pipeline.stages",
-    "tensor": "tensor_parallel.autotp_size",
-    "context": "sequence_parallel_size",
-    "expert": "expert_parallel.autoep_size",
-    "zero_stage": "zero_optimization.stage",
-}
 
 
 def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, TypeVar
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.run.observers import timeline
-from trainer.storage import check_regular, parse_json, read_file
+from trainer.storage import check_regular, json_in, parse_json
 from trainer.supervise import status_files
 
 PLAN = "plan.json"
@@ -182,13 +182,11 @@ def _rows(lines: Sequence[_Line]) -> list[Row]:
 
 def _json(path: Path, notes: list[str]) -> Row | None:
     """Read a JSON object; None if there is none."""
-    if not path.is_file():
-        return None
-    with suppress(OSError, ValueError):
-        content = parse_json(read_file(path))
-        if isinstance(content, dict):
-            return content
-    notes.append(f"{path.name} can't be read")
+    content = json_in(path)
+    if isinstance(content, dict):
+        return content
+    if path.is_file():
+        notes.append(f"{path.name} can't be read")
     return None
 
 
