@@ -141,67 +141,67 @@ BUILT = ", ".join(name for name in OPTIMIZERS if name not in UNBUILT)
 CONFLICTS = [
     (
         {"fp16": {"enabled": True}, "bf16": {"enabled": True}},
-        "fp16.enabled: saw true, and bf16.enabled true; expected at most one of the two",
+        ("fp16.enabled: saw true, and bf16.enabled true", "at most one"),
     ),
     (
         {"fp16": {"enabled": True, "loss_scale_window": 0}},
-        "fp16.loss_scale_window: saw 0; expected at least 1 where the loss scale is dynamic",
+        ("fp16.loss_scale_window: saw 0", "at least 1"),
     ),
     (
         {"zero_optimization": {"cpu_offload": True}},
-        'zero_optimization.offload_optimizer: saw device "cpu" with ZeRO stage 0; expected stage '
-        "1, 2 or 3. "
-        'Set zero_optimization.stage, or the device "none".',
+        (
+            "zero_optimization.offload_optimizer: saw device",
+            '"cpu"',
+            "ZeRO stage 0",
+            "expected stage 1, 2 or 3",
+            "zero_optimization.stage",
+        ),
     ),
     (
         {"zero_optimization": ZERO3 | {"offload_optimizer": {"device": "nvme"}}},
-        (
-            "zero_optimization.offload_optimizer.nvme_path: saw none; expected a folder on the "
-            "NVMe "
-            "device"
-        ),
+        (("zero_optimization.offload_optimizer.nvme_path: saw none", "the NVMe device")),
     ),
     (
         {"zero_optimization": ZERO1 | {"offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
         (
-            "zero_optimization.offload_optimizer.ratio: saw 0.5 with ZeRO stage 1; expected 1, or "
-            "stage 3"
+            (
+                "zero_optimization.offload_optimizer.ratio: saw 0.5 with ZeRO stage 1",
+                "expected 1, or stage 3",
+            )
         ),
     ),
     (
         {"bf16": {"bf16_master_weights_and_grads": True}},
         (
-            "bf16.bf16_master_weights_and_grads: saw true with ZeRO stage 0; expected ZeRO stage "
-            "1, 2 "
-            "or 3"
+            (
+                "bf16.bf16_master_weights_and_grads: saw true",
+                "ZeRO stage 0",
+                "expected ZeRO stage 1, 2 or 3",
+            )
         ),
     ),
     (
         {"zero_optimization": ZERO1, "bf16": {"bf16_optimizer_states": True}},
-        "bf16.bf16_optimizer_states: saw true; expected bf16_master_weights_and_grads true with it",
+        ("bf16.bf16_optimizer_states: saw true", "bf16_master_weights_and_grads"),
     ),
     (
         {"bf16": {}, "bfloat16": {"enabled": True}},
-        'bfloat16: saw it beside "bf16"; expected one of the two. Remove bfloat16.',
+        ('bfloat16: saw it beside "bf16"', "one of the two", "Remove bfloat16."),
     ),
     (
         {"zero_optimization": ZERO3 | {"cpu_offload": True, "offload_optimizer": {}}},
-        'zero_optimization.cpu_offload: saw it beside "zero_optimization.offload_optimizer"; '
-        "expected one of the two. Remove zero_optimization.cpu_offload.",
-    ),
-    (
-        {"zero_optimization": ZERO3 | {"mics_shard_size": 4}, "trainer": {"mesh": {"shard": 2}}},
         (
-            "zero_optimization.mics_shard_size: saw 4 beside trainer.mesh.shard 2; expected one "
-            "size "
-            "of a shard"
+            'zero_optimization.cpu_offload: saw it beside "zero_optimization.offload_optimizer"',
+            "one of the two",
         ),
     ),
     (
+        {"zero_optimization": ZERO3 | {"mics_shard_size": 4}, "trainer": {"mesh": {"shard": 2}}},
+        (("zero_optimization.mics_shard_size: saw 4 beside trainer.mesh.shard 2", "of a shard")),
+    ),
+    (
         {"elasticity": {"enabled": True}},
-        'elasticity: saw {"enabled": true}; expected no such key: Elastic training was removed '
-        "from DeepSpeed. "
-        "Set the batch sizes themselves.",
+        ('elasticity: saw {"enabled": true}', "removed from DeepSpeed", "batch sizes"),
     ),
     (
         {
@@ -210,15 +210,14 @@ CONFLICTS = [
                 "data_routing": {"enabled": True, "random_ltd": {"enabled": True}},
             }
         },
-        'data_efficiency.data_routing.random_ltd: saw {"enabled": true}; expected no such section: '
-        "It drops tokens, "
-        'which is not offered here. Set its "enabled" to false.',
+        ('data_efficiency.data_routing.random_ltd: saw {"enabled": true}', "not offered here"),
     ),
     (
         {"data_efficiency": {"data_sampling": {"curriculum_learning": {"enabled": True}}}},
-        'data_efficiency.data_sampling.curriculum_learning: saw {"enabled": true}; expected no '
-        "such section: It is not "
-        'offered here. Set its "enabled" to false.',
+        (
+            'data_efficiency.data_sampling.curriculum_learning: saw {"enabled": true}',
+            "not offered here",
+        ),
     ),
     (
         {
@@ -226,29 +225,36 @@ CONFLICTS = [
                 "data_sampling": {"dynamic_batching": {"enabled": True, "max_tokens": 5}}
             }
         },
-        'data_efficiency.data_sampling.dynamic_batching: saw {"enabled": true, "max_tokens": 5}; '
-        "expected no such section: "
-        'It is not offered here. Set its "enabled" to false.',
+        (
+            'data_efficiency.data_sampling.dynamic_batching: saw {"enabled": true, "max_tokens": 5}',
+            "not offered here",
+        ),
     ),
     (
         {"sequence_parallel_size": 0},
-        "sequence_parallel_size: saw 0; expected a whole number of at least 1",
+        ("sequence_parallel_size: saw 0", "at least 1"),
     ),
     (
         {"managed_gradient_accumulation": False},
-        "managed_gradient_accumulation: saw false; "
-        "expected no such key: gradient_accumulation_steps says when to update. Remove it.",
+        ("managed_gradient_accumulation: saw false", "gradient_accumulation_steps", "Remove it."),
     ),
     (
         {"data_types": {"param_dtype": "bf16"}},
-        'data_types.param_dtype: saw "bf16", and a model in fp32; expected "fp32". '
-        "fp16.enabled and bf16.enabled say it.",
+        (
+            'data_types.param_dtype: saw "bf16"',
+            "and a model in fp32",
+            'expected "fp32"',
+            "fp16.enabled",
+        ),
     ),
     *(
         (
             {"zero_optimization": {"stage": 2}, name: value},
-            f"{name}: saw {json.dumps(value)} with ZeRO stage 2; expected {expected}. "
-            "DeepSpeed takes it only with zero_optimization.reduce_scatter false.",
+            (
+                f"{name}: saw {json.dumps(value)} with ZeRO stage 2",
+                f"expected {expected}",
+                "zero_optimization.reduce_scatter",
+            ),
         )
         for name, value, expected in (
             ("prescale_gradients", True, "false"),
@@ -257,51 +263,40 @@ CONFLICTS = [
     ),
     (
         {"zero_optimization.stage": 3},
-        'zero_optimization.stage: saw 3; expected a known key of the section "zero_optimization". '
-        "Write it as a section in a section, without the dot.",
+        ("zero_optimization.stage: saw 3", '"zero_optimization"', "the dot."),
     ),
     (
         {"train_batch_size": 10**18},
-        (
-            "train_batch_size: saw 1000000000000000000; expected a whole number from 1 to "
-            '1,000,000,000 or "auto" or null'
-        ),
+        (("train_batch_size: saw 1000000000000000000", "number from 1", "to 1,000,000,000")),
     ),
     (
         {"zero_optimization": {"reduce_bucket_size": 10**30}},
-        "zero_optimization.reduce_bucket_size: saw 1000000000000000000000000000000; "
-        'expected a whole number of at least 1 or "auto" in 64 bits',
+        (
+            "zero_optimization.reduce_bucket_size: saw 1000000000000000000000000000000",
+            "at least 1",
+            '"auto"',
+        ),
     ),
     (
         {"autotuning": {"metrc": "flops"}},
-        'autotuning.metrc: saw "flops"; expected a known key of the section "autotuning". '
-        'Remove it: "metric", which is like it, does nothing here (run DeepSpeed\'s autotuner on '
-        "its own).",
+        ('autotuning.metrc: saw "flops"', '"autotuning"', '"metric"'),
     ),
     (
         {"checkpoint": {"writer": {"decoupeld": True}}},
-        "checkpoint.writer.decoupeld: saw true; expected a known key of the section "
-        '"checkpoint.writer". '
-        'Remove it: "decoupled", which is like it, does nothing here (checkpoints are written by '
-        "this trainer: "
-        "see trainer.checkpoint).",
+        ("checkpoint.writer.decoupeld: saw true", '"checkpoint.writer"', '"decoupled"'),
     ),
-    ({"gradient_allreduce_op": "sum"}, 'gradient_allreduce_op: saw "sum"; expected "mean"'),
+    ({"gradient_allreduce_op": "sum"}, ('gradient_allreduce_op: saw "sum"', 'expected "mean"')),
     *(
         (
             {"optimizer": {"type": name, "params": {}}},
-            (
-                f'optimizer.type: saw "{name}"; expected one of {BUILT}. DeepSpeed removed it: use '
-                "Adam."
-            ),
+            ((f'optimizer.type: saw "{name}"', f"expected one of {BUILT}", "use Adam.")),
         )
         for name in ("OneBitAdam", "OnebitAdam", "ZeroOneAdam", "OneBitLamb")
     ),
     *(
         (
             {"optimizer": {"type": name, "params": {}}},
-            f'optimizer.type: saw "{name}"; expected one of {BUILT}. '
-            f'Write "{right}": which kernel runs it follows from the device and the offload.',
+            (f'optimizer.type: saw "{name}"', f"expected one of {BUILT}", f'"{right}"'),
         )
         for name, right in (
             ("FusedAdam", "Adam"),
@@ -314,135 +309,128 @@ CONFLICTS = [
     ),
     (
         {"optimizer": {"type": "FusedLamb", "params": {}}},
-        f'optimizer.type: saw "FusedLamb"; expected one of {BUILT}. No engine here runs it.',
+        ('optimizer.type: saw "FusedLamb"', f"expected one of {BUILT}", "runs it."),
     ),
     (
         {"optimizer": {"type": "SGD", "params": {"nesterov": True}}},
-        "optimizer.params.nesterov: saw true; expected a momentum above 0 and no dampening with it",
+        ("optimizer.params.nesterov: saw true", "momentum above 0"),
     ),
     (
         {"optimizer": {"type": "SGD", "params": {"fused": True, "foreach": True}}},
-        "optimizer.params.fused: saw true, and foreach true; expected at most one of the two",
+        ("optimizer.params.fused: saw true", "and foreach true", "at most one"),
     ),
     (
         {"scheduler": {"type": "WarmupDecayLR", "params": {}}},
-        "scheduler.params: saw no total_num_steps; expected total_num_steps for WarmupDecayLR. "
-        'Set "total_num_steps" to "auto".',
+        (
+            "scheduler.params: saw no total_num_steps",
+            "expected total_num_steps for WarmupDecayLR",
+            '"total_num_steps"',
+        ),
     ),
     (
         {"scheduler": {"type": "CosineLR"}},
         (
-            f'scheduler.type: saw "CosineLR"; expected one of {", ".join(SCHEDULERS)}. Did you '
-            "mean "
-            '"cosine"?'
+            (
+                'scheduler.type: saw "CosineLR"',
+                f"expected one of {', '.join(SCHEDULERS)}",
+                '"cosine"?',
+            )
         ),
     ),
     (
         {"trainer": {"model": {"name_or_path": "m", "config": {}}}},
-        'trainer.model.name_or_path: saw "m", and trainer.model.config {}; expected at most one of '
-        "the two. "
-        "name_or_path loads weights, config starts from scratch.",
+        ('trainer.model.name_or_path: saw "m", and trainer.model.config {}', "at most one"),
     ),
     (
         {"trainer": {"model": {"name_or_path": "m", "config": "auto"}}},
-        'trainer.model.name_or_path: saw "m", and trainer.model.config "auto"; expected at most '
-        "one of the two. name_or_path loads weights, config starts from scratch.",
+        ('trainer.model.name_or_path: saw "m", and trainer.model.config "auto"', "at most one"),
     ),
     (
         {"trainer": {"images": {"size": 8}}},
-        'trainer.images: saw keys; expected the task "image_classification"; this one is '
-        '"causal_lm". Set trainer.task.',
+        ("trainer.images: saw keys", '"image_classification"', '"causal_lm"', "trainer.task"),
     ),
     (
         {"trainer": {"task": "image_classification", "data": {"format": "csv"}}},
-        'trainer.data.format: saw "csv"; expected "auto", "parquet" or "hub" of images',
+        ('trainer.data.format: saw "csv"', 'expected "auto", "parquet" or "hub" of images'),
     ),
     (
         {"trainer": {"steps": 3, "epochs": 1}},
-        "trainer.steps: saw 3, and trainer.epochs 1.0; expected at most one of the two",
+        ("trainer.steps: saw 3, and trainer.epochs 1.0", "at most one"),
     ),
     (
         {"trainer": {"data": {"prompt_column": "q"}}},
-        'trainer.data: saw prompt_column "q" and completion_column null; expected both or neither',
+        (
+            "trainer.data: ",
+            'prompt_column "q"',
+            "and completion_column null",
+            "expected both or neither",
+        ),
     ),
     (
         {"trainer": {"data": {"prompt_column": "q", "completion_column": "a"}}},
-        (
-            'trainer.data.prompt_column: saw "q" without trainer.data.path; expected data of yours '
-            "that has such a column"
-        ),
+        (('trainer.data.prompt_column: saw "q" without trainer.data.path', "such a column")),
     ),
     (
         {"torch_autocast": {"enabled": True}},
-        'torch_autocast: saw {"enabled": true}; expected '
-        "no such section: It picks a precision for each operator, which no "
-        "engine here proves. Set bf16.enabled in its place.",
+        ('torch_autocast: saw {"enabled": true}', "no such section", "bf16.enabled"),
     ),
     (
         {"trainer": {"mesh": {"shard": -1, "replicate": -1}}},
-        "trainer.mesh: saw -1 for both axes; expected -1 for at most one of them",
+        ("trainer.mesh: saw -1 for both axes", "at most one"),
     ),
     (
         {"trainer": {"data": {"pth": 1}}},
-        (
-            'trainer.data.pth: saw 1; expected a known key of the section "trainer.data". Did you '
-            "mean "
-            '"path"?'
-        ),
+        (("trainer.data.pth: saw 1", '"trainer.data"', '"path"?')),
     ),
-    ({"trainer": {"steps": True}}, "trainer.steps: saw true; expected a number"),
-    ({"trainer": {"steps": 1.5}}, "trainer.steps: saw 1.5; expected a whole number"),
-    ({"trainer": {"seed": -1}}, "trainer.seed: saw -1; expected a number of at least 0"),
-    ({"trainer": {"epochs": 0}}, "trainer.epochs: saw 0; expected a number above 0"),
+    ({"trainer": {"steps": True}}, ("trainer.steps: saw true", "expected a number")),
+    ({"trainer": {"steps": 1.5}}, ("trainer.steps: saw 1.5", "expected a whole number")),
+    ({"trainer": {"seed": -1}}, ("trainer.seed: saw -1", "at least 0")),
+    ({"trainer": {"epochs": 0}}, ("trainer.epochs: saw 0", "expected a number above 0")),
     (
         {"trainer": {"data": {"evaluation_fraction": 0.7}}},
-        "trainer.data.evaluation_fraction: saw 0.7; expected a number of at most 0.5",
+        ("trainer.data.evaluation_fraction: saw 0.7", "at most 0.5"),
     ),
-    ({"trainer": {"data": {"path": 3}}}, "trainer.data.path: saw 3; expected text or a list"),
+    ({"trainer": {"data": {"path": 3}}}, ("trainer.data.path: saw 3", "expected text or a list")),
     (
         {"trainer": {"data": {"path": []}}},
-        "trainer.data.path: saw []; expected text or a list that is not empty",
+        ("trainer.data.path: saw []", "is not empty"),
     ),
     (
         {"trainer": {"engine": "fsdp"}},
-        'trainer.engine: saw "fsdp"; expected "auto", "deepspeed", "accelerate" or "mesh"',
+        ('trainer.engine: saw "fsdp"', 'expected "auto", "deepspeed", "accelerate" or "mesh"'),
     ),
-    ({"trainer": {"model": 3}}, "trainer.model: saw 3; expected a section {...}"),
+    ({"trainer": {"model": 3}}, ("trainer.model: saw 3", "expected a section {...}")),
     (
         {"trainer": {"model": {"config": 3}}},
-        "trainer.model.config: saw 3; expected a section {...} or text",
+        ("trainer.model.config: saw 3", "expected a section {...} or text"),
     ),
     (
         {"trainer": {"log": {"trackers": ["comet"]}}},
-        'trainer.log.trackers[0]: saw "comet"; expected "tensorboard", "mlflow", "wandb", "trackio", '
-        '"comet_ml", "aim", "clearml", "dvclive" or "swanlab" or a tracker of trainer.plugins',
+        ('trainer.log.trackers[0]: saw "comet"', '"tensorboard"', "trainer.plugins"),
     ),
     (
         {"trainer": {"log": {"sample_ids": "maybe"}}},
-        'trainer.log.sample_ids: saw "maybe"; expected true or false',
+        ('trainer.log.sample_ids: saw "maybe"', "expected true or false"),
     ),
     (
         {"trainer": {"data": {"path": "a.jsonl", "stream": True}}},
-        "trainer.steps: saw none, with a stream of unknown length; expected a number",
+        ("trainer.steps: saw none", "of unknown length", "expected a number"),
     ),
     (
         {"trainer": {"steps": 1, "data": {"sources": [{"path": "a.jsonl"}], "stream": True}}},
-        "trainer.data.stream: saw true, with sources; expected one trainer.data.path",
+        ("trainer.data.stream: saw true, with sources", "expected one trainer.data.path"),
     ),
     (
         {"trainer": {"steps": 1, "data": {"path": "a.jsonl", "stream": True, "max_rows": 3}}},
-        "trainer.data.max_rows: saw 3, with trainer.data.stream; expected no limit: a stream reads "
-        "all rows",
+        ("trainer.data.max_rows: saw 3, with trainer.data.stream", "reads all rows"),
     ),
     (
         {"trainer": {"run": {"name": "a/b"}}},
-        'trainer.run.name: saw "a/b"; expected a name of at most 100 letters, without a slash',
+        ('trainer.run.name: saw "a/b"', "at most 100"),
     ),
     (
         {"trainer": {"activation_checkpointing": "every:0"}},
-        'trainer.activation_checkpointing: saw "every:0"; '
-        'expected "none", "full", "selective", "selective:2", "offload" or "every:N" with N of '
-        "at least 1",
+        ('trainer.activation_checkpointing: saw "every:0"', '"none"', '"every:N"'),
     ),
     *(
         (
@@ -452,9 +440,12 @@ CONFLICTS = [
                     "evaluation": {"every": every},
                 }
             },
-            "trainer.checkpoint.keep_best: saw true, with trainer.checkpoint.every 10 and "
-            "trainer.evaluation.every "
-            f"{every or 'null'}; expected an evaluation at each checkpoint",
+            (
+                "trainer.checkpoint.keep_best: saw true",
+                "trainer.checkpoint.every 10",
+                f"trainer.evaluation.every {every or 'null'}",
+                "at each checkpoint",
+            ),
         )
         for every in (3, None)
     ),
@@ -462,10 +453,14 @@ CONFLICTS = [
 
 
 @pytest.mark.parametrize(
-    ("content", "text"), CONFLICTS, ids=[text.split(":")[0] for _, text in CONFLICTS]
+    ("content", "keys"), CONFLICTS, ids=[keys[0].split(":")[0] for _, keys in CONFLICTS]
 )
-def test_the_text_of_each_error(tmp_path: Path, content: dict[str, Any], text: str) -> None:
-    assert errors(tmp_path, content) == [text]
+def test_what_does_not_fit_is_one_error(
+    tmp_path: Path, content: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    [error] = errors(tmp_path, content)
+    assert error.startswith(keys[0])
+    shows(error, *keys)
 
 
 @pytest.mark.parametrize("every", [5, 10])
@@ -474,38 +469,40 @@ def test_the_best_is_kept_where_each_checkpoint_is_evaluated(tmp_path: Path, eve
     assert compile_(tmp_path, {"trainer": section}).trainer.checkpoint.keep_best
 
 
-WHOLE = "text without the character 0 and without halves of characters"
 NO_CONFIG = [
-    ("[1]", ": saw [1]; expected a JSON object {...}"),
+    ("[1]", (": saw [1]", "expected a JSON object {...}")),
     (
         '{"a": 1, "b": {"a": 1,\n "c": "{", "a": 2}}',
-        ':2: saw the key "a" twice in one section; expected once',
+        (":2: saw the key", '"a" twice', "in one section", "expected once"),
     ),
-    ('{"a": 1, "a": 2}', ':1: saw the key "a" twice in one section; expected once'),
-    ('{"a": NaN}', ":1:7: saw NaN; expected a finite number"),
+    ('{"a": 1, "a": 2}', (":1: saw the key", '"a" twice', "in one section", "expected once")),
+    ('{"a": NaN}', (":1:7: saw NaN", "expected a finite number")),
     (
         (
             '{"x": "NaN", "y": [-0.5, 1e400],\n "optimizer": {"params": {\n "betas": [0.9, '
             "-Infinity]}}}"
         ),
-        ":3:17: saw -Infinity; expected a finite number",
+        (":3:17: saw -Infinity", "expected a finite number"),
     ),
     (
         f'{{"a": {"9" * 5000}}}',
-        ':1:4308: number out of range at "99999999999999999999"; expected JSON',
+        (":1:4308: number", 'range at "99999999999999999999"', "expected JSON"),
     ),
     (
         f'{{"a": {"9" * 2000}}}',
-        ": a: saw a number of more than 1,000 digits; expected a finite number",
+        (": a: saw a number", "than 1,000 digits", "expected a finite number"),
     ),
-    ('{"a": {"b": 1e999}}', ": a.b: saw Infinity; expected a finite number"),
-    ('{"é": 1, "ß": [NaN]}', ":1:16: saw NaN; expected a finite number"),
+    ('{"a": {"b": 1e999}}', (": a.b: saw Infinity", "expected a finite number")),
+    ('{"é": 1, "ß": [NaN]}', (":1:16: saw NaN", "expected a finite number")),
     *(
         (
             text,
             (
-                ": an Accelerate config; expected a DeepSpeed JSON config. Give its "
-                "deepspeed_config_file."
+                (
+                    ": an Accelerate config",
+                    "expected a DeepSpeed JSON config",
+                    "deepspeed_config_file",
+                )
             ),
         )
         for text in (
@@ -515,22 +512,23 @@ NO_CONFIG = [
     ),
     (
         '{"model_type": "llama", "hidden_size": 8}',
-        ": a model's config; expected a DeepSpeed JSON config. Name it in trainer.model.config.",
+        (": a model's config", "expected a DeepSpeed JSON config", "trainer.model.config"),
     ),
     (
         '{"output_dir": "x", "learning_rate": 1e-4}',
         (
-            ": arguments of Hugging Face's Trainer; expected a DeepSpeed JSON config. Give their "
-            '"deepspeed".'
+            (
+                ": arguments of",
+                "Hugging Face's Trainer",
+                "expected a DeepSpeed JSON config",
+                '"deepspeed"',
+            )
         ),
     ),
     *(
         (
             text,
-            (
-                ": sections nested more than 40 deep; expected the few levels of a DeepSpeed JSON "
-                "config"
-            ),
+            ((": sections nested", "than 40 deep", "DeepSpeed JSON config")),
         )
         for text in (
             '{"a":' * 900 + "1" + "}" * 900,
@@ -540,18 +538,20 @@ NO_CONFIG = [
     ),
     (
         '{"a": "x\\u0000"}',
-        f': a: saw "x\\u0000"; expected {WHOLE}',
+        (': a: saw "x\\u0000"', "halves of characters"),
     ),
     (
         '{"\\ud800": 1}',
-        ':1:9: unexpected end of hex escape at "\\": 1}"; expected JSON',
+        (":1:9: ", 'at "\\": 1}"', "expected JSON"),
     ),
 ]
 
 
-@pytest.mark.parametrize(("content", "text"), NO_CONFIG, ids=range(len(NO_CONFIG)))
-def test_json_that_is_no_config(tmp_path: Path, content: str, text: str) -> None:
-    assert errors(tmp_path, content) == [f"c.json{text}"]
+@pytest.mark.parametrize(("content", "keys"), NO_CONFIG, ids=range(len(NO_CONFIG)))
+def test_json_that_is_no_config(tmp_path: Path, content: str, keys: tuple[str, ...]) -> None:
+    [error] = errors(tmp_path, content)
+    assert error.startswith(f"c.json{keys[0]}")
+    shows(error, *keys)
 
 
 NO_JSON = {
@@ -1371,43 +1371,38 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    ("data", "expected"),
+    ("data", "keys"),
     [
         (
             {"sources": [{"path": "a", "wieght": 1}]},
-            'trainer.data.sources[0].wieght: saw 1; .*Did you mean "weight"',
+            ("trainer.data.sources[0].wieght: saw 1", 'Did you mean "weight"'),
         ),
-        ({"sources": [{"weight": 1}]}, "trainer.data.sources[0].path: "),
+        ({"sources": [{"weight": 1}]}, ("trainer.data.sources[0].path: ",)),
         (
             {"sources": [{"path": "a", "weight": 0}]},
-            "trainer.data.sources[0].weight: saw 0; expected a number above 0",
+            ("trainer.data.sources[0].weight: saw 0", "a number above 0"),
         ),
         (
             {"path": "b", "sources": [{"path": "a"}]},
-            'trainer.data.path: saw "b", and trainer.data.sources [{"path": "a"}]; '
-            "expected at most one of the two. Each of the sources has its own path",
+            ('trainer.data.path: saw "b"', 'trainer.data.sources [{"path": "a"}]', "at most one"),
         ),
         (
             {"sources": [{"path": "a", "weight": 1}, {"path": "b"}]},
-            "saw 1 with a weight, 0 with epochs; expected a",
+            ("saw 1 with a weight", "0 with epochs"),
         ),
-        (
-            {"sources": [{"path": "a"}, {"path": "a"}]},
-            'saw "a" twice; expected another label for each',
-        ),
+        ({"sources": [{"path": "a"}, {"path": "a"}]}, ('saw "a" twice', "another label")),
         (
             {"too_long": "drop", "documents": "concatenate"},
-            'trainer.data.too_long: saw "drop", with trainer.data.documents "concatenate"',
+            ('trainer.data.too_long: saw "drop"', 'trainer.data.documents "concatenate"'),
         ),
     ],
 )
 def test_mixtures_that_do_not_fit_say_so(
-    tmp_path: Path, data: dict[str, Any], expected: str
+    tmp_path: Path, data: dict[str, Any], keys: tuple[str, ...]
 ) -> None:
     found = errors(tmp_path, {"trainer": {"data": data}})
-    assert any(
-        re.search(expected.replace("[", r"\[").replace("]", r"\]"), text) for text in found
-    ), found
+    assert any(all(key in text for key in keys) for text in found), found
+    shows("\n".join(found), *keys)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), [0.9, float("nan")]])

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.messages import raises, shows_each
+from tests.support.messages import raises, shows, shows_each
 from trainer.config import Config, RuntimeFacts, load, mesh_sizes, origin_table, resolve
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
@@ -226,21 +226,21 @@ def test_one_batch_size_or_none() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "keys"),
     [
-        ({BATCH[0]: 7}, "saw 7; expected a multiple of 2 (data ranks) = 2, such as 6 or 8"),
+        ({BATCH[0]: 7}, ("saw 7", "multiple of 2", "6 or 8")),
         (
             {BATCH[0]: 16, BATCH[1]: 3},
-            "saw 16; expected a multiple of 3 (micro-batch) x 2 (data ranks) = 6, such as 12 or 18",
+            ("saw 16", "multiple of 3", "x 2", "12 or 18"),
         ),
         (
             {BATCH[0]: 2, BATCH[2]: 4},
-            "saw 2; expected a multiple of 4 (accumulation) x 2 (data ranks) = 8, such as 8 or 16",
+            ("saw 2", "multiple of 4", "x 2", "8 or 16"),
         ),
     ],
 )
-def test_batches_that_can_not_be_divided(content: dict[str, int], text: str) -> None:
-    assert failure(content) == f"train_batch_size: {text}"
+def test_batches_that_can_not_be_divided(content: dict[str, int], keys: tuple[str, ...]) -> None:
+    shows(failure(content), f"train_batch_size: {keys[0]}", *keys[1:])
 
 
 def mesh_content(pipeline: int, tensor: int, stage: int, **mesh: int) -> dict[str, Any]:
@@ -285,28 +285,35 @@ def test_batch_sizes_count_data_ranks_not_processes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "text"),
+    ("content", "keys"),
     [
         (
             mesh_content(3, 2, 0),
-            "world size: 8 processes are not divisible by 3 (pipeline) x 2 (tensor); "
-            "expected a multiple of 6 processes, such as 6 or 12. "
-            "Change pipeline.stages or tensor_parallel.autotp_size.",
+            (
+                "world size: 8",
+                "divisible by 3",
+                "x 2 (tensor)",
+                "multiple of 6",
+                "6 or 12",
+                "pipeline.stages",
+            ),
         ),
         (
             mesh_content(1, 1, 3, replicate=2, shard=3),
-            "trainer.mesh: saw 2 (replicate) x 3 (shard); expected a product of 8 data ranks. "
-            "Set one of them to -1, for what is left, or change the number of processes.",
+            ("trainer.mesh: saw 2 (replicate) x 3 (shard)", "product of 8", "-1"),
         ),
         (
             mesh_content(1, 1, 0, shard=4),
-            "trainer.mesh.shard: saw 4 with ZeRO stage 0; expected 1. "
-            "Set zero_optimization.stage to 1, 2 or 3, or shard to 1.",
+            (
+                "trainer.mesh.shard: saw 4 with ZeRO stage 0",
+                "expected 1",
+                "zero_optimization.stage",
+            ),
         ),
     ],
 )
-def test_meshes_that_do_not_fit(content: dict[str, Any], text: str) -> None:
-    assert failure(content, replace(FACTS, world_size=8)) == text
+def test_meshes_that_do_not_fit(content: dict[str, Any], keys: tuple[str, ...]) -> None:
+    shows(failure(content, replace(FACTS, world_size=8)), *keys)
 
 
 WARM = {

@@ -184,7 +184,6 @@ def test_endings(tmp_path: Path) -> None:
     assert read(f"{tmp_path}/a.docx", "text") == [Text("x")]
 
 
-SET = "Set trainer.data.text_column, chat_column, or prompt_column and completion_column"
 BROKEN = {
     "not JSON": (
         (
@@ -193,81 +192,81 @@ BROKEN = {
             b"in "
             b"full\n"
         ),
-        ':3: not JSON: {"text": broken, and then a long rest of the line that is no; '
-        "expected one JSON object on each line",
+        (':3: not JSON: {"text"', "that is no; expected", "on each line"),
     ),
     "cut JSON": (
         b'{"text": "ok"}\n{"te',
-        ':2: not JSON: {"te; expected one JSON object on each line',
+        (':2: not JSON: {"te', "on each line"),
     ),
     "cut array": (
         b'[{"text": "ok"},\n{"text": "o',
-        ':2: not JSON: {"text": "o; expected one JSON object on each line',
+        (':2: not JSON: {"text": "o', "on each line"),
     ),
     "not an object": (
         b'{"text": "ok"}\n[1]\n',
-        ":2: not a JSON object: [1]; expected one with named columns",
+        (":2: not a JSON object: [1]", "with named columns"),
     ),
     "array of texts": (
         b'["a"]',
-        ': item 0: not a JSON object: "a"; expected one with named columns',
+        (': item 0: not a JSON object: "a"', "with named columns"),
     ),
     "missing column": (
         b'{"texts": "x", "id": 1}\n',
-        f':1: no column "text"; expected one of "texts", "id". Did you mean "texts"? {SET}',
+        (':1: no column "text"', 'expected one of "texts", "id"', '"texts"?'),
     ),
     "later missing column": (
         b'{"text": "x"}\n{"id": 1}\n',
-        f':2: no column "text"; expected one of "id". {SET}',
+        (':2: no column "text"', 'expected one of "id"', "trainer.data.text_column"),
     ),
     "not text": (
         b'{"text": ["a", "b"]}\n',
-        ":1: column \"text\" holds list ['a', 'b']; expected text",
+        (":1: column \"text\" holds list ['a', 'b']", "expected text"),
     ),
     "surrogate": (
         b'{"text": "ab\\ud83d"}\n',
-        ':1: column "text" holds half of a surrogate pair at character 2; expected valid Unicode',
+        (':1: column "text"', "at character 2", "expected valid Unicode"),
     ),
     "latin-1": (
         b'{"text": "ok"}\n{"text": "caf\xe9"}\n',
-        (
-            ": byte 28: byte 0xe9, which is not UTF-8; expected text in UTF-8. Convert the file, "
-            "e.g. "
-            "with iconv"
-        ),
+        ((": byte 28: ", "is not UTF-8", "expected text in UTF-8", "iconv")),
     ),
 }
 
 
-@pytest.mark.parametrize(("content", "expected"), BROKEN.values(), ids=BROKEN.keys())
-def test_broken_jsonl(tmp_path: Path, content: bytes, expected: str) -> None:
+@pytest.mark.parametrize(("content", "keys"), BROKEN.values(), ids=BROKEN.keys())
+def test_broken_jsonl(tmp_path: Path, content: bytes, keys: tuple[str, ...]) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(content)
-    assert message(str(path)) == f"{path}{expected}"
+    assert message(str(path)).startswith(f"{path}{keys[0]}")
+    shows(message(str(path)), *keys)
 
 
 BROKEN_CSV = {
-    "missing column": ("body\nx\n", f':2: no column "text"; expected one of "body". {SET}'),
+    "missing column": (
+        "body\nx\n",
+        (':2: no column "text"', 'expected one of "body"', "trainer.data.text_column"),
+    ),
     "more fields": (
         "text,id\nx,1\ny,2,3\n",
-        ":3: a row with more or fewer fields; expected 2, as the header has",
+        (":3: a row", "or fewer fields", "expected 2"),
     ),
     "fewer fields": (
         "text,id\nx\n",
-        ":2: a row with more or fewer fields; expected 2, as the header has",
+        (":2: a row", "or fewer fields", "expected 2"),
     ),
     "open quote": (
         'text\n"x\n',
-        ":2: not CSV: unexpected end of data; expected comma-separated fields",
+        (":2: not CSV", "end of data", "expected comma-separated fields"),
     ),
 }
 
 
-@pytest.mark.parametrize(("content", "expected"), BROKEN_CSV.values(), ids=BROKEN_CSV.keys())
-def test_broken_csv(tmp_path: Path, content: str, expected: str) -> None:
+@pytest.mark.parametrize(("content", "keys"), BROKEN_CSV.values(), ids=BROKEN_CSV.keys())
+def test_broken_csv(tmp_path: Path, content: str, keys: tuple[str, ...]) -> None:
     path = tmp_path / "a.csv"
     path.write_text(content)
-    assert message(str(path)) == f"{path}{expected}"
+    assert message(str(path)).startswith(f"{path}{keys[0]}")
+    shows(message(str(path)), *keys)
 
 
 def test_broken_parquet(tmp_path: Path) -> None:
@@ -275,7 +274,7 @@ def test_broken_parquet(tmp_path: Path) -> None:
     path.write_bytes(b"not parquet at all")
     shows(message(str(path)), f"{path}", "parquet file")
     pq.write_table(pa.table({"body": ["x"], "n": [3]}), path)
-    shows(message(str(path)), f"{path}: row 0", 'column "text"', f"{SET}")
+    shows(message(str(path)), f"{path}: row 0", 'column "text"', "trainer.data.text_column")
     shows(message(str(path), text_column="n"), f"{path}: row 0", '"n" holds int 3')
 
 
