@@ -232,29 +232,29 @@ def test_what_is_found_of_a_module():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "keys"),
     [
-        ({"build": lambda: "text"}, "model: str; expected a callable that builds an nn.Module"),
-        ({"build": lambda: nn.Linear(6, 2, device="cpu")}, "Leave `device=` out"),
+        ({"build": lambda: "text"}, ("model: str", "builds an nn.Module")),
+        ({"build": lambda: nn.Linear(6, 2, device="cpu")}, ("Leave `device=` out",)),
         (
             {"loss": lambda output, target: output.sum()},
-            "sum over the targets as a scalar tensor, number of targets",
+            ("as a scalar tensor", "number of targets"),
         ),
         (
             {"loss": lambda o, t: (loss(o, t)[0] / 0, 1)},
-            "inf on the first samples; expected a finite number",
+            ("inf on the first samples", "a finite number"),
         ),
         (
             {"loss": lambda o, t: (loss(o, t)[0], int((o != 0).sum()))},
-            "a count that depends on the target alone",
+            ("a count", "the target alone"),
         ),
-        ({"blocks": "layers.*"}, "no module of Sequential is named layers.*"),
+        ({"blocks": "layers.*"}, ("no module of Sequential", "layers.*")),
     ],
     ids=["no module", "on a device", "no count", "not finite", "count of the output", "no blocks"],
 )
-def test_what_can_not_be_trained_says_why(change, message):
+def test_what_can_not_be_trained_says_why(change, keys):
     given = {"build": small, "loss": loss, "blocks": None, **change}
-    with pytest.raises(ConfigError, match=re.escape(message)):
+    with raises(ConfigError, *keys):
         findings_of(*spec_and_task(**given))
 
 
@@ -277,30 +277,30 @@ def hooked(register: str) -> nn.Parameter:
 LOST = {
     "complex": (
         lambda: parameter(torch.zeros(2, dtype=torch.complex64)),
-        "is a parameter of torch.complex64; expected",
+        ("torch.complex64; expected",),
     ),
     "bfloat16": (
         lambda: parameter(torch.zeros(2, dtype=torch.bfloat16)),
-        "is a parameter of torch.bfloat16; expected",
+        ("torch.bfloat16; expected",),
     ),
     "float64": (
         lambda: parameter(torch.zeros(2, dtype=torch.float64)),
-        "is a parameter of torch.float64; expected",
+        ("torch.float64; expected",),
     ),
     "integers": (
         lambda: parameter(torch.zeros(2, dtype=torch.int8)),
-        "is a parameter of torch.int8; expected",
+        ("torch.int8; expected",),
     ),
-    "a hook": (lambda: hooked("register_hook"), "has a hook of its own"),
-    "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), "has a hook of its own"),
-    "an attribute": (lambda: parameter(torch.zeros(2), scale=2.0), "has an attribute scale"),
+    "a hook": (lambda: hooked("register_hook"), ("has a hook",)),
+    "a hook after": (lambda: hooked("register_post_accumulate_grad_hook"), ("has a hook",)),
+    "an attribute": (lambda: parameter(torch.zeros(2), scale=2.0), ("has an attribute scale",)),
     "a subclass": (
         lambda: Scaled(torch.zeros(2)),
-        "is a tests.command.test_api.Scaled; expected an nn.Parameter",
+        ("is a tests.command.test_api.Scaled", "expected an nn.Parameter"),
     ),
     "no size yet": (
         nn.UninitializedParameter,
-        "is a torch.nn.parameter.UninitializedParameter; expected an nn.Parameter of known size",
+        ("is a torch.nn.parameter.UninitializedParameter", "known size"),
     ),
 }
 
@@ -308,7 +308,7 @@ LOST = {
 @pytest.mark.more
 @pytest.mark.parametrize("name", LOST)
 def test_what_of_a_parameter_would_be_lost_is_refused_with_its_name(name):
-    make, message = LOST[name]
+    make, keys = LOST[name]
 
     class Net(nn.Module):
         def __init__(self):
@@ -316,7 +316,7 @@ def test_what_of_a_parameter_would_be_lost_is_refused_with_its_name(name):
             self.body = small()
             self.body.own = make()
 
-    with pytest.raises(ConfigError, match=re.escape(f"model: body.own {message}")):
+    with raises(ConfigError, "model: body.own ", *keys):
         spec_of(Net, None, seed=3)
 
 

@@ -278,7 +278,7 @@ def folder_is_a_file(folder: Path) -> list[str]:
 
 
 # what is wrong -> (overrides, exit code, what the message says)
-MISTAKES: dict[str, tuple[Any, int, str]] = {
+MISTAKES: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "missing model": (
         [
             "trainer.model.config=null",
@@ -286,31 +286,35 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
             "trainer.data.tokenizer=null",
         ],
         64,
-        "./nowhere",
+        ("./nowhere",),
     ),
-    "model without weights": (folder_without_weights, 64, "no weights; expected model.safetensors"),
-    "missing data": (["trainer.data.path=/nowhere/*.jsonl"], 65, "/nowhere/*.jsonl"),
+    "model without weights": (
+        folder_without_weights,
+        64,
+        ("no weights", "expected model.safetensors"),
+    ),
+    "missing data": (["trainer.data.path=/nowhere/*.jsonl"], 65, ("/nowhere/*.jsonl",)),
     "a line that is not JSON": (
         text_file("bad.jsonl", b'{"text": "a"}\n{"text": \n'),
         65,
-        "bad.jsonl:2: ",
+        ("bad.jsonl:2: ",),
     ),
-    "a missing column": (text_file("other.jsonl", b'{"txt": "a"}\n'), 65, 'Did you mean "txt"'),
-    "an empty file": (text_file("empty.jsonl", b""), 65, "empty.jsonl: "),
+    "a missing column": (text_file("other.jsonl", b'{"txt": "a"}\n'), 65, ('Did you mean "txt"',)),
+    "an empty file": (text_file("empty.jsonl", b""), 65, ("empty.jsonl: ",)),
     "not UTF-8": (
         text_file("latin.txt", "na\u00efve".encode("latin-1") * 9),
         65,
-        "latin.txt: byte 2",
+        ("latin.txt: byte 2",),
     ),
     "a small embedding": (
         ["trainer.model.config.vocab_size=100"],
         65,
-        "ids below 100, the rows of the embedding",
+        ("ids below 100", "of the embedding"),
     ),
     "a long sequence": (
         ["trainer.model.config.max_position_embeddings=8"],
         64,
-        "trainer.data.sequence_length: 16; expected at most the model's 8 positions",
+        ("trainer.data.sequence_length: 16", "8 positions"),
     ),
     "a long sequence for a model that counts from behind its padding": (
         [
@@ -320,14 +324,14 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
             )
         ],
         64,
-        "trainer.data.sequence_length: 16; expected at most the model's 14 positions",
+        ("trainer.data.sequence_length: 16", "14 positions"),
     ),
-    "a run folder that can't be made": (folder_is_a_file, 74, "runs"),
-    "a batch that does not fit": (["train_batch_size=7"], 64, "train_batch_size"),
+    "a run folder that can't be made": (folder_is_a_file, 74, ("runs",)),
+    "a batch that does not fit": (["train_batch_size=7"], 64, ("train_batch_size",)),
     "a mesh that does not fit": (
         ["trainer.mesh.replicate=2", "trainer.mesh.shard=1"],
         64,
-        "trainer.mesh: saw 2 (replicate) x 1 (shard); expected a product of 1 data ranks",
+        ("trainer.mesh: saw 2 (replicate) x 1 (shard)", "product of 1"),
     ),
     "an axis that no engine has": (
         [
@@ -341,43 +345,38 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
             "trainer.pipeline_schedule=ZBVZeroBubble",
         ],
         64,
-        (
-            "expected a layout that it can run. ZBVZeroBubble with ZeRO-3 silently gives wrong "
-            "gradients"
-        ),
+        ("ZBVZeroBubble with ZeRO-3", "wrong gradients"),
     ),
     "micro-batches fewer than stages": (
         ["pipeline.stages=4", "--processes", "4"],
         64,
         (
-            "gradient_accumulation_steps: 2 micro-batches for 4 pipeline stages under 1F1B; "
-            "expected "
-            "at least 4"
+            (
+                "gradient_accumulation_steps: 2 micro-batches",
+                "4 pipeline stages",
+                "expected at least 4",
+            )
         ),
     ),
     "stages more than blocks": (
         ["pipeline.stages=4", "--processes", "4", "gradient_accumulation_steps=4"],
         64,
-        (
-            "pipeline.stages: llama: 2 blocks for 4 pipeline stages; expected at least one block "
-            "for "
-            "each stage"
-        ),
+        ("pipeline.stages: llama: 2 blocks", "4 pipeline stages", "one block"),
     ),
     "heads that can't be divided": (
         ["tensor_parallel.autotp_size=4", "--processes", "4"],
         64,
         (
-            "tensor_parallel.autotp_size: llama: 2 key-value heads = 0 x 4 + 2; expected a "
-            "multiple "
-            "of "
-            "4"
+            (
+                "tensor_parallel.autotp_size: llama: 2 key-value heads = 0 x 4 + 2",
+                "expected a multiple of 4",
+            )
         ),
     ),
     "a checkpoint that is not there": (
         ["--resume", "/nowhere/step-1"],
         64,
-        "--resume: /nowhere/step-1: no such folder",
+        ("--resume: /nowhere/step-1: no such folder",),
     ),
 }
 
@@ -385,12 +384,12 @@ MISTAKES: dict[str, tuple[Any, int, str]] = {
 @pytest.mark.first("missing model", "a batch that does not fit", "a mesh that does not fit")
 @pytest.mark.parametrize("name", MISTAKES)
 def test_a_mistake_is_one_message(name, tmp_path):
-    given, code, text = MISTAKES[name]
+    given, code, keys = MISTAKES[name]
     job = write_job(tmp_path)
     arguments = given if isinstance(given, list) else given(tmp_path)
     result = train("--config", job, *arguments)
     assert result.code == code, result.output
-    assert text in result.output
+    shows(result.output, *keys)
     assert "Traceback" not in result.output
     assert len(re.findall(r" error( \(\d+ problems\))?:", result.output)) == 1, result.output
     assert len(result.output.splitlines()) <= 4, result.output

@@ -30,6 +30,7 @@ from tests.support.command.language_model import (
     write_task,
 )
 from tests.support.commands import ROOT, losses, metrics, run, write_job
+from tests.support.messages import shows
 from tests.support.training import (
     TRAIN_BATCH,
     Case,
@@ -315,29 +316,38 @@ def a_transformers_vision_model(folder: Path, target: Path) -> Path:
 
 
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-BAD: dict[str, tuple[Any, int, str]] = {
-    "no folder": (lambda folder, target: target / "none", 64, "none: a folder without a model"),
-    "an empty folder": (lambda folder, target: target, 64, "a folder without a model"),
-    "no tokenizer": (without, 65, "copy the tokenizer's files into the folder"),
-    "no weights": (without, 64, "model.safetensors"),
-    "torn weights": (torn, 64, "open: "),
-    "weights that are missing": (with_a_block_too_many, 64, "no model.layers.4."),
-    "a run that saved nothing": (a_run_that_saved_nothing, 64, "final: a folder without a model"),
-    "half a checkpoint": (half_a_checkpoint, 74, "meshloom checkpoint verify"),
-    "a vision model of transformers": (a_transformers_vision_model, 64, "ViTConfig"),
-    "a vision model": (a_classifier, 64, "a classifier, or a module of your own"),
+BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
+    "no folder": (
+        lambda folder, target: target / "none",
+        64,
+        ("none: a folder", "without a model"),
+    ),
+    "an empty folder": (lambda folder, target: target, 64, ("a folder without a model",)),
+    "no tokenizer": (without, 65, ("the tokenizer's files",)),
+    "no weights": (without, 64, ("model.safetensors",)),
+    "torn weights": (torn, 64, ("open: ",)),
+    "weights that are missing": (with_a_block_too_many, 64, ("no model.layers.4.",)),
+    "a run that saved nothing": (
+        a_run_that_saved_nothing,
+        64,
+        ("final: a folder", "without a model"),
+    ),
+    "half a checkpoint": (half_a_checkpoint, 74, ("meshloom checkpoint verify",)),
+    "a vision model of transformers": (a_transformers_vision_model, 64, ("ViTConfig",)),
+    "a vision model": (a_classifier, 64, ("a classifier",)),
 }
 REMOVED = {"no tokenizer": TOKENIZER, "no weights": ("model.safetensors",)}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_a_path_without_a_whole_language_model_is_one_sentence(folder, tmp_path, capsys, name):
-    make, code, words = BAD[name]
+    make, code, keys = BAD[name]
     path = make(folder, tmp_path, *REMOVED.get(name, ()))
     assert use.main([str(path), "--prompt", PROMPT], "meshloom generate") == code
     shown = capsys.readouterr()
     error = shown.err[shown.err.index("error:\n") :].splitlines()
-    assert not shown.out and len(error) == 2 and words in error[1], shown.err
+    assert not shown.out and len(error) == 2, shown.err
+    shows(error[1], *keys)
 
 
 @pytest.mark.parametrize(

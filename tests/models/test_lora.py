@@ -423,57 +423,55 @@ def test_the_base_is_kept_in_the_precision_that_it_computes_in(pools, engine, le
 
 
 @pytest.mark.parametrize(
-    "adapter, message",
+    "adapter, keys",
     [
-        ({"r": 0}, "trainer.adapter.r: saw 0; expected a number of at least 1"),
-        ({"r": -3}, "trainer.adapter.r: saw -3"),
-        ({"dropout": 1}, "trainer.adapter.dropout: saw 1; expected a number below 1"),
-        ({"alpah": 3}, 'Did you mean "alpha"?'),
-        ({"type": "ia3"}, 'trainer.adapter.type: saw "ia3"; expected "lora"'),
-        ({"targets": []}, "trainer.adapter.targets"),
-        ({"targets": "(q_proj"}, "a regular expression (missing )"),
-        ({}, "Name the base as trainer.model.name_or_path"),
+        ({"r": 0}, ("trainer.adapter.r: saw 0", "at least 1")),
+        ({"r": -3}, ("trainer.adapter.r: saw -3",)),
+        ({"dropout": 1}, ("trainer.adapter.dropout: saw 1", "expected a number below 1")),
+        ({"alpah": 3}, ('Did you mean "alpha"?',)),
+        ({"type": "ia3"}, ('trainer.adapter.type: saw "ia3"', 'expected "lora"')),
+        ({"targets": []}, ("trainer.adapter.targets",)),
+        ({"targets": "(q_proj"}, ("a regular expression (missing )",)),
+        ({}, ("Name the base", "trainer.model.name_or_path")),
     ],
 )
-def test_a_section_that_is_wrong(tmp_path, adapter, message):
+def test_a_section_that_is_wrong(tmp_path, adapter, keys):
     from trainer.config import load
 
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, *keys):
         load(write_job(tmp_path, adapter=adapter))
-    assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    "changes, message",
+    "changes, keys",
     [
         (
             {"targets": ["q_prj"]},
-            'trainer.adapter.targets[0]: "q_prj" names no linear layer of a block',
+            ('trainer.adapter.targets[0]: "q_prj"', "no linear layer"),
         ),
         (
             {"targets": ["q_proj", "k_prjo"]},
-            'targets[1]: "k_prjo" names no linear layer of a block',
+            ('targets[1]: "k_prjo"', "no linear layer"),
         ),
-        ({"targets": ["q_prj"]}, 'Did you mean "q_proj" or "v_proj"?'),
-        ({"targets": ["embed_tokens"]}, "model.embed_tokens is Embedding"),
+        ({"targets": ["q_prj"]}, ('Did you mean "q_proj" or "v_proj"?',)),
+        ({"targets": ["embed_tokens"]}, ("model.embed_tokens is Embedding",)),
         (
             {"targets": r".*q_prj"},
-            '".*q_prj" matches no module; expected linear layers of the blocks alone',
+            ('".*q_prj" matches no module', "the blocks alone"),
         ),
-        ({"targets": r"(.*up_proj|lm_head)"}, "matches lm_head"),
-        ({"targets": ["lm_head"]}, "modules_to_save trains a module as a whole"),
+        ({"targets": r"(.*up_proj|lm_head)"}, ("matches lm_head",)),
+        ({"targets": ["lm_head"]}, ("modules_to_save", "a whole")),
         (
             {"modules_to_save": ["lmhead"]},
-            'modules_to_save[0]: "lmhead" is no module with parameters',
+            ('modules_to_save[0]: "lmhead"', "no module"),
         ),
-        ({"modules_to_save": ["self_attn"]}, "which has an adapter"),
-        ({"modules_to_save": ["lm_head"]}, "which is tied"),
+        ({"modules_to_save": ["self_attn"]}, ("which has an adapter",)),
+        ({"modules_to_save": ["lm_head"]}, ("which is tied",)),
     ],
 )
-def test_what_the_model_has_not(changes, message):
-    with pytest.raises(ConfigError) as caught:
+def test_what_the_model_has_not(changes, keys):
+    with raises(ConfigError, *keys):
         adapted(spec_of(LLAMA), AdapterSection(**changes))
-    assert message in str(caught.value)
 
 
 @pytest.mark.more
@@ -579,22 +577,26 @@ def test_a_run_may_start_from_an_adapter(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("more", "section", "model", "message"),
+    ("more", "section", "model", "keys"),
     [
-        ({}, {"r": 4}, {}, "trainer.adapter.r: saw 4; expected 3, as in"),
-        ({}, {"targets": ["q_proj"]}, {}, "trainer.adapter.targets"),
-        ({"rank_pattern": {"q_proj": 7}}, {}, {}, "rank_pattern"),
-        ({"target_modules": ".*q_proj"}, {}, {}, "target_modules"),
-        ({}, {}, {"num_hidden_layers": 2}, "have no place in the model"),
-        ({}, {}, {"num_hidden_layers": 5}, "tensors are not there"),
-        ({}, {}, {"intermediate_size": 64}, "down_proj.lora_A.weight is [3, 48] and not [3, 64]"),
+        ({}, {"r": 4}, {}, ("trainer.adapter.r: saw 4", "expected 3, as in")),
+        ({}, {"targets": ["q_proj"]}, {}, ("trainer.adapter.targets",)),
+        ({"rank_pattern": {"q_proj": 7}}, {}, {}, ("rank_pattern",)),
+        ({"target_modules": ".*q_proj"}, {}, {}, ("target_modules",)),
+        ({}, {}, {"num_hidden_layers": 2}, ("have no place",)),
+        ({}, {}, {"num_hidden_layers": 5}, ("tensors are not there",)),
+        (
+            {},
+            {},
+            {"intermediate_size": 64},
+            ("down_proj.lora_A.weight", "[3, 48]", "[3, 64]"),
+        ),
     ],
 )
-def test_an_adapter_to_start_from_that_does_not_fit(tmp_path, more, section, model, message):
+def test_an_adapter_to_start_from_that_does_not_fit(tmp_path, more, section, model, keys):
     saved_by_peft(tmp_path, **more)
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, *keys):
         adapted(spec_of(UNTIED | model), AdapterSection(path=str(tmp_path), **section))
-    assert message in str(caught.value)
 
 
 @pytest.mark.more

@@ -133,20 +133,19 @@ def options(config: Any = None, path: str | None = None) -> SimpleNamespace:
 
 
 @pytest.mark.parametrize(
-    ("config", "text"),
+    ("config", "keys"),
     [
         (
             {"hidden_size": 8},
-            'trainer.model.config: no model_type; expected an architecture, such as "model_type"',
+            ("trainer.model.config: no model_type", '"model_type"'),
         ),
-        ({"model_type": "lama"}, "expected a config that transformers accepts"),
-        ("/nowhere/config.json", "trainer.model.config: /nowhere/config.json: "),
+        ({"model_type": "lama"}, ("a config", "transformers accepts")),
+        ("/nowhere/config.json", ("trainer.model.config: /nowhere/config.json: ",)),
     ],
 )
-def test_a_config_that_names_no_model(config, text):
-    with pytest.raises(ConfigError) as caught:
+def test_a_config_that_names_no_model(config, keys):
+    with raises(ConfigError, *keys):
         model_config.read_config(options(config))
-    assert text in str(caught.value)
 
 
 def test_a_model_without_a_language_head():

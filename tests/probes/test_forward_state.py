@@ -130,7 +130,7 @@ MOVES = {
     "a mean that goes along": ((dict, after(averaged)), "kept['mean']"),
     "a hook of the backward pass": (
         (counted_backward, None),
-        "other gradients after other passes, by ",
+        "gradients after other passes",
     ),
     "NumPy's generator": (
         (lambda: np.random.default_rng(1), lambda net, h: h * float(net.kept.random())),
@@ -142,7 +142,7 @@ MOVES = {
     ),
     "weights in evaluation": (
         (None, after(divided)),
-        "a forward pass in evaluation changes b.weight",
+        "evaluation changes b.weight",
     ),
 }
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.support.messages import shows
+from tests.support.messages import raises, shows
 from tests.support.run.layout import layout
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
@@ -138,32 +138,25 @@ def test_describe(tmp_path: Path, content: dict[str, Any], world_size: int, text
 
 
 @pytest.mark.parametrize(
-    ("schedule", "micro_batches", "text"),
+    ("schedule", "micro_batches", "keys"),
     [
-        ("1F1B", 3, "3 micro-batches for 4 pipeline stages under 1F1B; expected at least 4"),
-        ("GPipe", 1, "1 micro-batches for 4 pipeline stages under GPipe; expected at least 4"),
-        (
-            "DualPipeV",
-            7,
-            "7 micro-batches for 8 pipeline stages under DualPipeV; expected at least 8",
-        ),
-        (
-            "Interleaved1F1B",
-            9,
-            "9 micro-batches for 8 pipeline stages under Interleaved1F1B; expected a multiple of 2",
-        ),
+        ("1F1B", 3, ("4 pipeline stages", "at least 4")),
+        ("GPipe", 1, ("4 pipeline stages", "at least 4")),
+        ("DualPipeV", 7, ("8 pipeline stages", "at least 8")),
+        ("Interleaved1F1B", 9, ("8 pipeline stages", "a multiple of 2")),
     ],
 )
 def test_micro_batches_that_do_not_fill_a_schedule(
-    schedule: str, micro_batches: int, text: str
+    schedule: str, micro_batches: int, keys: tuple[str, ...]
 ) -> None:
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, f"under {schedule}", *keys) as caught:
         replace(
             layout(4, 1, 1, 1, 1, 8),
             schedule=PIPELINE_SCHEDULES[schedule],
             accumulation=micro_batches,
         )
-    assert str(caught.value).startswith(f"gradient_accumulation_steps: {text}")
+    place = f"gradient_accumulation_steps: {micro_batches} micro-batches"
+    assert str(caught.value).startswith(place)
     shows(caught.value, "gradient_accumulation_steps", "pipeline's micro-batches")
 
 

@@ -166,28 +166,28 @@ def test_digits_are_learned(tmp_path):
 
 @pytest.mark.first("channels")
 @pytest.mark.parametrize(
-    ("options", "overrides", "code", "message"),
+    ("options", "overrides", "code", "keys"),
     [
         (
             {},
             ["trainer.model.name_or_path=resnet5"],
             64,
-            'saw "resnet5"; expected a name of torchvision.models',
+            ('saw "resnet5"', "torchvision.models"),
         ),
-        ({}, ["trainer.model.name_or_path=nowhere:model"], 64, "No module named 'nowhere'"),
-        ({}, ["trainer.images.mode=L"], 65, "grey images, with 1 channel; expected 3 channels"),
-        ({}, ["trainer.data.path=nowhere/at/all"], 65, "nowhere/at/all: no such file or folder"),
+        ({}, ["trainer.model.name_or_path=nowhere:model"], 64, ("No module named 'nowhere'",)),
+        ({}, ["trainer.images.mode=L"], 65, ("grey images", "1 channel", "3 channels")),
+        ({}, ["trainer.data.path=nowhere/at/all"], 65, ("nowhere/at/all", "no such file")),
         (
             {},
             ["trainer.model.config.num_classes=2"],
             64,
-            "its output is [4, 2]; expected scores [4, 3]",
+            ("output is [4, 2]", "scores [4, 3]"),
         ),
         (
             {},
             ["tensor_parallel.autotp_size=2", "--processes", "2"],
             64,
-            "nothing says how the layers of an image",
+            ("nothing says", "layers of an image"),
         ),
         (
             {"model": {"name_or_path": "shufflenet_v2_x0_5"}},
@@ -200,14 +200,19 @@ def test_digits_are_learned(tmp_path):
             ],
             64,
             # its forward takes means itself, behind its blocks
-            "shufflenet_v2_x0_5: cut into stages: ",
+            ("shufflenet_v2_x0_5: cut into stages: ",),
         ),
-        ({}, ["pipeline.stages=2", "gradient_accumulation_steps=1", "--processes", "2"], 64, "2"),
+        (
+            {},
+            ["pipeline.stages=2", "gradient_accumulation_steps=1", "--processes", "2"],
+            64,
+            ("2",),
+        ),
         (
             {"model": {"name_or_path": "ResNet", "config": RESNET}},
             ["train_micro_batch_size_per_gpu=1", "gradient_accumulation_steps=12"],
             64,
-            "can take no statistics",
+            ("no statistics",),
         ),
     ],
     ids=[
@@ -222,9 +227,10 @@ def test_digits_are_learned(tmp_path):
         "one image",
     ],
 )
-def test_what_does_not_fit_says_so(tmp_path, options, overrides, code, message):
+def test_what_does_not_fit_says_so(tmp_path, options, overrides, code, keys):
     result = train("--config", job(tmp_path, **options), *overrides)
-    assert result.code == code and message in result.output, result.output
+    assert result.code == code, result.output
+    shows(result.output, *keys)
 
 
 # Chains
@@ -331,20 +337,22 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
 
 @pytest.mark.more
 @pytest.mark.parametrize(
-    ("name", "weights", "message"),
+    ("name", "weights", "keys"),
     [
         (
             "resnet18",
             "IMAGENET",
-            'saw "IMAGENET" of resnet18; expected one of IMAGENET1K_V1, DEFAULT',
+            ('saw "IMAGENET" of resnet18', "IMAGENET1K_V1, DEFAULT"),
         ),
-        ("VisionTransformer", "DEFAULT", "none: there are no weights by name"),
-        ("inception_v3", "DEFAULT", "none: there are no weights by name"),
-        ("torch.nn:Identity", "DEFAULT", "none: there are no weights by name"),
+        ("VisionTransformer", "DEFAULT", ("none: ", "no weights")),
+        ("inception_v3", "DEFAULT", ("none: ", "no weights")),
+        ("torch.nn:Identity", "DEFAULT", ("none: ", "no weights")),
     ],
 )
-def test_weights_that_there_are_not_are_named(name: str, weights: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+def test_weights_that_there_are_not_are_named(
+    name: str, weights: str, keys: tuple[str, ...]
+) -> None:
+    with raises(ConfigError, *keys):
         classifiers.named(name, {}, weights)
 
 
