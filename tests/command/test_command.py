@@ -308,8 +308,8 @@ MISTAKES: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     ),
     "a small embedding": (
         ["trainer.model.config.vocab_size=100"],
-        65,
-        ("ids below 100", "of the embedding"),
+        64,
+        ("trainer.model.config.vocab_size: 100", "at least 4,096"),
     ),
     "a long sequence": (
         ["trainer.model.config.max_position_embeddings=8"],
@@ -320,7 +320,7 @@ MISTAKES: dict[str, tuple[Any, int, tuple[str, ...]]] = {
         [
             (
                 'trainer.model.config={"model_type": "camembert", "is_decoder": true, '
-                '"max_position_embeddings": 16}'
+                '"max_position_embeddings": 16, "pad_token_id": 1}'
             )
         ],
         64,
