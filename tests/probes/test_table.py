@@ -18,7 +18,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel import checks
 from trainer.probes.inputs import logits_of, sequence_of
 from trainer.probes.probe import Differs, Finding, observe, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 # A toy: all that its own file would have
 
@@ -40,9 +40,8 @@ TOY = Question(
     key="trainer.toy",
     expected="a model without weights",
     hint="Leave it out.",
-    needed=lambda about: about.layout.micro_batch == 3,
+    need=Need("toys", lambda about: about.layout.micro_batch == 3),
     ask=lambda about: probe(about.trained, _doubled, _compare),
-    who="toys",
     holds="Twice the weights give the same logits",
     otherwise="error",
     cost="0.1 s",
@@ -111,7 +110,7 @@ def test_a_probe_leaves_the_generators_as_they_were():
 
 @pytest.mark.parametrize("question", checks.TABLE, ids=lambda question: question.name)
 def test_a_question_has_its_row_and_no_other_has_its_name(question):
-    words = (question.holds, question.who, question.otherwise, question.cost)
+    words = (question.holds, question.need.who, question.otherwise, question.cost)
     assert all(words) and not any("|" in text or "\n" in text for text in words)
     assert [other.name for other in checks.TABLE].count(question.name) == 1
     assert re.fullmatch(r"(whether|what|where|which) .+", question.name)
@@ -120,4 +119,4 @@ def test_a_question_has_its_row_and_no_other_has_its_name(question):
 def test_no_question_is_asked_that_a_layout_does_not_need():
     spec = spec_of(LLAMA)
     about = Probed(spec, task_of(spec), layout())
-    assert not [question.name for question in checks.OF_LAYOUTS if question.needed(about)]
+    assert not [question.name for question in checks.OF_LAYOUTS if question.need.met(about)]

@@ -132,7 +132,7 @@ def models() -> str:
         "| --- | --- | --- | --- |",
     ]
     for question in TABLE:
-        words = (question.holds, question.who, question.otherwise, question.cost)
+        words = (question.holds, question.need.who, question.otherwise, question.cost)
         lines.append(f"| {' | '.join(words)} |")
     return "\n".join([before + begin.rstrip(), *lines, end + rest.split(end)[1]])
 

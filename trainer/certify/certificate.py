@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,10 +19,16 @@ from trainer.config import TrainerSection
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.parallel import float8
-from trainer.parallel.checks import checked
+from trainer.parallel.checks import answers, checked
+from trainer.probes.answers import Answer
 from trainer.probes.dispatch_modes import Alone
+from trainer.probes.question import Probed
 from trainer.recipe import HandedIn, recipe_of
 from trainer.run.describe import versions
+from trainer.supervise.stall import Phase
+
+WIDTH = 52
+"""The characters of the column of questions."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +40,8 @@ class Certificate:
     changes: tuple[str, ...]
     findings: tuple[CheckResult, ...]
     first_failure: CheckResult | None
+    probes: tuple[Answer, ...] = ()
+    """The answer to each question that a model is asked before it is trained."""
 
     @property
     def passed(self) -> bool:
@@ -55,8 +65,11 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         sources, reference = case.rehearse(spec)
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
         small = clipping(small, norms)
+        # a copy of the task, in which no engine sets this rank's place
+        about = Probed(subject.spec, copy(subject.task), small.layout, packed=subject.packed)
         trained = subject.trained(spec, small.config.trainer)
         run, resumed = record(small, trained, sources, machine, folder, case.edges)
+        asked = _asked(about, machine)
         options = case.options(small)
         comparison = Comparison(small, spec, machine, options, case.edges, reference)
         findings, first = comparison.findings(run, resumed)
@@ -65,7 +78,16 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         if (base := case.base) is not None:
             findings = (base, *findings)
             first = first if base.passed else base
-        return Certificate(layout, engine, small.changes, findings, first)
+        probes = ranks.send(ranks.world_size - 1, asked)
+        return Certificate(layout, engine, small.changes, findings, first, probes)
+
+
+def _asked(about: Probed, machine: Machine) -> tuple[Answer, ...]:
+    """Ask all questions on the last rank, while the first runs the one process; none elsewhere."""
+    if machine.ranks.rank < machine.ranks.world_size - 1:
+        return ()
+    machine.watch.at(Phase.FINISHING)
+    return answers(about, machine.watch.moves)
 
 
 def _case_of(
@@ -93,11 +115,21 @@ def table(certificate: Certificate) -> str:
         numbers = f"{finding.error:>24.1e}{finding.tolerance:>11.0e}"
         row = f"{finding.check:<16}{numbers}  {verdict:<4}  {finding.step:>4}  {finding.where}"
         lines.append(row.rstrip())
+    lines += _of_probes(certificate.probes)
     if (first := certificate.first_failure) is None:
         return "\n".join([*lines, "PASS: trains as one process does"])
     what = f"{first.check} {first.where}".rstrip()
     failed = f"FAIL: first differs at step {first.step}, on rank {first.rank}: {what}"
     return "\n".join([*lines, f"{failed}, by {first.error:.1e}"])
+
+
+def _of_probes(probes: Sequence[Answer]) -> Iterator[str]:
+    """Yield a line for each question, under a heading."""
+    if not probes:
+        return
+    yield f"{'probe, on a tiny copy of the model':<{WIDTH}}answer"
+    for one in probes:
+        yield f"{one.question:<{WIDTH}}{one.answer:<6}{one}".rstrip()
 
 
 def write(certificate: Certificate, path: Path, config: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -24,6 +24,7 @@ from trainer.parallel.probes import (
 )
 from trainer.parallel.recompute import tiles
 from trainer.parallel.splits import expert_loads
+from trainer.probes.answers import Answer, answer
 from trainer.probes.findings import Findings, applied
 from trainer.probes.inputs import ProbeTask
 from trainer.probes.question import Probed, Question, ask_all
@@ -95,6 +96,19 @@ def checked(
     notes = (*spec.notes, *findings.notes, *_notes_on_batch_norm(layout, findings))
     notes = (*notes, *_notes_on_balance(spec, layout), *_notes_on_tiles(spec, layout))
     return applied(spec, findings), notes
+
+
+def answers(about: Probed, moves: Callable[[], None]) -> tuple[Answer, ...]:
+    """Ask every question of the table that can be asked of the model, for its layout or another.
+
+    On one rank alone. `moves()` is called before each, as progress.
+    """
+
+    def answered(question: Question) -> Answer:
+        moves()
+        return answer(question, about, _check_requirements)
+
+    return tuple(answered(question) for question in TABLE)
 
 
 def packing_refusal(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from trainer.errors import listed
 from trainer.models.names import in_short, pattern_of
 from trainer.models.spec import ModelSpec
 
@@ -41,6 +42,19 @@ class Findings:
     """Why nothing could be tried; every other field is then a guess."""
     notes: tuple[str, ...] = ()
     """Notes for the user, a line each."""
+
+
+def learned(before: Findings, after: Findings) -> Iterator[str]:
+    """Yield what a question has added to the findings, in words; nothing if all is as expected."""
+    yield from after.notes[len(before.notes) :]
+    if before.blocks and not after.blocks and after.notes == before.notes:
+        yield "no modules run once each, in order, from hidden state to hidden state"
+    if after.moves_buffers != before.moves_buffers:
+        yield f"training changes its buffer {after.moves_buffers}: one process alone can train it"
+    if after.sparse != before.sparse:
+        yield f"some samples give no gradient to {listed(after.sparse)}"
+    if after.draws.skips and not before.draws.skips:
+        yield "it leaves out blocks at random (layerdrop): one process alone can train it"
 
 
 def applied(spec: ModelSpec, findings: Findings) -> ModelSpec:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from trainer.layout import Layout
+from trainer.layout import Layout, Recompute
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.probes.findings import Findings, applied
@@ -20,6 +20,20 @@ from trainer.probes.inputs import ProbeTask
 from trainer.probes.probe import Finding, observe, tiny
 
 FROM_TOKENS = "a model that computes logits and its loss from tokens alone"
+ONE_PROCESS = Layout(
+    pipeline=1,
+    replicate=1,
+    shard=1,
+    tensor=1,
+    micro_batch=2,
+    accumulation=2,
+    zero_stage=0,
+    offload_optimizer="none",
+    offload_param="none",
+    precision="float32",
+    recompute=Recompute(),
+)
+"""The layout of one process, which examples change in the one thing that they need."""
 
 
 class Probed:
@@ -75,6 +89,29 @@ class Probed:
         """The spec as it will be trained, by what is known so far."""
         return applied(self.spec, self.findings)
 
+    def under(self, packed: bool = False, **fields: Any) -> Probed:
+        """Return the same model under another layout: ONE_PROCESS but for these fields."""
+        layout = replace(ONE_PROCESS, **fields)
+        return Probed(self.spec, self.task, layout, packed=packed, findings=self.findings)
+
+
+def no_example(about: Probed) -> None:
+    """Return None: no layout makes it a question about a model for which it is none."""
+
+
+@dataclass(frozen=True)
+class Need:
+    """The models, layouts or options that need the answer to a question."""
+
+    who: str
+    """Who they are, in words. Printed in docs/models.md."""
+    met: Callable[[Probed], bool]
+    """Tells if a model and its layout need the answer."""
+    example: Callable[[Probed], Probed | None] = no_example
+    """Returns the model under a layout that needs the answer, for `verify`, which asks all; None if
+    it can't be asked of this model.
+    """
+
 
 @dataclass(frozen=True)
 class Question:
@@ -84,14 +121,12 @@ class Question:
     """The words for what an error of the model's own code leaves open: "whether it is causal"."""
     key: str
     """The place that an error names: the key that asks for it."""
-    needed: Callable[[Probed], bool]
-    """Tells if a model and its layout need the answer."""
+    need: Need
+    """Who needs the answer."""
     ask: Callable[[Probed], Finding | None]
     """Asks it: learns what it finds, or returns why the model can't be trained so."""
-    who: str
-    """The models, layouts or options that need it. Printed in docs/models.md, as are the next."""
     holds: str
-    """The condition that is checked."""
+    """The condition that is checked. Printed in docs/models.md, as are the next."""
     otherwise: str
     """The consequence if it does not hold."""
     cost: str
@@ -100,8 +135,10 @@ class Question:
     """The expectation of the model, where a finding has none."""
     hint: str = ""
     """Advice to the user, where a finding has none."""
-    by_engine: bool = False
-    """True if the engine asks it, when it is known that this engine runs the layout."""
+    elsewhere: bool = False
+    """True if `train` asks it elsewhere: where the model is opened, or in the engine, once it is
+    known that this engine runs the layout.
+    """
 
 
 def by_check(check: Callable[[ModelSpec, Layout], None]) -> Callable[[Probed], None]:
@@ -126,7 +163,7 @@ def ask(question: Question, about: Probed) -> None:
 
 
 def ask_all(table: Iterable[Question], about: Probed) -> None:
-    """Ask what the model and its layout need, in the order of the table, but for the engine's."""
+    """Ask what the model and its layout need, in the order of the table, but not elsewhere."""
     for question in table:
-        if not question.by_engine and question.needed(about):
+        if not question.elsewhere and question.need.met(about):
             ask(question, about)

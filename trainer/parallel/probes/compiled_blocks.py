@@ -14,7 +14,7 @@ from trainer.parallel import compilation
 from trainer.parallel.recompute import activation_checkpointing, tiles
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 from trainer.supervise.process import Machine
 
 
@@ -79,11 +79,14 @@ QUESTION = Question(
     name="whether its blocks compile",
     key="trainer.compile",
     expected='blocks that compile as a whole, or "none"',
-    needed=lambda about: about.layout.compile != "none",
+    need=Need(
+        "`trainer.compile`",
+        lambda about: about.layout.compile != "none",
+        lambda about: about.under(compile="blocks"),
+    ),
     ask=_ask,
-    who="`trainer.compile`",
     holds="Each block is one graph, and compiled gradients are the same",
     otherwise="a note: the blocks run uncompiled",
     cost="10 s",
-    by_engine=True,
+    elsewhere=True,
 )

@@ -10,7 +10,7 @@ from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.recompute import activation_checkpointing, tiles
 from trainer.probes.inputs import Batch, first_batch
 from trainer.probes.probe import Finding, differing_gradient, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 TOLERANCE = 1e-5
 TILED = "trainer.tiled_mlp"
@@ -61,9 +61,12 @@ BLOCKS = Question(
     name="what it computes again",
     key="trainer.activation_checkpointing",
     expected='"none"',
-    needed=lambda about: about.layout.recompute.mode != "none",
+    need=Need(
+        "`trainer.activation_checkpointing`",
+        lambda about: about.layout.recompute.mode != "none",
+        lambda about: about.under(recompute=Recompute("full")),
+    ),
     ask=_ask_blocks,
-    who="`trainer.activation_checkpointing`",
     holds="Gradients stay the same when blocks are computed again",
     otherwise="unsupported: a model whose gradients change",
     cost="0.1 s",
@@ -72,9 +75,12 @@ TILES = Question(
     name="what it computes in tiles",
     key=TILED,
     expected="none, or MLPs that treat each token alone and draw nothing (dropout)",
-    needed=_tiled,
+    need=Need(
+        "`trainer.tiled_mlp`",
+        _tiled,
+        lambda about: about.under(recompute=Recompute(tile=4096)),
+    ),
     ask=_ask_tiles,
-    who="`trainer.tiled_mlp`",
     holds="Gradients stay the same when MLPs compute some tokens at a time",
     otherwise="unsupported: MLPs that mix tokens, or have dropout",
     cost="0.1 s",

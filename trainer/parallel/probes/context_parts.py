@@ -14,7 +14,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.probes.inputs import batches, packed_batch
 from trainer.probes.probe import TOLERANCE, Differs, Finding, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 
 def _ask(about: Probed) -> Finding | None:
@@ -149,9 +149,12 @@ QUESTION = Question(
     key="sequence_parallel_size",
     expected="tokens that meet in attention alone",
     hint="Remove it, or set it to 1: each rank then has whole sequences.",
-    needed=lambda about: about.layout.context > 1,
+    need=Need(
+        "`sequence_parallel_size`",
+        lambda about: about.layout.context > 1,
+        lambda about: about.under(shard=2, context=2),
+    ),
     ask=_ask,
-    who="`sequence_parallel_size`",
     holds="Parts of a sequence, with the attention over the whole one, add up to its loss",
     otherwise=(
         "unsupported: tokens that meet outside attention (recurrence, convolution), a router's loss"

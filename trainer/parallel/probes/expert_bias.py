@@ -12,7 +12,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.splits.expert_loads import KEY, biases_of, chosen_by
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import Finding, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 
 def _ask(about: Probed) -> Finding | None:
@@ -49,9 +49,12 @@ QUESTION = Question(
     key=KEY,
     expected="a bias that chooses experts, saved with the weights and not learned",
     hint="Remove it: experts are then balanced by the model's own loss, if it has one.",
-    needed=lambda about: bool(about.layout.router_bias_rate),
+    need=Need(
+        f"`{KEY}`",
+        lambda about: bool(about.layout.router_bias_rate),
+        lambda about: about.under(router_bias_rate=1e-3),
+    ),
     ask=_ask,
-    who=f"`{KEY}`",
     holds="Raising the bias of an expert sends every token to it",
     otherwise="unsupported: a model without such biases, or whose router does not follow them",
     cost="0.05 s",

@@ -14,7 +14,7 @@ from trainer.parallel.probes.rank_parts import difference
 from trainer.parallel.splits import experts
 from trainer.parallel.splits.expert_ranks import spread, stacks
 from trainer.parallel.splits.experts import Part
-from trainer.probes.question import Question, by_check
+from trainer.probes.question import Need, Question, by_check
 
 KEY = "expert_parallel.autoep_size"
 HINT = "Remove expert_parallel: each rank then has all experts, sharded by ZeRO."
@@ -58,11 +58,14 @@ def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> N
 QUESTION = Question(
     name="whether its experts can be spread",
     key=KEY,
-    needed=lambda about: about.layout.expert > 1,
+    need=Need(
+        "`expert_parallel.autoep_size`",
+        lambda about: about.layout.expert > 1,
+        lambda about: about.under(shard=2, expert=2),
+    ),
     ask=by_check(check),
-    who="`expert_parallel.autoep_size`",
     holds="A tiny copy with experts on several ranks has the loss and gradients of the whole one",
     otherwise="unsupported: experts that are not stacked, or whose number the ranks do not divide",
     cost="0.2 s",
-    by_engine=True,
+    elsewhere=True,
 )

@@ -18,7 +18,7 @@ from trainer.models.spec import ModelSpec, Trial
 from trainer.parallel.shard import Ends
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import Differs, Finding, observe, tiny_spec
-from trainer.probes.question import Question, by_check
+from trainer.probes.question import Need, Question, by_check
 from trainer.probes.questions.stages import owns_parameters, runs_outside
 
 
@@ -150,11 +150,14 @@ def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: 
 QUESTION = Question(
     name="whether it is gathered block by block",
     key="zero_optimization.stage",
-    needed=lambda about: about.layout.zero_stage > 0,
+    need=Need(
+        "`zero_optimization.stage`, on `mesh` and `accelerate`",
+        lambda about: about.layout.zero_stage > 0,
+        lambda about: about.under(shard=2, zero_stage=3),
+    ),
     ask=by_check(check_shardable),
-    who="`zero_optimization.stage`, on `mesh` and `accelerate`",
     holds="Blocks share no parameter, and each uses its weights only while it runs",
     otherwise="unsupported; if tables and head are used elsewhere, a note: they stay gathered",
     cost="0.1 s",
-    by_engine=True,
+    elsewhere=True,
 )

@@ -10,7 +10,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.forward_backward import Dropout
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import Finding, drawn, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 from trainer.probes.questions.stages import check_cut
 
 TOLERANCE = 1e-5
@@ -62,9 +62,12 @@ QUESTION = Question(
     name="what its stages draw",
     key="pipeline.stages",
     expected="1 stage, or a model config without what is random in it",
-    needed=lambda about: about.layout.pipeline > 1,
+    need=Need(
+        "`pipeline.stages`",
+        lambda about: about.layout.pipeline > 1,
+        lambda about: about.under(pipeline=2),
+    ),
     ask=_ask,
-    who="`pipeline.stages`",
     holds=(
         "Stages, each seeded by the position of its blocks, give the logits of the whole model in "
         "training"

@@ -19,7 +19,7 @@ from trainer.parallel.probes.rank_parts import difference
 from trainer.parallel.splits import experts
 from trainer.parallel.splits.experts import Part
 from trainer.parallel.splits.matrices import STYLES, UNSPLIT, has_partial_gradient, split
-from trainer.probes.question import Question, by_check
+from trainer.probes.question import Need, Question, by_check
 
 KEY = "tensor_parallel.autotp_size"
 HINT = "Change tensor_parallel.autotp_size; 1 trains every model."
@@ -93,14 +93,17 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
 QUESTION = Question(
     name="whether its matrices can be split",
     key=KEY,
-    needed=lambda about: about.layout.tensor > 1,
+    need=Need(
+        "`tensor_parallel.autotp_size`",
+        lambda about: about.layout.tensor > 1,
+        lambda about: about.under(tensor=2),
+    ),
     ask=by_check(check),
-    who="`tensor_parallel.autotp_size`",
     holds="A split tiny copy has the loss, gradients and random numbers of the whole one",
     otherwise=(
         "unsupported: dropout between split matrices; a plan, of transformers or made from the "
         "shapes of layers, that trains differently"
     ),
     cost="0.2 s",
-    by_engine=True,
+    elsewhere=True,
 )

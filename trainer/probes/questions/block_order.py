@@ -6,7 +6,7 @@ from trainer.models.language.blocks import blocks_of
 from trainer.probes.dispatch_modes import Alone
 from trainer.probes.inputs import sequence_of
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_tried
+from trainer.probes.questions.can_run import ALL
 from trainer.probes.questions.randomness import watched_pass
 
 
@@ -29,9 +29,8 @@ def _ask(about: Probed) -> None:
 QUESTION = Question(
     name="what its blocks are",
     key="trainer.model",
-    needed=is_tried,
+    need=ALL,
     ask=_ask,
-    who="all models",
     holds="The blocks each run once, in order, from hidden state to hidden state",
     otherwise=(
         "ZeRO-3, FSDP, pipelines, recomputation and tensor parallelism, which work block by block, "

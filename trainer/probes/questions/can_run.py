@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.models.own.module import LARGEST_BUILT
 from trainer.probes.inputs import logits_of, sequence_of
 from trainer.probes.probe import Finding, observe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 
 def is_tried(about: Probed) -> bool:
@@ -21,6 +21,11 @@ def is_language(about: Probed) -> bool:
 def is_own_module(about: Probed) -> bool:
     """Return True for your own module, if it is not too large to be tried."""
     return about.is_tried and not about.is_language
+
+
+ALL = Need("all models", is_tried)
+LANGUAGE = Need("language models", is_language)
+OWN = Need("your own modules", is_own_module)
 
 
 def _ask(about: Probed) -> None:
@@ -47,9 +52,8 @@ def _reason(about: Probed) -> str:
 QUESTION = Question(
     name="whether it runs",
     key="trainer.model",
-    needed=lambda about: True,
+    need=Need("all models", lambda about: True),
     ask=_ask,
-    who="all models",
     holds="A tiny copy runs, and its logits are finite and not all the same",
     otherwise="a note that nothing is proven of it; unsupported on several processes",
     cost="0.05 s",

@@ -9,7 +9,7 @@ from trainer.models.spec import ModelSpec
 from trainer.probes.inputs import LENGTH, logits_of, sequence_of
 from trainer.probes.probe import TOLERANCE, Finding
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_language
+from trainer.probes.questions.can_run import LANGUAGE
 
 
 def _ask(about: Probed) -> Finding | None:
@@ -44,9 +44,8 @@ def _compare(model: nn.Module, spec: ModelSpec) -> Finding | None:
 QUESTION = Question(
     name="whether it is causal",
     key="trainer.model",
-    needed=is_language,
+    need=LANGUAGE,
     ask=_ask,
-    who="language models",
     holds=(
         "Changing a token, or ending the sequence before it, changes no earlier logit, at any "
         "position of sequences longer than the attention window"

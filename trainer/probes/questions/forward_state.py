@@ -19,7 +19,7 @@ from trainer.probes.inputs import Batch, sequence_of
 from trainer.probes.kept_state import snapshot
 from trainer.probes.probe import Differs, Finding, drawn, observe
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_tried
+from trainer.probes.questions.can_run import ALL
 
 TOLERANCE = 1e-5
 """The error allowed of an output, relative to its largest value, for another order of sums."""
@@ -192,9 +192,8 @@ QUESTION = Question(
     name="whether it computes the same again",
     key="trainer.model",
     expected="a forward pass that depends on its input, weights and torch's random numbers alone",
-    needed=is_tried,
+    need=ALL,
     ask=_ask,
-    who="all models",
     holds=(
         "A forward pass changes no parameter and, in evaluation, no persistent buffer. It leaves "
         "nothing behind, wherever it is kept, that "

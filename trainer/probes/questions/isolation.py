@@ -12,7 +12,7 @@ from torch import nn
 from trainer.models.spec import ModelSpec
 from trainer.probes.inputs import IGNORED, packed_batch, packed_documents
 from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, drawn, probe
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 from trainer.probes.questions.randomness import observe_draws
 
 
@@ -81,9 +81,12 @@ QUESTION = Question(
     key="trainer.data.documents",
     expected="documents of one sample that do not attend to one another",
     hint='Set it to "pad".',
-    needed=lambda about: about.packed,
+    need=Need(
+        '`"documents": "pack"` or `"isolate"`',
+        lambda about: about.packed,
+        lambda about: about.under(packed=True) if about.is_language else None,
+    ),
     ask=_ask,
-    who='`"documents": "pack"` or `"isolate"`',
     holds=(
         "If documents are packed or isolated, each has the logits and gradients that it has alone "
         "([docs/finetuning.md](finetuning.md))"

@@ -17,7 +17,7 @@ from trainer.probes.findings import notes_on_unused
 from trainer.probes.inputs import Batch, ProbeTask
 from trainer.probes.kept_state import snapshot
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_own_module
+from trainer.probes.questions.can_run import OWN
 
 
 class OwnTask(ProbeTask, Protocol):
@@ -98,9 +98,8 @@ def _with_gradient(model: nn.Module, task: ProbeTask, batch: Batch) -> tuple[flo
 QUESTION = Question(
     name="whether its loss is a finite sum",
     key="loss",
-    needed=is_own_module,
+    need=OWN,
     ask=_ask,
-    who="your own modules",
     holds=(
         "The loss on the first samples is finite, its count of targets does not depend on the "
         "output, and every parameter gets a dense gradient"

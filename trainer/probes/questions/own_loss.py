@@ -11,7 +11,7 @@ from trainer.models.spec import ModelSpec
 from trainer.probes.inputs import IGNORED, LENGTH, Batch, ProbeTask, batches, sequence_of
 from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, probe
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_language
+from trainer.probes.questions.can_run import LANGUAGE
 
 
 def _ask(about: Probed) -> Finding | None:
@@ -101,9 +101,8 @@ def _other(actual: str, expected: str) -> Finding:
 QUESTION = Question(
     name="whether its loss is ours",
     key="trainer.model",
-    needed=is_language,
+    need=LANGUAGE,
     ask=_ask,
-    who="language models",
     holds=(
         "The loss and every gradient are those of the model's own `forward(labels=...)`, in "
         "training, with the same random numbers, for ragged sequences and sequences without a "

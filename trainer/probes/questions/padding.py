@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.probes.inputs import LENGTH, WIDER, logits_of, sequence_of
 from trainer.probes.probe import TOLERANCE
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_language
+from trainer.probes.questions.can_run import LANGUAGE
 
 
 def _ask(about: Probed) -> None:
@@ -35,9 +35,8 @@ def _ask(about: Probed) -> None:
 QUESTION = Question(
     name="whether padding moves its logits",
     key="trainer.model",
-    needed=is_language,
+    need=LANGUAGE,
     ask=_ask,
-    who="language models",
     holds="The beginning of a sequence has the same logits alone and with more tokens behind it",
     otherwise="a note: the loss depends on which samples share a micro-batch",
     cost="0.01 s",

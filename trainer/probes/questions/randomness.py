@@ -20,7 +20,7 @@ from trainer.probes.findings import Draws
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import Finding
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_tried
+from trainer.probes.questions.can_run import ALL
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
@@ -131,9 +131,8 @@ def _ask(about: Probed) -> Finding | None:
 QUESTION = Question(
     name="where it draws random numbers",
     key="trainer.model",
-    needed=is_tried,
+    need=ALL,
     ask=_ask,
-    who="all models",
     holds="Random numbers come from torch's default generator",
     otherwise=(
         "error: nothing could replay the random numbers of Python, NumPy or a generator of the "

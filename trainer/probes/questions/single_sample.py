@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.probes.probe import Finding, tiny
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 
 def _ask(about: Probed) -> Finding | None:
@@ -23,9 +23,12 @@ QUESTION = Question(
     name="whether batch norm takes one sample",
     key="train_micro_batch_size_per_gpu",
     expected="at least 2 samples",
-    needed=lambda about: bool(about.findings.normalises) and about.layout.micro_batch == 1,
+    need=Need(
+        "`train_micro_batch_size_per_gpu` of 1, with batch norm",
+        lambda about: bool(about.findings.normalises) and about.layout.micro_batch == 1,
+        lambda about: about.under(micro_batch=1) if about.findings.normalises else None,
+    ),
     ask=_ask,
-    who="`train_micro_batch_size_per_gpu` of 1, with batch norm",
     holds="Batch norm can take its statistics of one sample",
     otherwise="error: one position of one sample has no variance",
     cost="a step",

@@ -16,7 +16,7 @@ from trainer.models.names import differing, gradients_of, outermost
 from trainer.models.spec import ModelSpec, Trial
 from trainer.probes.inputs import trial_of
 from trainer.probes.probe import TOLERANCE, Differs, Finding, observe, tiny_spec
-from trainer.probes.question import Probed, Question
+from trainer.probes.question import Need, Probed, Question
 
 KEY = "pipeline.stages"
 HINT = "Set pipeline.stages to 1."
@@ -193,11 +193,14 @@ QUESTION = Question(
     key=KEY,
     expected=EXPECTED,
     hint=HINT,
-    needed=lambda about: about.layout.pipeline > 1,
+    need=Need(
+        "`pipeline.stages`",
+        lambda about: about.layout.pipeline > 1,
+        lambda about: about.under(pipeline=2),
+    ),
     ask=_ask,
-    who="`pipeline.stages`",
     holds="Stages of one block each have the logits and every gradient of the whole model",
     otherwise="unsupported: a block that reads more than the block before it gives",
     cost="0.1 s",
-    by_engine=True,
+    elsewhere=True,
 )

@@ -15,7 +15,7 @@ from trainer.probes.findings import notes_on_unused
 from trainer.probes.inputs import IGNORED, LENGTH, Batch, ProbeTask, batches
 from trainer.probes.probe import spread
 from trainer.probes.question import Probed, Question
-from trainer.probes.questions.can_run import is_language
+from trainer.probes.questions.can_run import LANGUAGE
 
 SINGLE = 4
 """The number of sequences of one token, tried for parameters that they leave without a gradient."""
@@ -75,9 +75,8 @@ def _with_gradient(model: nn.Module, batch: Batch, task: ProbeTask) -> set[str]:
 QUESTION = Question(
     name="which parameters have no gradient",
     key="trainer.model",
-    needed=is_language,
+    need=LANGUAGE,
     ask=_ask,
-    who="language models",
     holds="Every parameter gets a gradient from text",
     otherwise=(
         "parameters that get none (a vision tower, cross-attention, an indexer) are listed and "
