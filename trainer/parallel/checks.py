@@ -16,9 +16,11 @@ from trainer.parallel.probes import (
     compiled_blocks,
     computed_again,
     context_parts,
+    counted_work,
     expert_bias,
     expert_parts,
     fsdp_units,
+    sealed_masks,
     seeded_stages,
     tensor_parts,
 )
@@ -37,10 +39,12 @@ from trainer.probes.questions import (
     module_loss,
     own_loss,
     padding,
+    plain_head,
     randomness,
     single_sample,
     stages,
     unused,
+    word_by_word,
 )
 
 OF_MODELS: list[Question] = [
@@ -53,18 +57,22 @@ OF_MODELS: list[Question] = [
     forward_state.QUESTION,
     own_loss.QUESTION,
     unused.QUESTION,
+    plain_head.QUESTION,
 ]
 """The questions about a model in any layout, in the order in which they are asked."""
 OF_LAYOUTS: list[Question] = [
     isolation.QUESTION,
+    sealed_masks.QUESTION,
     single_sample.QUESTION,
     expert_bias.QUESTION,
     stages.QUESTION,
     seeded_stages.QUESTION,
+    counted_work.QUESTION,
     context_parts.QUESTION,
     computed_again.TILES,
     computed_again.BLOCKS,
     tensor_parts.QUESTION,
+    word_by_word.QUESTION,
     expert_parts.QUESTION,
     fsdp_units.QUESTION,
     compiled_blocks.QUESTION,

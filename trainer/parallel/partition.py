@@ -83,7 +83,7 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     It is what grows with the square of its length, counted on two short sequences; none where a
     model does not run without values.
     """
-    counts = attempt(lambda: (_flops(spec, COUNTED), _flops(spec, 2 * COUNTED)))
+    counts = counted(spec)
     if isinstance(counts, Raised):
         return [0.0] * len(spec.blocks)
     once, twice = counts
@@ -95,6 +95,11 @@ def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
     lengths = {"sliding_attention": window - window**2 / (2 * row), "chunked_attention": chunk / 2}
     squares = [max(0, b - 2 * a) / (2 * COUNTED**2) for a, b in zip(once, twice, strict=True)]
     return [q / 2 * lengths.get(kind, row / 2) for q, kind in zip(squares, kinds, strict=True)]
+
+
+def counted(spec: ModelSpec) -> tuple[list[int], list[int]] | Raised:
+    """Count the FLOPs of each block on a sequence of COUNTED tokens, and on one twice as long."""
+    return attempt(lambda: (_flops(spec, COUNTED), _flops(spec, 2 * COUNTED)))
 
 
 def _flops(spec: ModelSpec, row: int) -> list[int]:
