@@ -22,7 +22,7 @@ Runs a few steps of a small copy of the config's model under the config's own la
 processes, and repeats each step in one process of plain PyTorch; compares modules' outputs, losses,
 every gradient, the clip norm, what the optimizer keeps, how far each weight goes, a step that
 overflows, counts of targets, the schedule in all steps of the run, the held-out loss and accuracy,
-and a resume.
+and a resume. Prints what a tiny copy of the model answers to every question of docs/models.md.
 Exit codes: 0 the same, 64 the config is wrong, 76 not the same, 77 the ranks hung.
 """
 

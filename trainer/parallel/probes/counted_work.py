@@ -16,7 +16,7 @@ def _ask(about: Probed) -> Finding | None:
 
 
 def _attends(about: Probed) -> bool:
-    return about.is_language and about.spec.language.attention_width > 0
+    return about.is_language and about.spec.language.attention.width > 0
 
 
 QUESTION = Question(

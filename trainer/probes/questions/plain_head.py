@@ -12,7 +12,7 @@ from trainer.probes.questions.can_run import LANGUAGE
 
 
 def _ask(about: Probed) -> Finding | None:
-    if about.spec.language.plain_head:
+    if about.spec.language.head.plain:
         return None
     more = "a soft cap, a scale, a bias of the logits"
     return Finding(f"its logits are more than the product of its head and hidden state ({more})")

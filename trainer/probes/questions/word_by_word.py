@@ -11,7 +11,7 @@ from trainer.probes.question import Need, Probed, Question
 
 
 def _ask(about: Probed) -> Finding | None:
-    if about.spec.language.word_by_word:
+    if about.spec.language.head.word_by_word:
         return None
     return Finding("its table or head does more than look rows up and multiply by them")
 
