@@ -36,7 +36,7 @@ from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
-from trainer.probes.questions import isolation
+from trainer.probes.questions.language import isolation
 from trainer.tasks.attention import documents_of
 from trainer.tasks.task import IGNORED
 

@@ -22,10 +22,13 @@ from tests.support.probing import layout
 from tests.support.training import LLAMA, spec_of, task_of
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.parallel.checks import TABLE, answers
+from trainer.parallel.probes import expert_bias, expert_parts, tensor_parts
 from trainer.parallel.splits import expert_ranks
 from trainer.probes.answers import Answer, answer
 from trainer.probes.findings import Draws, Findings
 from trainer.probes.question import Probed, Question
+from trainer.probes.questions import module_loss, single_sample
+from trainer.probes.questions.language import causal
 from trainer.recipes.causal_lm.task import CausalLM
 
 PLAIN = LLAMA | {"attention_dropout": 0.0}
@@ -252,22 +255,22 @@ def test_no_fault_is_found_where_none_is_planted() -> None:
     found = answers(Probed(spec, task, layout()), lambda: moved.append(None))
     assert [one.question for one in found] == [question.name for question in TABLE]
     assert len(moved) == len(TABLE)
-    lacks = {"what chooses its experts", "whether its experts can be spread"}
+    experts = {expert_bias.QUESTION.name, expert_parts.QUESTION.name}
     notes = {one.question: one for one in found if one.answer == "note"}
-    assert notes.keys() == lacks and not any(one.applies for one in notes.values())
+    assert notes.keys() == experts and not any(one.applies for one in notes.values())
     none = {one.question for one in found if one.answer == "none"}
-    assert none == {"whether its loss is a finite sum", "whether batch norm takes one sample"}
+    assert none == {module_loss.QUESTION.name, single_sample.QUESTION.name}
 
 
-def lines_of(question: str, found: tuple[Answer, ...]) -> Iterator[str]:
-    return (str(one) for one in found if one.question == question)
+def lines_of(question: Question, found: tuple[Answer, ...]) -> Iterator[str]:
+    return (str(one) for one in found if one.question == question.name)
 
 
 def test_a_finding_for_another_layout_is_told_from_one_for_this() -> None:
     """With dropout in attention, tensor ranks can't train it: a note, or an error if they are to."""
     spec, task = language(family("llama", attention_dropout=0.1))
     found = answers(Probed(spec, task, layout()), lambda: None)
-    [line] = lines_of("whether its matrices can be split", found)
-    assert "inside what is split" in line and "does not apply to this layout" in line
-    [line] = lines_of("whether it is causal", found)
+    [line] = lines_of(tensor_parts.QUESTION, found)
+    assert "inside what is split" in line and "does not apply" in line
+    [line] = lines_of(causal.QUESTION, found)
     assert not line

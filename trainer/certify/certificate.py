@@ -69,7 +69,7 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         about = Probed(subject.spec, copy(subject.task), small.layout, packed=subject.packed)
         trained = subject.trained(spec, small.config.trainer)
         run, resumed = record(small, trained, sources, machine, folder, case.edges)
-        asked = _asked(about, machine)
+        answered = _answers(about, machine)
         options = case.options(small)
         comparison = Comparison(small, spec, machine, options, case.edges, reference)
         findings, first = comparison.findings(run, resumed)
@@ -78,11 +78,11 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         if (base := case.base) is not None:
             findings = (base, *findings)
             first = first if base.passed else base
-        probes = ranks.send(ranks.world_size - 1, asked)
+        probes = ranks.send(ranks.world_size - 1, answered)
         return Certificate(layout, engine, small.changes, findings, first, probes)
 
 
-def _asked(about: Probed, machine: Machine) -> tuple[Answer, ...]:
+def _answers(about: Probed, machine: Machine) -> tuple[Answer, ...]:
     """Ask all questions on the last rank, while the first runs the one process; none elsewhere."""
     if machine.ranks.rank < machine.ranks.world_size - 1:
         return ()

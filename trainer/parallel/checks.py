@@ -33,18 +33,19 @@ from trainer.probes.question import Probed, Question, ask_all
 from trainer.probes.questions import (
     block_order,
     can_run,
-    causal,
     forward_state,
-    isolation,
     module_loss,
-    own_loss,
-    padding,
-    plain_head,
     randomness,
     single_sample,
     stages,
+)
+from trainer.probes.questions.language import (
+    causal,
+    isolation,
+    output_head,
+    own_loss,
+    padding,
     unused,
-    word_by_word,
 )
 
 OF_MODELS: list[Question] = [
@@ -57,7 +58,7 @@ OF_MODELS: list[Question] = [
     forward_state.QUESTION,
     own_loss.QUESTION,
     unused.QUESTION,
-    plain_head.QUESTION,
+    output_head.PLAIN,
 ]
 """The questions about a model in any layout, in the order in which they are asked."""
 OF_LAYOUTS: list[Question] = [
@@ -72,7 +73,7 @@ OF_LAYOUTS: list[Question] = [
     computed_again.TILES,
     computed_again.BLOCKS,
     tensor_parts.QUESTION,
-    word_by_word.QUESTION,
+    output_head.WORD_BY_WORD,
     expert_parts.QUESTION,
     fsdp_units.QUESTION,
     compiled_blocks.QUESTION,

@@ -1,4 +1,4 @@
-"""All questions asked of one model for the certificate, also those that its layout does not need."""
+"""The answers of one model to all questions, also to those that its layout does not need."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Answer:
     answer: Literal["ok", "note", "none"]
     """`note`: it does not hold, or is to be known. `none`: it can't be asked of such a model."""
     actual: str
-    """What was found, for a note."""
+    """The finding, for a note."""
     applies: bool
     """False if the layout does not need the answer; it then says what another layout would meet."""
     who: str

@@ -104,7 +104,7 @@ class Need:
     """The models, layouts or options that need the answer to a question."""
 
     who: str
-    """Who they are, in words. Printed in docs/models.md."""
+    """The name for all of them. Printed in docs/models.md."""
     met: Callable[[Probed], bool]
     """Tells if a model and its layout need the answer."""
     example: Callable[[Probed], Probed | None] = no_example
@@ -122,7 +122,7 @@ class Question:
     key: str
     """The place that an error names: the key that asks for it."""
     need: Need
-    """Who needs the answer."""
+    """The models and layouts that need the answer."""
     ask: Callable[[Probed], Finding | None]
     """Asks it: learns what it finds, or returns why the model can't be trained so."""
     holds: str
