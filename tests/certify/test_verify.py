@@ -29,6 +29,7 @@ from tests.support.messages import shows
 from tests.support.training import GPT2
 from trainer.certify.tiny_run import smallest_world, tiny_run
 from trainer.errors import ConfigError
+from trainer.parallel import checks
 from trainer.supervise.world import environment_of, free_port
 
 CONFIGS = sorted((ROOT / "ds_configs").glob("*.json"))
@@ -407,6 +408,11 @@ def test_the_command(tmp_path):
         "loss",
         "gradient",
     ]
+    probes = {one["question"]: one for one in certificate["probes"]}
+    assert [*probes] == [question.name for question in checks.TABLE]
+    assert not any(one["answer"] == "note" and one["applies"] for one in probes.values())
+    for name in probes:
+        assert re.search(rf"^{name} +(ok|note|none)\b", result.output, re.MULTILINE)
     no_gpu = run(*command, "--device", "cuda", CUDA_VISIBLE_DEVICES="")
     assert no_gpu.code == 64
     shows(no_gpu.output, "--device: cuda with 0", "GPUs", "3 processes")
