@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import torch
@@ -18,6 +18,8 @@ VERSION = "0.1.0"
 """The version of this program, which every checkpoint records."""
 WEIGHT = "weight"
 """The `key` of model weights; every other key is optimizer state of the same name."""
+CARRIED = "carried"
+"""The `key` of a tensor of a base that the trained model has no place for: its bytes are kept."""
 MASTER = "master"
 """The `key` of the exact float32 weight beside a 16-bit one."""
 STEP = "step"
@@ -39,6 +41,13 @@ class Part:
         if self.strides is None:
             return whole
         return whole.as_strided(self.value.shape, self.strides, self.offset)
+
+
+class Piece(NamedTuple):
+    """A tensor in a file that consists of consecutive bytes of a state tensor: one expert of all."""
+
+    name: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,8 @@ class StateTensor:
     not trained. `keep(shapes)`, by key: all keys or, if empty, none. Returns the state tensors to
     be written. Not collective.
     """
+    pieces: tuple[Piece, ...] = ()
+    """What its bytes are in the files, one piece after the other; empty: itself, under its name."""
 
     def read(self, ranks: Ranks) -> torch.Tensor:
         """Return the whole tensor on the host of every rank. Collective; for small models."""

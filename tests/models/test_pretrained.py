@@ -26,6 +26,7 @@ from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
 from trainer.models import huggingface
 from trainer.models.language import model_config
+from trainer.models.language.auto_class import auto_class
 from trainer.models.materialise import on_host
 
 
@@ -42,7 +43,8 @@ def assert_read_as_transformers_does(folder: Path) -> Any:
     config = AutoConfig.from_pretrained(folder)
     if quantised := getattr(config, "quantization_config", None):
         quantised["dequantize"] = True
-    theirs = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    kind = auto_class(config)
+    theirs = kind.from_pretrained(folder, config=config, dtype=torch.float32)
     assert type(theirs) is type(spec.build())
     values = theirs.state_dict()
     assert values.keys() == spec.build().state_dict().keys()

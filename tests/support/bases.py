@@ -71,13 +71,47 @@ FAMILIES: dict[str, dict[str, Any]] = {
         vision_config=VISION
         | dict(vision_output_dim=32, projector_input_dim=32, projector_output_dim=32),
     ),
+    "qwen3_5_moe": dict(
+        text_config=SMALL
+        | GATED
+        | ROUTED
+        | dict(num_experts=TWELVE, shared_expert_intermediate_size=16),
+        vision_config=VISION,
+    ),
+    "gemma4": dict(
+        text_config=SMALL
+        | dict(global_head_dim=8, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
+        | dict(vocab_size_per_layer_input=96, num_kv_shared_layers=0)
+        | dict(layer_types=["sliding_attention", "full_attention"]),
+        vision_config=VISION | dict(num_key_value_heads=4, head_dim=8),
+        audio_config=None,
+    ),
+    "mistral3": dict(
+        text_config=SMALL | dict(model_type="mistral"),
+        vision_config=VISION | dict(model_type="pixtral", head_dim=8),
+    ),
+    "glm4v": dict(
+        text_config=SMALL
+        | dict(rope_parameters=dict(rope_type="default", mrope_section=[1, 1, 2])),
+        vision_config=VISION,
+    ),
+    "qwen3_vl": dict(text_config=SMALL, vision_config=VISION | dict(deepstack_visual_indexes=[0])),
+    "llava": dict(
+        text_config=SMALL | dict(model_type="llama"),
+        vision_config=VISION | dict(model_type="clip_vision_model", projection_dim=32),
+        image_token_index=5,
+    ),
 }
-MULTIMODAL = {"gemma3", "qwen3_5", "llama4"}
+MULTIMODAL = {name for name, values in FAMILIES.items() if "vision_config" in values}
 
 
 def write_base(folder: Path, family: str, **more: Any) -> Path:
     """Save a tiny model with drawn values in bfloat16, by transformers, under its names on disk."""
-    config = AutoConfig.for_model(family, **FAMILIES[family], **more)
+    values = FAMILIES[family]
+    if family in MULTIMODAL:
+        text = values["text_config"] | more.pop("text_config", {})
+        values = {**values, "text_config": text}
+    config = AutoConfig.for_model(family, **{**values, **more})
     kind = AutoModelForImageTextToText if family in MULTIMODAL else AutoModelForCausalLM
     torch.manual_seed(0)
     model = kind.from_config(config).to(torch.bfloat16)

@@ -22,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
+from trainer.models.language.auto_class import auto_class
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.probes.probe import drawn
@@ -100,15 +101,16 @@ def write_base(copy: ModelSpec, folder: Path) -> None:
 
 def opened(folder: Path, options: Any, amend: Callable[[Any], None] | None = None) -> nn.Module:
     """Load a model by transformers, in float32; `amend` changes its config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    config = AutoConfig.from_pretrained(folder, **more)
     if amend is not None:
-        more["config"] = AutoConfig.from_pretrained(folder, **more)
-        amend(more["config"])
+        amend(config)
     if options.attention in ("eager", "sdpa"):
         more["attn_implementation"] = options.attention
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **more)  # type: ignore[no-any-return]
+    kind = auto_class(config)
+    return kind.from_pretrained(folder, config=config, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 
 def published(base: Path, options: Any, exported: Path) -> Published:

@@ -12,7 +12,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -40,10 +40,19 @@ _NAMES = {
     "torch.int8": "I8",
     "torch.uint8": "U8",
     "torch.bool": "BOOL",
+    "torch.uint64": "U64",
+    "torch.uint32": "U32",
+    "torch.uint16": "U16",
+    "torch.float8_e4m3fn": "F8_E4M3",
+    "torch.float8_e5m2": "F8_E5M2",
+    "torch.float8_e8m0fnu": "F8_E8M0",
 }
 """The format's name of each dtype, by name: checkpoints are verified without torch."""
 _DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
-_ITEMSIZES = {name: 1 if name == "BOOL" else int(name.lstrip("BFIU")) // 8 for name in _DTYPES}
+_ITEMSIZES = {
+    name: 1 if name == "BOOL" else int(name.partition("_")[0].lstrip("BFIU")) // 8
+    for name in _DTYPES
+}
 
 _NOT_FINITE = (
     "a value that is not finite",
@@ -224,16 +233,16 @@ def put(handle: int, content: memoryview, start: int) -> None:
         content = content[count:]
 
 
-def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> memoryview:
+def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype, finite: bool = True) -> memoryview:
     """Return the bytes of a tensor from any device, as a file has them.
 
-    Raises NumericsError for a value that is not finite.
+    Raises NumericsError for a value that is not finite, where all must be `finite`.
     """
     import torch
 
     flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1)
     # an infinity or NaN shows in the extremes: one pass, and no mask as large as the tensor
-    checked = dtype.is_floating_point and len(flat) > 0
+    checked = finite and dtype.is_floating_point and len(flat) > 0
     if checked and not all(end.isfinite() for end in flat.aminmax()):
         raise NumericsError(Problem(name, *_NOT_FINITE))
     return flat.view(torch.uint8).numpy().data
@@ -290,15 +299,17 @@ def read_types(path: Path) -> dict[str, TensorType]:
     }
 
 
-def header_of(types: Mapping[str, TensorType]) -> bytes:
+def header_of(types: Iterable[tuple[str, TensorType]]) -> bytes:
     """Return how a file of these tensors, in this order, begins.
 
-    Raises ConfigError for a dtype that the format does not have.
+    Raises ConfigError for a dtype that the format does not have, ValueError for a name twice.
     """
     # without metadata transformers refuses the file
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, kind in types.items():
+    for name, kind in types:
+        if name in entries:
+            raise ValueError(f"two tensors called {name} for one file")
         if str(kind.dtype) not in _NAMES:
             expected = f"one of {', '.join(_NAMES)}"
             raise ConfigError(Problem(name, f"a tensor of {kind.dtype}", expected))

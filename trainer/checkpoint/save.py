@@ -18,7 +18,7 @@ from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, Records, S
 from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
-from trainer.state import WEIGHT, RunState, StateTensor
+from trainer.state import CARRIED, RunState, StateTensor
 from trainer.storage import disk_errors, ensure_writable, rename_folder, replace_file, to_json
 
 WriteModelFiles = Callable[[Path], object]
@@ -91,7 +91,7 @@ def export(
     An older folder is replaced only by a complete one. Raises DiskError on every rank.
     """
     partial = folder.with_name(folder.name + PARTIAL)
-    weights = [entry for entry in entries if entry.key == WEIGHT]
+    weights = [entry for entry in entries if entry.key in slots.OF_MODEL]
     planned = slots.plan(weights, model.form, resumable=False)
 
     @disk_errors(partial)
@@ -184,7 +184,8 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
             kind = slot.type
             if part.strides is None and came != kind.shape:
                 raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
-            content = stream.on_host(slot.name, part.value, kind.dtype)
+            finite = slot.entry.key != CARRIED
+            content = stream.on_host(slot.name, part.value, kind.dtype, finite)
             last.result()
             last = threads.submit(write, stream.spans_of(part, kind, slot.start), content)
     last.result()

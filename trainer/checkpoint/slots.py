@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.safetensors_stream import TensorType, header_of
-from trainer.state import MASTER, WEIGHT, StateTensor
+from trainer.state import CARRIED, MASTER, WEIGHT, Piece, StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -50,6 +51,15 @@ class Slot:
     start: int
     """Where its bytes begin."""
 
+    @property
+    def tensors(self) -> dict[str, TensorType]:
+        """The tensors that a reader of the file sees, in order."""
+        pieces = self.entry.pieces or (Piece(self.name, self.type.shape),)
+        count = sum(math.prod(piece.shape) for piece in pieces)
+        if count != math.prod(self.type.shape):
+            raise ValueError(f"{self.name}: its pieces in the file have {count} values")
+        return {piece.name: TensorType(piece.shape, self.type.dtype) for piece in pieces}
+
 
 @dataclass(frozen=True)
 class FilePlan:
@@ -66,6 +76,8 @@ class FilePlan:
         return len(self.header) + sum(slot.type.size for slot in self.slots)
 
 
+OF_MODEL = (WEIGHT, CARRIED)
+"""The keys of what is in a model's files."""
 SavePlan = dict[str, FilePlan]
 """The files by their path below the checkpoint."""
 
@@ -91,11 +103,11 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
     for entry in entries:
         exact = TensorType(entry.shape, entry.dtype)
         stored = exact
-        if entry.key == WEIGHT:
-            if form.dtype and entry.dtype.is_floating_point:
-                stored = TensorType(entry.shape, form.dtype)
+        if entry.key == WEIGHT and form.dtype and entry.dtype.is_floating_point:
+            stored = TensorType(entry.shape, form.dtype)
+        if entry.key in OF_MODEL:
             locations.append((entry, MODEL, stored))
-        if entry.key != WEIGHT or (resumable and stored != exact):
+        if entry.key not in OF_MODEL or (resumable and stored != exact):
             locations.append((entry, OPTIMIZER, exact))
     model_stem = f"{MODEL}/{form.stem}" if resumable else form.stem
     stems = {MODEL: model_stem, OPTIMIZER: f"{OPTIMIZER}/{OPTIMIZER}"}
@@ -113,14 +125,15 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
 
 
 def _file(members: Sequence[tuple[StateTensor, TensorType]], kind: str) -> FilePlan:
-    names = [e.name if kind == MODEL else optimizer_name(e) for e, _ in members]
-    header = header_of(dict(zip(names, (stored for _, stored in members), strict=True)))
     slots = []
-    end = len(header)
-    for name, (entry, stored) in zip(names, members, strict=True):
+    end = 0
+    for entry, stored in members:
+        name = entry.name if kind == MODEL else optimizer_name(entry)
         slots.append(Slot(entry, name, stored, end))
         end += stored.size
-    return FilePlan(members[0][0].owner, header, slots)
+    header = header_of([one for slot in slots for one in slot.tensors.items()])
+    begun = [replace(slot, start=slot.start + len(header)) for slot in slots]
+    return FilePlan(members[0][0].owner, header, begun)
 
 
 def indexes(planned: SavePlan) -> dict[str, dict[str, object]]:
@@ -133,7 +146,7 @@ def indexes(planned: SavePlan) -> dict[str, dict[str, object]]:
     return {
         f"{stem}.safetensors.index.json": {
             "metadata": {"total_size": sum(slot.type.size for _, slot in members)},
-            "weight_map": {slot.name: file for file, slot in members},
+            "weight_map": {name: file for file, slot in members for name in slot.tensors},
         }
         for stem, members in sets.items()
     }

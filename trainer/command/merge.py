@@ -33,8 +33,8 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     folder = model_in(options.adapter)
     check_folder(folder)
-    merge(folder, _base_of(folder, options.base), options.out)
-    print(f"merged: {options.out} opens with AutoModelForCausalLM.from_pretrained")
+    opens = merge(folder, _base_of(folder, options.base), options.out)
+    print(f"merged: {options.out} opens with {opens}")
     return 0
 
 
@@ -56,8 +56,11 @@ def _base_of(folder: Path, requested: str | None) -> str:
     return str(base)
 
 
-def merge(folder: Path, base: str, out: Path) -> None:
-    """Write the base with the adapter of `folder` added to its weights. Raises ConfigError."""
+def merge(folder: Path, base: str, out: Path) -> str:
+    """Write the base with the adapter of `folder` added to its weights.
+
+    Returns the function that opens it. Raises ConfigError.
+    """
     from trainer import checkpoint
     from trainer.config.sections.model_and_data import AdapterSection, ModelSection
     from trainer.data.text.tokenizer import load_tokenizer
@@ -66,7 +69,7 @@ def merge(folder: Path, base: str, out: Path) -> None:
     from trainer.models.finetuning.lora import adapted
     from trainer.models.huggingface import spec_of
     from trainer.models.language.model_config import read_config as read_architecture
-    from trainer.models.spec import given_tensors
+    from trainer.models.spec import exported, given_tensors
 
     expected = "an adapter that PEFT opens, and its base with a tokenizer"
     with opening(f"{folder}, {base}", expected):
@@ -76,7 +79,7 @@ def merge(folder: Path, base: str, out: Path) -> None:
         spec = spec_of(architecture, section)
         merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
         assert merged is not None
-        entries = given_tensors(merged(folder), ALONE)
+        entries = exported(spec, given_tensors(merged(folder), ALONE), ALONE)
         source = folder if (folder / "tokenizer_config.json").exists() else base
         tokenizer = load_tokenizer(str(source))
 
@@ -84,9 +87,15 @@ def merge(folder: Path, base: str, out: Path) -> None:
     quantised = getattr(spec.building.weights, "quantised_by", "")
     dtype = (quantised and stated) or entries[0].dtype
 
+    files = spec.files.exported()
+
     def save(partial: Path) -> None:
-        spec.files.save_config(partial, dtype)
+        files.save_config(partial, dtype)
         tokenizer.save_pretrained(partial)
+        if spec.files.base is not None:
+            spec.files.base.save_tokenizer_files(partial)
+        files.check(partial)
 
     form = checkpoint.ModelForm(dtype if quantised else None)
     checkpoint.export(out, entries, checkpoint.ModelFolder(save, form), ALONE)
+    return files.opens

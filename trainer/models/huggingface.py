@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
 from trainer.errors import ConfigError, Problem, refused
@@ -24,20 +25,19 @@ from trainer.models.door import (
     bounded,
     opening,
 )
+from trainer.models.language.auto_class import auto_class
 from trainer.models.language.blocks import blocks_by_run, blocks_like, stated_blocks
 from trainer.models.language.model_config import pretrained_config
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, in_short
 from trainer.models.patches import correct_prefix, skip_rescaling
-from trainer.models.pretrained import quantised
+from trainer.models.pretrained import config_json, quantised
 from trainer.models.pretrained.files import stored_tensors
 from trainer.models.pretrained.reader import ConvertedWeights
+from trainer.models.pretrained.whole import GENERATION, MODEL_FILES, WholeBase
 from trainer.models.spec import Building, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import CopySize, tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
-
-NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
-"""Config keys that may differ while the architecture is the same."""
 
 
 def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
@@ -62,6 +62,7 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         model = build()
     _check_router(model, place)
     notes = list(_class_notes(config, model, name, stated if options.name_or_path else []))
+    base: WholeBase | None = None
     given: Weights = NoWeights()
     if options.name_or_path and weights:
         given = weights_of(model, options)
@@ -69,7 +70,9 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
             model, note = _built_untied(config, build, alias, place)
             given = weights_of(model, options)
             notes.append(note)
-        notes += _base_notes(given, model, name)
+        notes += _base_notes(given, model, name, options.keep_untrained)
+        if options.keep_untrained:
+            base = _whole_base(given, model, stated, options)
 
     @cache
     def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
@@ -81,10 +84,14 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         kept = tiny_config(config, KEPT, range(layers), len(spec.blocks))
         return _spec_without_weights(name, _builder(kept, options))
 
+    files = spec.files
+    if options.name_or_path and weights:
+        save_config = partial(_save_config, model, base=_folder_of(options))
+        files = replace(files, save_config=save_config)
     return replace(
         spec,
         tiny=replace(spec.tiny, first_blocks=first_blocks),
-        files=replace(spec.files, revision=options.revision),
+        files=replace(files, revision=options.revision, base=base),
         notes=tuple(notes),
     )
 
@@ -161,7 +168,7 @@ def _builder(
 
     def build() -> PreTrainedModel:
         with torch.device("meta"):
-            model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model: PreTrainedModel = auto_class(config).from_config(
                 config,
                 trust_remote_code=options.trust_remote_code,
                 dtype=torch.float32,
@@ -199,9 +206,10 @@ def describe(
         language=language_model.language_of(model, blocks),
         tied=aliases_of(model),
         tiny=TinyCopies(copy=tiny_copy),
-        config=_architecture(model),
+        config=config_json.architecture(model.config),
         files=ModelFiles(
-            opens="AutoModelForCausalLM.from_pretrained", save_config=partial(_save_config, model)
+            opens=f"{auto_class(model.config).__name__}.from_pretrained",
+            save_config=partial(_save_config, model),
         ),
     )
     return spec if blocks or tiny_copy else replace(spec, blocks=blocks_by_run(spec))
@@ -224,22 +232,55 @@ def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
     Raises ConfigError if there are none, or if they are stored in a way that cannot be read.
     """
     place = f"trainer.model.name_or_path: {options.name_or_path}"
-    folder = Path(options.name_or_path)
-    if not folder.is_dir():
-        folder = _downloaded(options)
     config = pretrained_config(options)
     quantiser = quantised.dequantiser(quantised.stored_config(config), place)
-    return ConvertedWeights(stored_tensors(folder, config), model, quantiser, place)
+    stored = stored_tensors(_folder_of(options), config)
+    return ConvertedWeights(stored, model, quantiser, place)
 
 
-def _downloaded(options: Any) -> Path:
+def _folder_of(options: Any) -> Path:
+    """Return the folder of a base, downloaded if it is on the hub."""
+    folder = Path(options.name_or_path)
+    if folder.is_dir():
+        return folder
     from huggingface_hub import snapshot_download
 
     download = partial(snapshot_download, options.name_or_path, revision=options.revision)
-    folder = Path(download(allow_patterns=["*.json", "*.safetensors", "*.model"]))
+    folder = Path(download(allow_patterns=[*MODEL_FILES, "*.safetensors"]))
     if not any(folder.glob("*.safetensors")):
         download(allow_patterns=["pytorch_model*.bin"])
     return folder
+
+
+def _whole_base(
+    weights: ConvertedWeights, model: PreTrainedModel, stated: list[str], options: Any
+) -> WholeBase:
+    """Return the base's folder as it is to be written again; `stated`: the classes that it names.
+
+    Raises ConfigError if something of it would be lost.
+    """
+    kind = getattr(transformers, next(iter(stated), ""), type(model))
+    config = pretrained_config(options)
+
+    def build() -> PreTrainedModel:
+        whole = pretrained_config(options)
+        quantised.remove_config(whole)
+        place = config_json.place_of(whole, type(model.config))
+        if place is not None and not model.config.tie_word_embeddings:
+            untie(whole)
+        with (
+            opening(f"trainer.model: {options.name_or_path}", "the class that it names"),
+            bounded(BUILD_MEMORY, BUILD_SECONDS),
+            torch.device("meta"),
+        ):
+            built: PreTrainedModel = kind(whole)
+        correct_prefix(built)
+        return built
+
+    is_whole = (
+        issubclass(type(model), kind) or config_json.place_of(config, type(model.config)) is None
+    )
+    return WholeBase(_folder_of(options), weights, model, config, None if is_whole else build)
 
 
 def _untied(model: PreTrainedModel, weights: ConvertedWeights) -> str:
@@ -258,7 +299,9 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
     return one.shape == other.shape and torch.equal(one.to(dtype), other.to(dtype))
 
 
-def _base_notes(weights: ConvertedWeights, model: PreTrainedModel, name: str) -> Iterator[str]:
+def _base_notes(
+    weights: ConvertedWeights, model: PreTrainedModel, name: str, keeps: bool
+) -> Iterator[str]:
     """Yield notes on how a base is stored, and on tensors that the model has no place for."""
     if method := weights.quantised_by:
         how = f"{name} is quantised by {method}: its values are dequantised as they are read"
@@ -267,17 +310,18 @@ def _base_notes(weights: ConvertedWeights, model: PreTrainedModel, name: str) ->
         kind = type(model).__name__
         shown = in_short(sorted(unread), model.state_dict().keys())
         dropped = f"{len(unread)} tensors of {name} have no place in a {kind}"
-        yield f"{dropped} and are left out: {shown}"
+        result = "come along as they are" if keeps else "are left out"
+        yield f"{dropped}: they are not trained, and {result}: {shown}"
 
 
-def _architecture(model: Any) -> dict[str, Any]:
-    config = json.loads(model.config.to_json_string(use_diff=False))
-    return {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
-
-
-def _save_config(model: PreTrainedModel, folder: Path, dtype: torch.dtype | None) -> None:
+def _save_config(
+    model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, base: Path | None = None
+) -> None:
+    """Write the trained class's config, and how it generates: as the folder `base` says, if any."""
     config = copy.deepcopy(model.config)
     config.update({"dtype": dtype or config.dtype, "architectures": [type(model).__name__]})
     config.save_pretrained(folder)
-    if model.can_generate() and model.generation_config is not None:
+    if base is not None and (base / GENERATION).is_file():
+        shutil.copyfile(base / GENERATION, folder / GENERATION)
+    elif model.can_generate() and model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -67,33 +66,39 @@ def opened_language_model(folder: Path, trust: bool) -> Any:
 
 
 def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
-    library = "transformers"
-    name = "AutoModelForCausalLM"
-    if adapter:
-        library = "peft"
-        name = "AutoPeftModelForCausalLM"
-        required(library, f"open: {folder}: an adapter", "lora")
     place = f"open: {folder}"
     trust = bool(options.setdefault("trust_remote_code", False))
-    base: Any = folder
     if adapter:
-        base = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
-    _check_model(base, trust, place)
-    if not adapter:
-        options["output_loading_info"] = True
+        return _adapted(folder, trust, place, **options)
+    kind = _checked_class(folder, trust, place)
     with opening(place, EXPECTED):
-        opened: Any = getattr(import_module(library), name).from_pretrained(folder, **options)
-        if adapter:
-            return opened.eval()  # type: ignore[no-any-return]
+        opened = kind.from_pretrained(folder, output_loading_info=True, **options)
         if missing := sorted(opened[1]["missing_keys"]):
             raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
         return opened[0].eval()  # type: ignore[no-any-return]
 
 
-def _check_model(source: Any, trust: bool, place: str) -> None:
-    """Raise ConfigError unless a folder's or hub id's config makes a model of a plausible size."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module:
+    required("peft", f"{place}: an adapter", "lora")
+    import peft
 
+    stated = object_in(folder / "adapter_config.json")
+    _checked_class(stated.get("base_model_name_or_path"), trust, place)
+    # without a task, the config names the class of the base's whole model
+    whole = stated.get("task_type") is None and stated.get("auto_mapping")
+    kind: Any = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
+    with opening(place, EXPECTED):
+        return kind.from_pretrained(folder, **options).eval()  # type: ignore[no-any-return]
+
+
+def _checked_class(source: Any, trust: bool, place: str) -> Any:
+    """Return transformers' class for a folder or hub id.
+
+    Raises ConfigError unless its config makes a model of a plausible size.
+    """
+    from transformers import AutoConfig
+
+    from trainer.models.language.auto_class import auto_class
     from trainer.models.language.model_config import check_kernels
 
     if not isinstance(source, Path | str):
@@ -103,9 +108,10 @@ def _check_model(source: Any, trust: bool, place: str) -> None:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     check_kernels(config, place)
     with opening(place, EXPECTED), bounded(BUILD_MEMORY, BUILD_SECONDS), torch.device("meta"):
-        empty = AutoModelForCausalLM.from_config(config, trust_remote_code=trust)
+        empty = auto_class(config).from_config(config, trust_remote_code=trust)
     if Path(source).is_dir():
         check_size(Path(source), sum(one.numel() for one in empty.parameters()), place)
+    return auto_class(config)
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:

@@ -166,6 +166,34 @@ class TinyCopies:
     """Features of the model that this tiny copy lacks, so that a trial on the copy proves less."""
 
 
+class BaseFiles(Protocol):
+    """The folder of a base as it is written again, around what is trained of it."""
+
+    @property
+    def opens(self) -> str: ...
+
+    def entries(self, entries: Sequence[StateTensor], ranks: Ranks) -> list[StateTensor]:
+        """Return state tensors under the base's names, and those that come along."""
+
+    @property
+    def is_part(self) -> bool:
+        """True if the trained model is a part of the base's model."""
+
+    def whole(self) -> nn.Module:
+        """Build the base's model on the meta device."""
+
+    def names(self) -> dict[str, str]:
+        """Return the base's model's name of each tensor of the trained model that it has."""
+
+    def save_config(self, folder: Path, dtype: torch.dtype | None) -> None: ...
+
+    def save_tokenizer_files(self, folder: Path) -> None:
+        """Copy those files of the base's tokenizer that its library has not written itself."""
+
+    def check(self, folder: Path) -> None:
+        """Raise DiskError unless a folder that was written has all that it should have."""
+
+
 @dataclass(frozen=True)
 class ModelFiles:
     """The folder of a trained model: its names, and how it is written and opened."""
@@ -184,6 +212,15 @@ class ModelFiles:
     """Makes the spec of the base with a folder's adapter merged, if an adapter is to be merged."""
     revision: str | None = None
     """The requested revision of a model on the hub."""
+    base: BaseFiles | None = None
+    """The files of the base around the trained tensors; None: the trained model's alone."""
+
+    def exported(self) -> ModelFiles:
+        """Return how the folder at the end of a run is written and opened."""
+        if self.base is None:
+            return self
+        base = self.base
+        return replace(self, save_config=base.save_config, opens=base.opens, check=base.check)
 
 
 @dataclass(frozen=True)
@@ -262,6 +299,12 @@ def stored(spec: ModelSpec, entries: Sequence[StateTensor]) -> list[StateTensor]
     """Select an engine's state tensors that are in files, under their names in the files."""
     saved = [entry for entry in entries if entry.name not in spec.training.unsaved]
     return renamed(saved, spec.files.published)
+
+
+def exported(spec: ModelSpec, entries: Sequence[StateTensor], ranks: Ranks) -> list[StateTensor]:
+    """Return state tensors as they are in the folder at the end of a run."""
+    base = spec.files.base
+    return list(entries) if base is None else base.entries(entries, ranks)
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,9 +11,10 @@ from trainer import checkpoint
 from trainer.config.sections.trainer import TrainerSection
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Engine
-from trainer.models.spec import given_tensors, stored
+from trainer.models.spec import exported, given_tensors, stored
 from trainer.recipe import Subject
 from trainer.run.start.folder import FINAL
+from trainer.state import StateTensor
 
 MERGED = "final-merged"
 
@@ -29,15 +30,25 @@ def export(
     """Write the trained model to `final/`; an adapter merged, to `final-merged/`. Collective."""
     spec = subject.spec
     final = folder / FINAL
-    entries = stored(spec, engine.state_tensors())
-    model = checkpoint.ModelFolder(partial(subject.save, dtype=form.dtype), form)
-    checkpoint.export(final, entries, model, ranks)
+    _write(subject, stored(spec, engine.state_tensors()), final, ranks, form)
     if merges and spec.files.merged is not None:
-        merged = spec.files.merged(final)
-        files = partial(replace(subject, spec=merged).save, dtype=form.dtype)
-        entries = given_tensors(merged, ranks)
+        merged = replace(subject, spec=spec.files.merged(final))
         form = checkpoint.ModelForm(form.dtype, hash=form.hash)
-        checkpoint.export(folder / MERGED, entries, checkpoint.ModelFolder(files, form), ranks)
+        _write(merged, given_tensors(merged.spec, ranks), folder / MERGED, ranks, form)
+
+
+def _write(
+    subject: Subject,
+    entries: Sequence[StateTensor],
+    folder: Path,
+    ranks: Ranks,
+    form: checkpoint.ModelForm,
+) -> None:
+    """Write tensors and files as the base's folder has them. Collective."""
+    spec = subject.spec
+    whole = replace(subject, spec=replace(spec, files=spec.files.exported()))
+    model = checkpoint.ModelFolder(partial(whole.save, dtype=form.dtype), form)
+    checkpoint.export(folder, exported(spec, entries, ranks), model, ranks)
 
 
 def show(
@@ -46,6 +57,7 @@ def show(
     """Show a sample of the trained model, and say where it is."""
     if (text := subject.example(folder / FINAL, section)) is not None:
         say("sample  " + "\n        ".join(text.splitlines()))
-    say(f"done: {folder / FINAL} opens with {subject.spec.files.opens}")
+    say(f"done: {folder / FINAL} opens with {subject.spec.files.exported().opens}")
     if subject.spec.files.merged is not None:
-        say(f"merged: {folder / MERGED} opens with AutoModelForCausalLM.from_pretrained")
+        merged = subject.spec.files.merged(folder / FINAL)
+        say(f"merged: {folder / MERGED} opens with {merged.files.exported().opens}")

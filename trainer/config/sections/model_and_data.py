@@ -90,6 +90,12 @@ class ModelSection(Section):
         Literal["sdpa", "eager", "flash_attention_2"] | None, Key(recipes=TEXT)
     ] = None
     """The implementation of attention; None: transformers' choice."""
+    keep_untrained: Annotated[bool, Key(needs="a model's name", recipes=TEXT)] = True
+    """False to save the trained class alone, without what its base has beside it.
+
+    Otherwise the folder at the end is the base's, with the trained values in it: under its names
+    and class, with its towers, heads, settings and processors.
+    """
 
 
 class Rows(Section):

@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
-from trainer.models.finetuning.lora_folder import STEM, completed, started
+from trainer.models.finetuning.lora_folder import PREFIX, STEM, completed, opened_values, started
 from trainer.models.finetuning.lora_opening import (
     Adapters,
     check_folder,
@@ -29,11 +29,15 @@ from trainer.models.finetuning.lora_opening import (
     scalings_of,
 )
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
+from trainer.models.finetuning.lora_whole import WholeNames, whole_adapter
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import WHOLE, Building, ModelFiles, ModelSpec, NoWeights, Training
 from trainer.storage import required
+
+MODULES = ("targets", "modules_to_save")
+"""The keys of `trainer.adapter` that name modules."""
 
 
 def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
@@ -45,6 +49,8 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
         return spec
     required("peft", "trainer.adapter", "lora")
     options = completed(options)
+    whole = WholeNames.of(spec.files.base)
+    options = _in_the_part(options, whole)
     model = spec.build()
     targets = chosen_targets(model, spec, options.targets)
     check_saved(model, spec, options.modules_to_save, targets)
@@ -65,20 +71,30 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     named = {lora_weights.base_name(name) for name, _ in model.named_parameters()}
     base = fingerprint(spec.building.weights, sorted(named)) if spec.tiny.copy else ""
     if options.path is not None:
-        described = _started(described, spec, options)
+        described = _started(described, spec, options, whole)
     copies = replace(spec.tiny, copy=tiny_copy if spec.tiny.copy else None)
     return replace(described, config={**described.config, "base": base}, tiny=copies)
 
 
-def _started(described: ModelSpec, base: ModelSpec, options: Any) -> ModelSpec:
+def _in_the_part(options: Any, whole: WholeNames) -> Any:
+    """Return the section with the names of modules that the trained part has."""
+    if options.path is None or isinstance(options.targets, str):
+        return options
+    update = {key: [whole.part(name) for name in getattr(options, key)] for key in MODULES}
+    return options.model_copy(update=update)
+
+
+def _started(described: ModelSpec, base: ModelSpec, options: Any, whole: WholeNames) -> ModelSpec:
     """Return the spec with the values of the adapter in `trainer.adapter.path`.
 
     Raises ConfigError if its modules differ.
     """
     parameters = described.build().named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
-    values = started(Path(options.path), shapes, described.files.published)
-    weights = lora_weights.BaseWeights(base.building.weights, lasting=options.merge, started=values)
+    published = described.files.published
+    values = started(Path(options.path), shapes, (published, whole.in_files(published)))
+    base_weights = base.building.weights
+    weights = lora_weights.BaseWeights(base_weights, lasting=options.merge, started=values)
     note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
     return replace(described.with_weights(weights), notes=(*described.notes, note))
 
@@ -149,9 +165,12 @@ def _files(
     }
     adapters = Adapters(scalings, published)
     saved = saved_adapter_config(loadable(spec.build, config, list(scalings), adapters, shapes))
+    known = (published, WholeNames.of(spec.files.base).in_files(published))
+    base = whole_adapter(spec.files.base, config, adapters, shapes)
 
     def merged(folder: Path) -> ModelSpec:
-        weights = lora_weights.MergedWeights(spec.building.weights, model, folder, published)
+        adapter = opened_values(folder, known)
+        weights = lora_weights.MergedWeights(spec.building.weights, model, adapter)
         return spec.with_weights(weights)
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
@@ -168,6 +187,7 @@ def _files(
         opens="peft.AutoPeftModelForCausalLM.from_pretrained",
         save_config=save_config,
         check=check,
+        base=base,
     )
 
 
@@ -201,7 +221,7 @@ def _published(model: nn.Module) -> dict[str, str]:
     state = get_peft_model_state_dict(
         model, state_dict=named, adapter_name=lora_weights.ADAPTER, save_embedding_layers=False
     )
-    return {ours[id(value)]: f"base_model.model.{name}" for name, value in state.items()}
+    return {ours[id(value)]: f"{PREFIX}{name}" for name, value in state.items()}
 
 
 def _settings(options: Any, config: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from trainer.storage import parse_json, read_file
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"
+PREFIX = "base_model.model."
+"""The beginning of the names of an adapter's tensors."""
 PLACE = "trainer.adapter.path"
 WEIGHT = ".weight"
 """The end of the name of a linear layer's matrix, as `target_parameters` name it."""
@@ -100,17 +102,30 @@ def _with_layers(given: dict[str, Any]) -> dict[str, Any]:
     return {**given, "target_modules": [*modules, *layers], "target_parameters": None}
 
 
+def opened_values(folder: Path, published: Sequence[Mapping[str, str]]) -> SafetensorsFolder:
+    """Open an adapter's values under the names of what the model learns.
+
+    `published`: what these are called in files, in one way or another; the first is taken where
+    none is the file's.
+    """
+    stored = SafetensorsFolder(folder, STEM).names()
+    known = (names for names in published if {*names.values()} == stored)
+    return SafetensorsFolder(folder, STEM, next(known, published[0]))
+
+
 def started(
-    folder: Path, of_model: Mapping[str, tuple[int, ...]], published: Mapping[str, str]
+    folder: Path,
+    of_model: Mapping[str, tuple[int, ...]],
+    published: Sequence[Mapping[str, str]],
 ) -> SafetensorsFolder:
     """Open an adapter's values. Raises ConfigError unless they are exactly what the model learns.
 
-    `of_model`: the shapes of its tensors; `published`: the names in the file of what it learns.
+    `of_model`: the shapes of its tensors; `published`: as for `opened_values`.
     """
-    shapes = {theirs: of_model[ours] for ours, theirs in published.items()}
     place = f"{PLACE}: {folder / STEM}.safetensors"
     with refused(place, "the adapter's safetensors", OSError, SafetensorError):
-        weights = SafetensorsFolder(folder, STEM, published)
+        weights = opened_values(folder, published)
+        shapes = {theirs: of_model[ours] for ours, theirs in weights.renamed.items()}
         there = {name: tuple(weights[name].shape) for name in weights.names()}
     differences = []
     missing = sorted(shapes.keys() - there.keys())

@@ -21,12 +21,11 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.errors import ConfigError, DiskError, Problem, listed, named_line, refused
-from trainer.models.finetuning.lora_folder import CONFIG, STEM, WEIGHT
+from trainer.models.finetuning.lora_folder import CONFIG, PREFIX, STEM, WEIGHT
 from trainer.models.finetuning.lora_weights import ADAPTER
 from trainer.models.pretrained.weights import SafetensorsFolder
 
 _NONE = ["no module has this name"]
-_PREFIX = "base_model.model."
 
 Shapes = Mapping[str, tuple[int, ...]]
 """The shapes of tensors, by their names in a file."""
@@ -98,7 +97,7 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
 
     def note(module: nn.Module, loaded: Mapping[str, torch.Tensor], *_: Any) -> None:
         for name, value in loaded.items():
-            renamed[name.removeprefix(_PREFIX)] = names[int(value.flatten()[0])]
+            renamed[name.removeprefix(PREFIX)] = names[int(value.flatten()[0])]
 
     with _silent():
         with torch.device("meta"):
@@ -106,8 +105,8 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
         model.register_load_state_dict_pre_hook(note)
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
     for name in result.unexpected_keys:
-        renamed.pop(name.removeprefix(_PREFIX), None)
-    return Adapters(scalings_of(model, _PREFIX), renamed)
+        renamed.pop(name.removeprefix(PREFIX), None)
+    return Adapters(scalings_of(model, PREFIX), renamed)
 
 
 def loadable(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.models.finetuning.lora_folder import STEM
 from trainer.models.materialise import on_host
 from trainer.models.names import tensors_of
 from trainer.models.pretrained.weights import SafetensorsFolder
@@ -59,33 +55,38 @@ class BaseWeights(Weights):
 class MergedWeights(Weights):
     """Weights of the base with an adapter merged in: in float32, then in the base's dtype."""
 
-    def __init__(
-        self, base: Weights, model: nn.Module, folder: Path, published: Mapping[str, str]
-    ) -> None:
+    def __init__(self, base: Weights, model: nn.Module, adapter: SafetensorsFolder) -> None:
+        """`model`: that with the adapter, whose values `adapter` has under the names in it."""
         self._base = base
-        self._adapter = SafetensorsFolder(folder, STEM)
-        copies = {name: theirs for name, theirs in published.items() if not is_adapters(name)}
-        self._copies = {base_name(name): theirs for name, theirs in copies.items()}
+        self._adapter = adapter
+        copies = [name for name in adapter.renamed if not is_adapters(name)]
+        self._copies = {base_name(name): name for name in copies}
         layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
-        self._layers = {base_name(f"{name}.weight"): layer for name, layer in layers.items()}
+        self._layers = {base_name(f"{name}.weight"): item for name, item in layers.items()}
+        self._names = {base_name(f"{name}.weight"): name for name in layers}
 
     def read(self, name: str) -> torch.Tensor | None:
         if (value := self._base.read(name)) is None:
             return None
         if name in self._copies:
-            return self._adapter[self._copies[name]].to(value.dtype)
+            return self._learned(self._copies[name]).to(value.dtype)
         if name not in self._layers:
             return value
         layer = self._layers[name]
-        prefix = f"base_model.model.{name.removesuffix('weight')}lora_"
-        names = [key for key in self._adapter.names() if key.startswith(prefix)]
-        part = {key.removeprefix(prefix): self._adapter[key].float() for key in names}
+        prefix = f"{self._names[name]}.lora_"
+        first = self._learned(f"{prefix}A.{ADAPTER}.weight").float()
+        second = self._learned(f"{prefix}B.{ADAPTER}.weight").float()
         turned = isinstance(layer.base_layer, Conv1D)
-        update = layer.scaling[ADAPTER] * (part["B.weight"] @ part["A.weight"])  # type: ignore[index]
-        merged = (value.T if turned else value).float() + update
-        if "magnitude_vector" in part:
-            merged *= (part["magnitude_vector"] / torch.linalg.norm(merged, dim=1))[:, None]
+        merged = (value.T if turned else value).float()
+        merged = merged + layer.scaling[ADAPTER] * (second @ first)  # type: ignore[index]
+        magnitude = f"{prefix}magnitude_vector.{ADAPTER}.weight"
+        if magnitude in self._adapter.renamed:
+            length = torch.linalg.norm(merged, dim=1)
+            merged *= (self._learned(magnitude).float() / length)[:, None]
         return (merged.T.contiguous() if turned else merged).to(value.dtype)
+
+    def _learned(self, name: str) -> torch.Tensor:
+        return self._adapter[self._adapter.renamed[name]]
 
 
 def made_up(spec: ModelSpec) -> MadeWeights:

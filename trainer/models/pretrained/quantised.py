@@ -121,7 +121,7 @@ def check_scaled(
     their order, and takes the blocks of a scale to be equal. `sources`: names in the files, and the
     patterns of transformers' converter that they match.
     """
-    scales = {key.rpartition(".")[0]: key for key, pattern in sources if _is_scale(pattern)}
+    scales = {key.rpartition(".")[0]: key for key, pattern in sources if is_scale(pattern)}
     codes = [key for key, pattern in sources if _leaf(pattern).endswith(VALUES)]
     size = getattr(quantiser.quantization_config, "weight_block_size", None)
     for key in codes:
@@ -134,7 +134,8 @@ def check_scaled(
             raise ConfigError(Problem(place, actual, f"a base whose {KEY} is true of its files"))
 
 
-def _is_scale(pattern: str) -> bool:
+def is_scale(pattern: str) -> bool:
+    """Return True for the pattern of scales by which transformers multiplies codes."""
     return bool(SCALES.search(pattern)) and not ACTIVATIONS.search(pattern)
 
 

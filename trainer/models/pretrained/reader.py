@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from copy import deepcopy
-from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    WeightConverter,
-    WeightRenaming,
-    dot_natural_key,
-    rename_source_key,
-)
 
+from trainer.models.pretrained.conversion import Conversion, plan, targets_of
 from trainer.models.pretrained.files import StoredTensors
 from trainer.models.pretrained.quantised import (
     check_read,
@@ -26,23 +20,9 @@ from trainer.models.pretrained.quantised import (
     conversion_errors,
     is_code,
 )
+from trainer.models.pretrained.way_back import pieces_of
 from trainer.models.spec import Weights
-
-
-@dataclass
-class Conversion:
-    """The way from tensors of the files to one or several of the model."""
-
-    first: str
-    """The model's tensor; of several, the first."""
-    transform: Any = None
-    """Transformers' converter; None: the value as it is stored."""
-    sources: list[tuple[str, str | None]] = field(default_factory=list)
-    """Tensors of the files, in natural order, each with the pattern that it matches."""
-
-    def pass_on(self) -> None:
-        """Read the value as it is stored."""
-        self.transform = None
+from trainer.state import Piece
 
 
 class ConvertedWeights(Weights):
@@ -87,6 +67,36 @@ class ConvertedWeights(Weights):
         return set(self._conversions)
 
     @property
+    def stored(self) -> StoredTensors:
+        """The tensors of the files."""
+        return self._stored
+
+    def targets(self) -> dict[str, str]:
+        """Return the model's tensor that each tensor of the files is read into; of several, one."""
+        return targets_of(self._conversions.values())
+
+    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """Return the tensors of the files that the bytes of each of the model's tensors are.
+
+        Those that are not whole tensors of the files have none.
+        """
+        made: dict[int, int] = Counter(map(id, self._conversions.values()))
+        return {
+            name: pieces_of(conversion, self._like[name], self._stored, self._model)
+            for name, conversion in self._conversions.items()
+            if made[id(conversion)] == 1
+        }
+
+    def strangers(self) -> list[str]:
+        """List the tensors of the files that the model has no place for, and nothing reads."""
+        return sorted(key for key, name in self.unread.items() if name not in self._like)
+
+    @property
+    def quantiser(self) -> Any:
+        """Transformers' quantiser of the files; None if they are not quantised."""
+        return self._quantiser
+
+    @property
     def quantised_by(self) -> str:
         """The method by which the files are quantised; empty if they are not."""
         if self._quantiser is None:
@@ -104,28 +114,7 @@ class ConvertedWeights(Weights):
         return {name: tuple(n for n in names if n != name) for names in several for name in names}
 
     def _plan(self) -> None:
-        model = self._model
-        like = self._like
-        mapping = get_model_conversion_mapping(model, None, self._quantiser)
-        renamings = [step for step in mapping if isinstance(step, WeightRenaming)]
-        converters = [step for step in mapping if isinstance(step, WeightConverter)]
-        by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
-        planned: dict[str, Conversion] = {}
-        prefix = type(model).base_model_prefix  # that of the files, which `correct_prefix` leaves
-        for key in sorted(self._stored.names(), key=dot_natural_key):
-            name, pattern = rename_source_key(key, renamings, converters, prefix, like)
-            if name not in like and key in like:  # it has the model's own name already
-                name, pattern = rename_source_key(key, [], [], prefix, like)
-            if name not in like:
-                self.unread[key] = name
-                continue
-            transform = None if pattern is None else by_pattern[pattern]
-            conversion = planned.setdefault(name, Conversion(name, transform))
-            # of two tensors for one place, transformers takes the first
-            if conversion.sources and conversion.transform is None:
-                self.unread[key] = name
-            else:
-                conversion.sources.append((key, pattern))
+        planned, self.unread = plan(self._stored.names(), self._model, self._quantiser)
         for conversion in planned.values():
             self._check(conversion)
             for target in self._targets(conversion):

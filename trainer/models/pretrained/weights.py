@@ -31,7 +31,7 @@ class SafetensorsFolder(Weights):
         self, folder: Path, stem: str = "model", renamed: Mapping[str, str] | None = None
     ) -> None:
         self._folder = folder
-        self._renamed = renamed or {}
+        self.renamed = renamed or {}
         self._opened: dict[str, Any] = {}
         whole = f"{stem}.safetensors"
         index = folder / f"{stem}.safetensors.index.json"
@@ -44,7 +44,7 @@ class SafetensorsFolder(Weights):
         return set(self._file_of)
 
     def read(self, name: str) -> torch.Tensor | None:
-        own = self._renamed.get(name, name)
+        own = self.renamed.get(name, name)
         return self[own] if own in self._file_of else None
 
     def like(self, name: str) -> torch.Tensor:

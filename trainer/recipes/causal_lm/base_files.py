@@ -12,6 +12,7 @@ from trainer.certify.finding import CheckResult
 from trainer.errors import refused
 from trainer.models import huggingface
 from trainer.models.language import model_config
+from trainer.models.language.auto_class import auto_class
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS
 from trainer.models.spec import ModelSpec
 
@@ -79,14 +80,12 @@ def _size(module: nn.Module) -> int:
 
 def _loaded(options: Any, layers: int, blocks: int) -> dict[str, torch.Tensor]:
     """Load the first blocks by transformers, in the dtype that the base states."""
-    from transformers import AutoModelForCausalLM
-
     config = model_config.pretrained_blocks(options, layers, blocks)
     more = {"trust_remote_code": options.trust_remote_code, "revision": options.revision}
     place = f"trainer.model.name_or_path: {options.name_or_path}"
     # network, memory and value errors alike
     with refused(place, "a base that transformers loads", named=True):
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(config).from_pretrained(
             options.name_or_path, config=config, dtype="auto", **more
         )
     return model.state_dict()  # type: ignore[no-any-return]

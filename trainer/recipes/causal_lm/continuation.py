@@ -10,6 +10,7 @@ import torch
 
 from trainer.data.mixture import Source
 from trainer.errors import ConfigError
+from trainer.models.opened import opened
 from trainer.tasks.generation import continued
 from trainer.tasks.task import IGNORED
 
@@ -29,9 +30,7 @@ def continuation(
     folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, trust: bool
 ) -> str:
     """Return how the model in `folder` continues `prompt`; `trust`: its own code may run."""
-    from transformers import AutoModelForCausalLM
-
-    model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=trust)
+    model: Any = opened(folder, trust_remote_code=trust)
     if not model.can_generate():
         return f"(no sample: {type(model).__name__} has no method to generate text)"
     try:

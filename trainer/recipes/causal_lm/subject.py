@@ -111,6 +111,9 @@ class LanguageSubject(Subject):
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
         super().save(folder, dtype)
         self.tokenizer.save_pretrained(folder)
+        base = self.spec.files.base
+        if base is not None and self.tokenizer.name_or_path == self.spec.name:
+            base.save_tokenizer_files(folder)
 
     def example(self, folder: Path, section: TrainerSection) -> str | None:
         wanted = section.generate

@@ -1,0 +1,127 @@
+"""An adapter under the names of its base's whole model, where a part of that is trained."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.distributed.ranks import Ranks
+from trainer.models.finetuning.lora_folder import PREFIX
+from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
+from trainer.models.patches import saved_adapter_config
+from trainer.models.spec import BaseFiles
+from trainer.state import StateTensor, renamed
+
+
+@dataclass(frozen=True)
+class WholeNames:
+    """The names that modules of a part have in the whole model."""
+
+    modules: Mapping[str, str]
+
+    @classmethod
+    def of(cls, base: BaseFiles | None) -> WholeNames:
+        """Return the names of a base's model; where that is trained itself, all stay as they are."""
+        if base is None or not base.is_part:
+            return cls({})
+        tensors = base.names().items()
+        return cls({_module(ours): _module(theirs) for ours, theirs in tensors})
+
+    def whole(self, name: str) -> str:
+        """Return the name in the whole model of a module, or of something in one."""
+        return _translated(name, self.modules)
+
+    def part(self, name: str) -> str:
+        """Return the name that a module of the whole model has in the part; others keep theirs."""
+        return _translated(name, {theirs: ours for ours, theirs in self.modules.items()})
+
+    def in_files(self, published: Mapping[str, str]) -> dict[str, str]:
+        """Return our names of an adapter's tensors -> those in the whole model's adapter."""
+        return {
+            ours: PREFIX + self.whole(theirs.removeprefix(PREFIX))
+            for ours, theirs in published.items()
+        }
+
+
+def _module(tensor: str) -> str:
+    return tensor.rpartition(".")[0]
+
+
+def _translated(name: str, modules: Mapping[str, str]) -> str:
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        if (known := modules.get(".".join(parts[:count]))) is not None:
+            return ".".join([known, *parts[count:]])
+    return name
+
+
+class WholeAdapter(BaseFiles):
+    """The folder of an adapter that PEFT and inference engines load on the base's whole model."""
+
+    def __init__(
+        self,
+        base: BaseFiles,
+        config: Any,
+        trained: Adapters,
+        shapes: Shapes,
+    ) -> None:
+        """`config`, `trained` and `shapes`: PEFT's config and tensors for the part.
+
+        Raises ConfigError if PEFT would not open the adapter so on the whole model.
+        """
+        self._base = base
+        names = WholeNames.of(base)
+        self._files = {
+            theirs: ours for theirs, ours in names.in_files({n: n for n in shapes}).items()
+        }
+        self._shapes = {self._files[name]: shape for name, shape in shapes.items()}
+        scalings = {names.whole(name): factor for name, factor in trained.scalings.items()}
+        tensors = {names.whole(name): self._files[file] for name, file in trained.tensors.items()}
+        kind = type(base.whole())
+        opened_as = {"base_model_class": kind.__name__, "parent_library": "transformers"}
+        whole = replace(config, task_type=None, auto_mapping=opened_as)
+        targets = list(scalings)
+        adapters = Adapters(scalings, tensors)
+        self._config = saved_adapter_config(
+            loadable(base.whole, whole, targets, adapters, self._shapes)
+        )
+
+    @property
+    def opens(self) -> str:
+        return "peft.AutoPeftModel.from_pretrained"
+
+    @property
+    def is_part(self) -> bool:
+        return True
+
+    def whole(self) -> nn.Module:
+        return self._base.whole()
+
+    def names(self) -> dict[str, str]:
+        return self._base.names()
+
+    def entries(self, entries: Sequence[StateTensor], ranks: Ranks) -> list[StateTensor]:
+        return renamed(entries, self._files)
+
+    def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
+        self._config.save_pretrained(str(folder))
+
+    def save_tokenizer_files(self, folder: Path) -> None:
+        self._base.save_tokenizer_files(folder)
+
+    def check(self, folder: Path) -> None:
+        check_folder(folder, self._config, self._shapes)
+
+
+def whole_adapter(
+    base: BaseFiles | None, config: Any, trained: Adapters, shapes: Shapes
+) -> WholeAdapter | None:
+    """Return how the adapter is written for the whole model; None if that is what is trained."""
+    if base is None or not base.is_part:
+        return None
+    return WholeAdapter(base, config, trained, shapes)

@@ -1,0 +1,99 @@
+"""The `config.json` of a base with what training changed in it, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from trainer.models.pretrained.quantised import KEY
+
+NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
+"""Config keys that may differ while the architecture is the same."""
+TIES = "tie_word_embeddings"
+_DTYPES = ("torch_dtype", "dtype")
+"""The keys of a config's dtype, the older one first."""
+
+
+def architecture(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a config says of the architecture, as JSON has it."""
+    values = json.loads(config.to_json_string(use_diff=False))
+    return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
+
+
+def _set_dtype(values: dict[str, Any], name: str) -> None:
+    """Set the dtype of a config, and of its parts that state one."""
+    for key, value in values.items():
+        if key in _DTYPES:
+            values[key] = name
+        elif isinstance(value, dict):
+            _set_dtype(value, name)
+
+
+def place_of(config: PreTrainedConfig, kind: type) -> tuple[str, ...] | None:
+    """Return the keys that lead to the part of a config of a type, or None if it has none."""
+    if type(config) is kind:
+        return ()
+    for key, part in vars(config).items():
+        if isinstance(part, PreTrainedConfig) and (below := place_of(part, kind)) is not None:
+            return (key, *below)
+    return None
+
+
+def changed(
+    stated: Mapping[str, Any],
+    before: PreTrainedConfig,
+    after: PreTrainedConfig,
+    dtype: torch.dtype | None,
+) -> dict[str, Any]:
+    """Return a base's config, as its file states it, with what training has changed.
+
+    `before`: the config as transformers reads it; `after`: that of the trained model, which may be
+    a part of it. `dtype`: that of the trained weights. Raises ValueError if `after` is no part.
+    """
+    place = place_of(before, type(after))
+    if place is None:
+        raise ValueError(f"no {type(after).__name__} in it")
+    result: dict[str, Any] = json.loads(json.dumps(stated))
+    whole = before
+    part = result
+    for key in place:
+        whole = getattr(whole, key)
+        part = part.setdefault(key, {})
+    changes = _changes(architecture(whole), architecture(after))
+    _update(part, changes)
+    if TIES in changes:
+        result[TIES] = changes[TIES]
+    for one in (result, part):
+        one.pop(KEY, None)
+    if dtype is not None:
+        name = str(dtype).removeprefix("torch.")
+        _set_dtype(part, name)
+        result[next((key for key in _DTYPES if key in result), "dtype")] = name
+    return result
+
+
+def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is new or other in `after`, in sections as deep as it goes."""
+    changes = {}
+    for key, value in after.items():
+        known = before.get(key)
+        if key in NOT_ARCHITECTURE:
+            continue
+        if isinstance(value, dict) and isinstance(known, dict):
+            if inner := _changes(known, value):
+                changes[key] = inner
+        elif key not in before or value != known:
+            changes[key] = value
+    return changes
+
+
+def _update(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+    for key, value in changes.items():
+        if isinstance(value, dict) and isinstance(values.get(key), dict):
+            _update(values[key], value)
+        else:
+            values[key] = value

@@ -1,0 +1,106 @@
+"""The way back from a model's tensors to those that its base's files have: names and shapes."""
+
+from __future__ import annotations
+
+import math
+import re
+from copy import deepcopy
+from functools import partial
+
+import torch
+from transformers import PreTrainedModel
+
+from trainer.models.pretrained.conversion import Conversion
+from trainer.models.pretrained.files import StoredTensors
+from trainer.models.pretrained.quantised import is_scale
+from trainer.state import Piece
+
+LONGEST = 3
+"""The most entries of a dimension when an order of bytes is tried out."""
+_CODES = re.compile(r"(_packed|_blocks)$")
+"""The ends of the names of codes, which a value in 16 bits does not have."""
+
+
+def pieces_of(
+    conversion: Conversion, like: torch.Tensor, stored: StoredTensors, model: PreTrainedModel
+) -> tuple[Piece, ...]:
+    """Return the tensors of the files that the bytes of a model's tensor are, in their order.
+
+    `like`: the model's tensor. Empty where its bytes are not those of whole tensors of the files,
+    one after the other: where transformers permutes values, or divides a tensor.
+    """
+    keys = _in_order(conversion, stored, model)
+    if len(keys) == 1:
+        return (Piece(_value_name(keys[0]), tuple(like.shape)),)
+    pieces = tuple(Piece(_value_name(key), tuple(stored.like(key).shape)) for key in keys)
+    count = sum(math.prod(piece.shape) for piece in pieces)
+    return pieces if count == like.numel() else ()
+
+
+def values_of(conversion: Conversion) -> list[str]:
+    """Return the names of a conversion's sources in 16 bits: no scales, and values for codes."""
+    return [_value_name(key) for key, _ in _matched(conversion)]
+
+
+def _matched(conversion: Conversion) -> list[tuple[str, str | None]]:
+    """Return the sources that are values or codes, not scales."""
+    sources = conversion.sources
+    return [(key, pattern) for key, pattern in sources if pattern is None or not is_scale(pattern)]
+
+
+def _value_name(key: str) -> str:
+    return _CODES.sub("", key)
+
+
+def _in_order(conversion: Conversion, stored: StoredTensors, model: PreTrainedModel) -> list[str]:
+    """Return the sources in the order of their bytes; empty if they are mixed.
+
+    Transformers converts tensors that are as small as they can be, each value another number: where
+    these come to lie shows the order.
+    """
+    matched = _matched(conversion)
+    if conversion.transform is None:
+        return [matched[0][0]]
+    transform = deepcopy(conversion.transform)
+    transform.operations = [
+        step for step in transform.operations if not getattr(step, "hf_quantizer", None)
+    ]
+    if not transform.operations:
+        return [key for key, _ in matched] if len(matched) == 1 else []
+    numbers: dict[int, tuple[str, int]] = {}
+    start = 0
+    for key, pattern in matched:
+        shape = [min(size, LONGEST) for size in stored.like(key).shape]
+        count = math.prod(shape)
+        value = torch.arange(start, start + count, dtype=torch.float32).reshape(shape)
+        transform.add_tensor(conversion.first, key, pattern, partial(_itself, value))
+        numbers[start] = (key, count)
+        start += count
+    try:
+        made = transform.convert(conversion.first, model=model, config=model.config)
+    except Exception:  # whatever an operation raises for a tensor of another size
+        return []
+    if list(made) != [conversion.first]:
+        return []
+    value = made[conversion.first]
+    flat = (value[0] if isinstance(value, list) else value).reshape(-1).int().tolist()
+    return _consecutive(flat, numbers)
+
+
+def _itself(value: torch.Tensor) -> torch.Tensor:
+    return value
+
+
+def _consecutive(flat: list[int], numbers: dict[int, tuple[str, int]]) -> list[str]:
+    """Return the keys whose runs of numbers a list consists of; empty if they are torn apart."""
+    keys = []
+    place = 0
+    while place < len(flat):
+        key, count = numbers.get(flat[place], ("", 0))
+        if not count or flat[place : place + count] != list(
+            range(flat[place], flat[place] + count)
+        ):
+            return []
+        keys.append(key)
+        place += count
+    return keys if len(keys) == len(numbers) else []

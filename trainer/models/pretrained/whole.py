@@ -1,0 +1,242 @@
+"""A base's folder as it comes back: the trained values in it, and all that was not trained."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from trainer.distributed.ranks import Ranks
+from trainer.errors import ConfigError, DiskError, Problem, listed, refused
+from trainer.models.door import object_in
+from trainer.models.names import aliases_of
+from trainer.models.pretrained import config_json
+from trainer.models.pretrained.conversion import Conversion, plan, targets_of
+from trainer.models.pretrained.quantised import ACTIVATIONS, COMPANION, is_code
+from trainer.models.pretrained.reader import ConvertedWeights
+from trainer.models.pretrained.way_back import values_of
+from trainer.state import CARRIED, Part, Piece, StateTensor
+from trainer.storage import to_json
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+MODEL_FILES = (
+    *("*.json", "*.jinja", "*.py", "*.txt", "*.model", "*.tiktoken"),
+    *("LICENSE*", "NOTICE*", "USE_POLICY*"),
+)
+"""The patterns of files that belong to a model: settings, templates, code, licences."""
+TOKENIZER = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("*.model", "*.tiktoken", "chat_template*"),
+)
+"""The patterns of a tokenizer's files, which come along with the base's own tokenizer alone."""
+NOT_KEPT = (
+    *(CONFIG, "*.index.json", "trainer_state.json", "adapter_config.json", "manifest.json"),
+    *("*quant*config*.json", "*_results.json", "trainer.json"),
+)
+"""The patterns of files that would say of the trained model what is true of its base alone."""
+WHOLE_KEY = "trainer.model.keep_untrained"
+
+
+class WholeBase:
+    """The folder of a base, to be written again around the trained values.
+
+    Its tensors have the names that they have in the base's files; those that the trained model has
+    no place for come along byte for byte. Its config keeps the base's class.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        weights: ConvertedWeights,
+        model: PreTrainedModel,
+        config: PreTrainedConfig,
+        build_whole: Callable[[], PreTrainedModel] | None,
+    ) -> None:
+        """`model`: the trained one; `config`: the base's, as transformers reads it.
+
+        `build_whole` makes the model that the base's config names, on the meta device; None where
+        that is the trained one. Raises ConfigError if something of the base would be lost.
+        """
+        self._folder = folder
+        self._weights = weights
+        self._model = model
+        self._config = config
+        self._build_whole = build_whole
+        self._stated = object_in(folder / CONFIG)
+        self._check_carried()
+        self._check_complete()
+
+    @property
+    def opens(self) -> str:
+        """The function that opens the folder."""
+        stated = next(iter(self._stated.get("architectures") or ()), "")
+        text = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+        seen = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+        kind = "AutoModelForImageTextToText" if stated in seen - text else "AutoModelForCausalLM"
+        return f"{kind}.from_pretrained"
+
+    @property
+    def is_part(self) -> bool:
+        """True if the trained model is a part of what the base's config names."""
+        return self._build_whole is not None
+
+    def whole(self) -> PreTrainedModel:
+        """Build the model that the base's config names, on the meta device."""
+        return self._model if self._build_whole is None else self._build_whole()
+
+    @property
+    def carried(self) -> list[str]:
+        """The tensors of the files that are not trained."""
+        return self._weights.strangers()
+
+    def names(self) -> dict[str, str]:
+        """Return the whole model's name of each tensor of the trained model that it has."""
+        if self._build_whole is None:
+            return {name: name for name in self._weights.names()}
+        trained = self._weights.targets()
+        whole = targets_of(self._planned.values())
+        return {trained[key]: name for key, name in whole.items() if key in trained}
+
+    def entries(self, entries: Sequence[StateTensor], ranks: Ranks) -> list[StateTensor]:
+        """Return state tensors as they are in the base's files, and those that come along.
+
+        Each rank reads a share of the latter.
+        """
+        return [*map(self._in_files, entries), *self._carried_entries(ranks)]
+
+    def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
+        """Write the base's config with what has changed, and its other files but a tokenizer's."""
+        trained = self._model.config
+        stated = config_json.changed(self._stated, self._config, trained, dtype)
+        (folder / CONFIG).write_bytes(to_json(stated))
+        for path in self._others(TOKENIZER):
+            shutil.copyfile(path, folder / path.name)
+        generation = self._model.generation_config
+        if not (folder / GENERATION).exists() and generation is not None:
+            generation.save_pretrained(folder)
+
+    def check(self, folder: Path) -> None:
+        """Raise DiskError unless a folder has the tensors of the base's files, and no others."""
+        place = f"{folder}: *.safetensors"
+        written: list[str] = []
+        with refused(place, "the tensors of the base", OSError, SafetensorError, raises=DiskError):
+            for path in folder.glob("*.safetensors"):
+                with safe_open(path, "pt") as file:
+                    written += file.keys()
+        if odd := sorted({*written} ^ self._written):
+            actual = f"{len(written)} tensors, of which {listed(odd, 2)} should not be so"
+            raise DiskError(Problem(place, actual, f"the {len(self._written)} of the base"))
+
+    def save_tokenizer_files(self, folder: Path) -> None:
+        """Copy those files of the base's tokenizer that its library has not written itself."""
+        template = any(folder.glob("chat_template*"))
+        for path in self._others(()):
+            name = path.name
+            stale = template and name.startswith("chat_template")
+            if _matches(name, TOKENIZER) and not stale and not (folder / name).exists():
+                shutil.copyfile(path, folder / name)
+
+    def _others(self, without: Sequence[str]) -> Iterator[Path]:
+        for path in sorted(self._folder.iterdir()):
+            name = path.name
+            if _matches(name, (*NOT_KEPT, *without)):
+                continue
+            if _matches(name, MODEL_FILES) and path.is_file():
+                yield path
+
+    @cached_property
+    def _whole(self) -> PreTrainedModel:
+        return self.whole()
+
+    @cached_property
+    def _planned(self) -> dict[str, Conversion]:
+        """The whole model's tensors, and what they are read from."""
+        weights = self._weights
+        return plan(weights.stored.names(), self._whole, weights.quantiser)[0]
+
+    @cached_property
+    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
+        """The tensors of the files that each trained tensor is; else the whole model's name."""
+        own = self.names()
+        pieces = self._weights.pieces()
+        aliases: dict[str, list[str]] = {}
+        for alias, first in aliases_of(self._model).items():
+            aliases.setdefault(first, []).append(alias)
+        tied = {alias for names in aliases.values() for alias in names}
+        found = {}
+        for name, like in self._model.state_dict().items():
+            if name not in tied:
+                names = [name, *aliases.get(name, ())]
+                known = next((pieces[one] for one in names if pieces.get(one)), ())
+                found[name] = known or (Piece(own.get(name, name), tuple(like.shape)),)
+        return found
+
+    def _in_files(self, entry: StateTensor) -> StateTensor:
+        return replace(entry, pieces=self._pieces.get(entry.name, ()))
+
+    def _carried_entries(self, ranks: Ranks) -> Iterator[StateTensor]:
+        stored = self._weights.stored
+        for index, name in enumerate(self.carried):
+            like = stored.like(name)
+            owner = index % ranks.world_size
+
+            def parts(name: str = name, owner: int = owner) -> list[Part]:
+                return [Part(stored[name])] if ranks.rank == owner else []
+
+            shape = tuple(like.shape)
+            yield StateTensor(name, CARRIED, shape, like.dtype, owner, parts, lambda value: None)
+
+    def _check_carried(self) -> None:
+        """Raise ConfigError for codes that nothing dequantises: the result is not quantised."""
+        if not self._weights.quantised_by:
+            return
+        stored = self._weights.stored
+        codes = [
+            name
+            for name in self.carried
+            if is_code(stored.like(name)) or COMPANION.search(name.rpartition(".")[2])
+        ]
+        if codes := [name for name in codes if not ACTIVATIONS.search(name)]:
+            actual = f"{len(codes)} quantised tensors that are not trained: {listed(codes, 3)}"
+            expected = "a base of which they are stored in 16 or 32 bits"
+            hint = f"Take the base before that, or set {WHOLE_KEY} to false to save without them"
+            raise ConfigError(Problem(f"trainer.model: {self._folder}", actual, expected, hint))
+
+    @cached_property
+    def _written(self) -> set[str]:
+        """The names of the tensors in the files."""
+        pieces = [piece.name for each in self._pieces.values() for piece in each]
+        return {*pieces, *self.carried}
+
+    def _check_complete(self) -> None:
+        """Raise ConfigError if the whole model would miss a tensor that it has from the base."""
+        complete = {
+            name
+            for name, conversion in self._planned.items()
+            if name in self._written or {*values_of(conversion)} <= self._written
+        }
+        tied = aliases_of(self._whole)
+        complete |= {alias for alias, first in tied.items() if first in complete}
+        complete |= {first for alias, first in tied.items() if alias in complete}
+        if lost := sorted(self._planned.keys() - complete):
+            actual = f"{type(self._whole).__name__} would miss {len(lost)} tensors of the result"
+            expected = "a base whose tensors have their own names in its files"
+            hint = f"Set {WHOLE_KEY} to false to save a {type(self._model).__name__} alone"
+            place = f"trainer.model: {self._folder}"
+            raise ConfigError(Problem(place, f"{actual}: {listed(lost, 3)}", expected, hint))
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
