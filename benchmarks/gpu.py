@@ -277,8 +277,8 @@ class Bench:
         return {name: part.contiguous().to(self.device) for name, part in parts.items()}
 
     def run(self, arm: str) -> None:
+        from trainer.models.flops import flops_per_token
         from trainer.models.huggingface import spec_of
-        from trainer.models.spec import flops_per_token
 
         config, options = self.described()
         self.flops = flops_per_token(spec_of(config, options, weights=False), self.sequence)

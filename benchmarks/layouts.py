@@ -39,7 +39,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,6 +50,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Job, Machine
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute
@@ -118,9 +118,7 @@ class Bench:
             "num_attention_heads": 8,
             "num_key_value_heads": 8,
         }
-        options = SimpleNamespace(
-            name_or_path=None, config=config, revision=None, trust_remote_code=False, attention=None
-        )
+        options = ModelSection(config=config)
         self.spec = huggingface.spec_of(model_config.read_config(options), options)
         self.task = CausalLM(self.spec.language)
 
@@ -318,9 +316,7 @@ class Peak(threading.Thread):
 
 
 def measure_build(bench: Bench, kind: str, folder: str) -> str:
-    options = SimpleNamespace(
-        name_or_path=folder, config=None, revision=None, trust_remote_code=False, attention=None
-    )
+    options = ModelSection(name_or_path=folder)
     bench.spec = huggingface.spec_of(model_config.read_config(options), options)
     pipeline, stage = BUILDS[kind]
     block = sum(

@@ -38,8 +38,8 @@ from trainer.config import Config, load
 from trainer.engines.devices import Device
 from trainer.errors import ConfigError
 from trainer.layout import Layout
+from trainer.models.flops import flops_per_token
 from trainer.models.materialise import materialise
-from trainer.models.spec import flops_per_token
 from trainer.tools.planner.candidates import candidates
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.from_config import ModelOnCluster, model_on, planned

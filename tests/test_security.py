@@ -22,6 +22,7 @@ from trainer.checkpoint import save
 from trainer.checkpoint.safetensors_stream import read_header
 from trainer.command import checkpoint as command
 from trainer.config import load
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.data.text.preview import _line
 from trainer.errors import ConfigError, Problem, printable
 from trainer.models.language.model_config import read_config
@@ -64,14 +65,7 @@ def test_a_key_is_shown(tmp_path):
 
 def options(config: dict[str, Any] | None = None, path: Path | None = None) -> SimpleNamespace:
     name = None if path is None else str(path)
-    return SimpleNamespace(
-        name_or_path=name,
-        config=config,
-        revision=None,
-        trust_remote_code=False,
-        attention=None,
-        task="causal_lm",
-    )
+    return ModelSection(name_or_path=name, config=config)
 
 
 @pytest.mark.parametrize(

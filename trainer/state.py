@@ -43,8 +43,8 @@ class Part:
         return whole.as_strided(self.value.shape, self.strides, self.offset)
 
 
-class Piece(NamedTuple):
-    """A tensor in a file that consists of consecutive bytes of a state tensor: one expert of all."""
+class FileTensor(NamedTuple):
+    """A tensor in a file, of consecutive bytes of a state tensor: one expert of all."""
 
     name: str
     shape: tuple[int, ...]
@@ -74,8 +74,8 @@ class StateTensor:
     not trained. `keep(shapes)`, by key: all keys or, if empty, none. Returns the state tensors to
     be written. Not collective.
     """
-    pieces: tuple[Piece, ...] = ()
-    """What its bytes are in the files, one piece after the other; empty: itself, under its name."""
+    pieces: tuple[FileTensor, ...] = ()
+    """The tensors in files that its bytes are, in order; empty: one, under its name."""
 
     def read(self, ranks: Ranks) -> torch.Tensor:
         """Return the whole tensor on the host of every rank. Collective; for small models."""

@@ -52,7 +52,7 @@ def test_the_library_reads_what_we_write(
     tensors = {name: (torch.randn(kind.shape) * 3).to(kind.dtype) for name, kind in types.items()}
     with TemporaryDirectory() as folder, ThreadPoolExecutor(1) as threads:
         path = Path(folder, "t.safetensors")
-        header = header_of(types)
+        header = header_of(types.items())
         size = len(header) + sum(kind.size for kind in types.values())
         path.write_bytes(b"\xff" * size)
         writer = SharedFile(path, threads, "sha256")
@@ -123,4 +123,4 @@ def test_a_file_system_that_takes_no_advice_has_its_file(
 
 def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:
     with raises(ConfigError, "tensor", "torch.complex64", "torch.float64"):
-        header_of({"x": TensorType((1,), torch.complex64)})
+        header_of([("x", TensorType((1,), torch.complex64))])

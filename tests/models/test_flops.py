@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.training import LLAMA, VOCABULARY, spec_of
-from trainer.models.spec import flops_per_token
+from trainer.models.flops import flops_per_token
 
 SMALL: dict[str, Any] = dict(
     vocab_size=VOCABULARY,

@@ -257,7 +257,7 @@ def test_deepspeed_says_that_a_stage_has_nothing_to_learn(pools):
 
 
 def test_a_model_whose_blocks_are_frozen_is_cheaper():
-    from trainer.models.spec import flops_per_token
+    from trainer.models.flops import flops_per_token
 
     spec = spec_of(LLAMA_4)
     cheaper = frozen(spec, ["model.layers.*"])

@@ -34,7 +34,7 @@ from tests.support.layouts import (
     by_engine,
 )
 from tests.support.messages import raises, shows
-from tests.support.models.lora import LORA, UNTIED, train_here, write_base
+from tests.support.models.lora import LORA, UNTIED, job, train_here, write_base
 from tests.support.training import (
     GPT2,
     LLAMA,
@@ -119,25 +119,6 @@ def test_it_trains_as_peft_does_in_one_process(pools, name):
 
 
 # Whole runs
-
-
-def job(
-    folder: Path, base: Path, engine: str, stage: int, adapter: dict[str, Any], **trainer: Any
-) -> Path:
-    """A config of four steps on a small text, saved after two."""
-    path = write_job(
-        folder,
-        engine=engine,
-        model={"name_or_path": str(base)},
-        adapter=adapter,
-        steps=4,
-        **trainer,
-    )
-    config = json.loads(path.read_text())
-    config["zero_optimization"]["stage"] = stage
-    config["trainer"]["checkpoint"] = {"every": 2, **trainer.get("checkpoint", {})}
-    path.write_text(json.dumps(config))
-    return path
 
 
 IDS = torch.arange(1, 13)[None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +12,14 @@ from transformers import AutoModelForCausalLM
 from tests.support.messages import raises, shows
 from tests.support.models.families import FAMILIES, family, real
 from tests.support.training import GPT2, LLAMA, VOCABULARY, spec_of
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
 from trainer.models import huggingface
+from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.materialise import materialise
 from trainer.models.pretrained.weights import SafetensorsFolder
-from trainer.models.spec import flops_per_token, units
+from trainer.models.spec import units
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -126,10 +127,8 @@ def test_flops_follow_the_formula():
     )  # a tied table is the head, and multiplied
 
 
-def options(config: Any = None, path: str | None = None) -> SimpleNamespace:
-    return SimpleNamespace(
-        name_or_path=path, config=config, revision=None, trust_remote_code=False, attention=None
-    )
+def options(config: Any = None, path: str | None = None) -> ModelSection:
+    return ModelSection(name_or_path=path, config=config)
 
 
 @pytest.mark.parametrize(

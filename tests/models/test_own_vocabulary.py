@@ -14,7 +14,7 @@ from tests.support.commands import train, write_job
 from tests.support.data.templates import tokenizer_of
 from tests.support.messages import raises
 from trainer.errors import ConfigError
-from trainer.models.own_vocabulary import align
+from trainer.models.language.own_vocabulary import align
 
 LLAMA = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 LLAMA |= {"num_attention_heads": 4}

@@ -28,6 +28,7 @@ from trainer.models import huggingface
 from trainer.models.language import model_config
 from trainer.models.language.auto_class import auto_class
 from trainer.models.materialise import on_host
+from trainer.models.pretrained import named_base
 
 
 def options(folder: Path) -> ModelSection:
@@ -89,14 +90,14 @@ class Counted:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_is_read_from_its_own_sources_alone(tmp_path, family, monkeypatch):
-    opened = huggingface.stored_tensors
+    opened = named_base.stored_tensors
     counted: list[Counted] = []
 
     def counting(*arguments: Any) -> Any:
         counted.append(Counted(opened(*arguments)))
         return counted[-1]
 
-    monkeypatch.setattr(huggingface, "stored_tensors", counting)
+    monkeypatch.setattr(named_base, "stored_tensors", counting)
     spec = spec_of(write_base(tmp_path, family))
     stored = counted[-1]
     stored.read = 0

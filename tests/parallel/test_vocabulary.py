@@ -25,7 +25,7 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
-from trainer.models.spec import counted_flops
+from trainer.models.flops import counted_flops
 from trainer.parallel.apply import wrap_blocks
 from trainer.parallel.splits.vocabulary import note_of
 

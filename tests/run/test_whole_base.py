@@ -92,7 +92,11 @@ def test_what_is_trained_comes_back_in_its_base(pools, tmp_path, name):
     saved = run / "checkpoints" / "step-000004" / "model"
     text = transformers.AutoConfig.from_pretrained(saved)
     one = getattr(transformers, text.architectures[0]).from_pretrained(saved, dtype=torch.float32)
-    assert torch.equal(logits_of(model), logits_of(one))
+    values = {key.replace(".language_model.", "."): v for key, v in model.state_dict().items()}
+    for key, value in one.state_dict().items():
+        assert torch.equal(values[key.replace(".language_model.", ".")], value), key
+    # the whole model may group its experts' products otherwise
+    torch.testing.assert_close(logits_of(model), logits_of(one), rtol=0, atol=1e-3)
     towers = [key for key in before if "visual" in key or "vision" in key]
     assert bool(towers) == (RUNS[name][0] in MULTIMODAL)
     assert all(torch.equal(before[key], after[key].to(before[key].dtype)) for key in towers)

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,16 +172,11 @@ def samples(step: int) -> list[dict[str, np.ndarray]]:
 
 
 def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
+    from trainer.config.sections.model_and_data import ModelSection
     from trainer.models import huggingface
     from trainer.models.language import model_config
 
-    options = SimpleNamespace(
-        name_or_path=path,
-        config=None if path else model,
-        revision=None,
-        trust_remote_code=False,
-        attention=None,
-    )
+    options = ModelSection(name_or_path=path, config=None if path else model)
     return huggingface.spec_of(model_config.read_config(options), options)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from trainer.checkpoint.safetensors_stream import TensorType, header_of
-from trainer.state import CARRIED, MASTER, WEIGHT, Piece, StateTensor
+from trainer.state import CARRIED, MASTER, WEIGHT, FileTensor, StateTensor
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class Slot:
     @property
     def tensors(self) -> dict[str, TensorType]:
         """The tensors that a reader of the file sees, in order."""
-        pieces = self.entry.pieces or (Piece(self.name, self.type.shape),)
+        pieces = self.entry.pieces or (FileTensor(self.name, self.type.shape),)
         count = sum(math.prod(piece.shape) for piece in pieces)
         if count != math.prod(self.type.shape):
             raise ValueError(f"{self.name}: its pieces in the file have {count} values")

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
@@ -27,14 +26,20 @@ from trainer.models.door import (
 )
 from trainer.models.language.auto_class import auto_class
 from trainer.models.language.blocks import blocks_by_run, blocks_like, stated_blocks
-from trainer.models.language.model_config import pretrained_config
 from trainer.models.materialise import built_tensor
-from trainer.models.names import aliases_of, in_short
+from trainer.models.names import aliases_of
 from trainer.models.patches import correct_prefix, skip_rescaling
-from trainer.models.pretrained import config_json, quantised
-from trainer.models.pretrained.files import stored_tensors
+from trainer.models.pretrained import config_json
+from trainer.models.pretrained.named_base import (
+    base_notes,
+    folder_of,
+    untie,
+    untied,
+    weights_of,
+    whole_base,
+)
 from trainer.models.pretrained.reader import ConvertedWeights
-from trainer.models.pretrained.whole import GENERATION, MODEL_FILES, WholeBase
+from trainer.models.pretrained.whole import GENERATION
 from trainer.models.spec import Building, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import CopySize, tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
@@ -62,38 +67,46 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         model = build()
     _check_router(model, place)
     notes = list(_class_notes(config, model, name, stated if options.name_or_path else []))
-    base: WholeBase | None = None
-    given: Weights = NoWeights()
+    given: ConvertedWeights | None = None
     if options.name_or_path and weights:
         given = weights_of(model, options)
-        if alias := _untied(model, given):
+        if alias := untied(model, given):
             model, note = _built_untied(config, build, alias, place)
             given = weights_of(model, options)
             notes.append(note)
-        notes += _base_notes(given, model, name, options.keep_untrained)
-        if options.keep_untrained:
-            base = _whole_base(given, model, stated, options)
 
     @cache
     def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
         return _tiny_copy(config, options, name, CopySize(layers, split, sizes))
 
-    spec = describe(model, name, build, given, tiny_copy)
+    spec = describe(model, name, build, given or NoWeights(), tiny_copy)
 
     def first_blocks(layers: int) -> ModelSpec:
         kept = tiny_config(config, KEPT, range(layers), len(spec.blocks))
         return _spec_without_weights(name, _builder(kept, options))
 
-    files = spec.files
-    if options.name_or_path and weights:
-        save_config = partial(_save_config, model, base=_folder_of(options))
-        files = replace(files, save_config=save_config)
-    return replace(
+    spec = replace(
         spec,
         tiny=replace(spec.tiny, first_blocks=first_blocks),
-        files=replace(files, revision=options.revision, base=base),
+        files=replace(spec.files, revision=options.revision),
         notes=tuple(notes),
     )
+    return spec if given is None else _of_base(spec, model, given, stated, options)
+
+
+def _of_base(
+    spec: ModelSpec,
+    model: PreTrainedModel,
+    weights: ConvertedWeights,
+    stated: list[str],
+    options: Any,
+) -> ModelSpec:
+    """Return the spec with how its base is read and written again; `stated`: the base's classes."""
+    base = whole_base(weights, model, stated, options) if options.keep_untrained else None
+    save_config = partial(_save_config, model, base=folder_of(options))
+    notes = base_notes(weights, model, spec.name, options.keep_untrained)
+    files = replace(spec.files, save_config=save_config, base=base)
+    return replace(spec, files=files, notes=(*spec.notes, *notes))
 
 
 def _check_decoder(config: PreTrainedConfig, place: str) -> None:
@@ -114,12 +127,6 @@ def _class_notes(
         yield f"{name} says that it is a {stated[0]}; a {kind} is trained and saved"
     elif type(model.config) is not type(config):
         yield f"of {config.model_type} the text model alone is trained and saved, a {kind}"
-
-
-def untie(config: PreTrainedConfig) -> None:
-    """Have the models of a config keep head and table apart; changes it in place."""
-    for part in (config, config.get_text_config(decoder=True)):
-        part.update({"tie_word_embeddings": False})
 
 
 def _built_untied(
@@ -224,94 +231,6 @@ def _initialise(root: nn.Module, name: str) -> None:
         owner = module if isinstance(module, PreTrainedModel) else owner
     with guard_torch_init_functions():
         owner._init_weights(module)  # type: ignore[operator]
-
-
-def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
-    """Open the weights of the folder or hub id for a model on the meta device.
-
-    Raises ConfigError if there are none, or if they are stored in a way that cannot be read.
-    """
-    place = f"trainer.model.name_or_path: {options.name_or_path}"
-    config = pretrained_config(options)
-    quantiser = quantised.dequantiser(quantised.stored_config(config), place)
-    stored = stored_tensors(_folder_of(options), config)
-    return ConvertedWeights(stored, model, quantiser, place)
-
-
-def _folder_of(options: Any) -> Path:
-    """Return the folder of a base, downloaded if it is on the hub."""
-    folder = Path(options.name_or_path)
-    if folder.is_dir():
-        return folder
-    from huggingface_hub import snapshot_download
-
-    download = partial(snapshot_download, options.name_or_path, revision=options.revision)
-    folder = Path(download(allow_patterns=[*MODEL_FILES, "*.safetensors"]))
-    if not any(folder.glob("*.safetensors")):
-        download(allow_patterns=["pytorch_model*.bin"])
-    return folder
-
-
-def _whole_base(
-    weights: ConvertedWeights, model: PreTrainedModel, stated: list[str], options: Any
-) -> WholeBase:
-    """Return the base's folder as it is to be written again; `stated`: the classes that it names.
-
-    Raises ConfigError if something of it would be lost.
-    """
-    kind = getattr(transformers, next(iter(stated), ""), type(model))
-    config = pretrained_config(options)
-
-    def build() -> PreTrainedModel:
-        whole = pretrained_config(options)
-        quantised.remove_config(whole)
-        place = config_json.place_of(whole, type(model.config))
-        if place is not None and not model.config.tie_word_embeddings:
-            untie(whole)
-        with (
-            opening(f"trainer.model: {options.name_or_path}", "the class that it names"),
-            bounded(BUILD_MEMORY, BUILD_SECONDS),
-            torch.device("meta"),
-        ):
-            built: PreTrainedModel = kind(whole)
-        correct_prefix(built)
-        return built
-
-    is_whole = (
-        issubclass(type(model), kind) or config_json.place_of(config, type(model.config)) is None
-    )
-    return WholeBase(_folder_of(options), weights, model, config, None if is_whole else build)
-
-
-def _untied(model: PreTrainedModel, weights: ConvertedWeights) -> str:
-    """Return a tied tensor that the files have twice, with other values; empty if there is none."""
-    stored = weights.names()
-    for alias, first in aliases_of(model).items():
-        if {alias, first} <= stored and not _same(weights.read(alias), weights.read(first)):
-            return alias
-    return ""
-
-
-def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    if one is None or other is None:
-        return one is other
-    dtype = torch.promote_types(one.dtype, other.dtype)
-    return one.shape == other.shape and torch.equal(one.to(dtype), other.to(dtype))
-
-
-def _base_notes(
-    weights: ConvertedWeights, model: PreTrainedModel, name: str, keeps: bool
-) -> Iterator[str]:
-    """Yield notes on how a base is stored, and on tensors that the model has no place for."""
-    if method := weights.quantised_by:
-        how = f"{name} is quantised by {method}: its values are dequantised as they are read"
-        yield f"{how}; what is saved is not quantised, and has no quantization_config"
-    if unread := weights.unread:
-        kind = type(model).__name__
-        shown = in_short(sorted(unread), model.state_dict().keys())
-        dropped = f"{len(unread)} tensors of {name} have no place in a {kind}"
-        result = "come along as they are" if keeps else "are left out"
-        yield f"{dropped}: they are not trained, and {result}: {shown}"
 
 
 def _save_config(

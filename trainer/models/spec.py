@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count
 
 from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, Part, StateTensor, renamed
@@ -166,7 +165,7 @@ class TinyCopies:
     """Features of the model that this tiny copy lacks, so that a trial on the copy proves less."""
 
 
-class BaseFiles(Protocol):
+class BaseFolder(Protocol):
     """The folder of a base as it is written again, around what is trained of it."""
 
     @property
@@ -212,7 +211,7 @@ class ModelFiles:
     """Makes the spec of the base with a folder's adapter merged, if an adapter is to be merged."""
     revision: str | None = None
     """The requested revision of a model on the hub."""
-    base: BaseFiles | None = None
+    base: BaseFolder | None = None
     """The files of the base around the trained tensors; None: the trained model's alone."""
 
     def exported(self) -> ModelFiles:
@@ -344,35 +343,3 @@ def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Modu
     for child_name, child in module.named_children():
         yield from _children_first(f"{name}.{child_name}", child)
     yield name, module
-
-
-def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """Count the FLOPs of a loss's forward and backward pass with PyTorch's counter, on meta.
-
-    Matrix products, convolutions and attention count; `loss(model)` makes its input on that device.
-    """
-    ours = {torch.ops.aten.convolution_backward: _convolution_backward}
-    with FlopCounterMode(display=False, custom_mapping=ours) as counter:
-        loss(spec.build().train()).backward()
-    return float(counter.get_total_flops())
-
-
-def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
-    """Count forward's FLOPs for the input and for the weight; PyTorch's formula ignores groups."""
-    transposed = rest[4]
-    wanted = rest[7]
-    return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
-
-
-def flops_per_token(spec: ModelSpec, sequence: int) -> float:
-    """Return the training FLOPs per token, forward and backward: `6 N + 6 L H T` (causal half).
-
-    N counts the parameters in a token's matrix products: with the head, but without the input table
-    and the experts that it is not routed to. Frozen ones have no weight gradient: 4 N. H is heads x
-    head size. Source: PaLM, arXiv 2204.02311, appendix B, halved for the causal mask.
-    """
-    language = spec.language
-    matrix = spec.parameters - language.embedding_parameters - language.idle_parameters
-    learned = min(matrix, spec.parameters - sum(spec.training.frozen.values()))
-    attention = 6.0 * language.layers * language.attention.width * sequence
-    return 4.0 * matrix + 2.0 * learned + attention

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tests.support.commands import write_job
 from tests.support.pool import machine_here
 from tests.support.training import LLAMA
 
@@ -54,3 +56,27 @@ def train_here(
             return error.render()
     assert result is not None
     return result.losses
+
+
+def job(
+    folder: Path,
+    base: Path,
+    engine: str,
+    stage: int,
+    adapter: dict[str, Any] | None,
+    **trainer: Any,
+) -> Path:
+    """A config of four steps from a base on a small text, saved after two."""
+    path = write_job(
+        folder,
+        engine=engine,
+        model={"name_or_path": str(base)},
+        adapter=adapter,
+        steps=4,
+        **trainer,
+    )
+    config = json.loads(path.read_text())
+    config["zero_optimization"]["stage"] = stage
+    config["trainer"]["checkpoint"] = {"every": 2, **trainer.get("checkpoint", {})}
+    path.write_text(json.dumps(config))
+    return path

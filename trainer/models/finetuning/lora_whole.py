@@ -14,7 +14,7 @@ from trainer.distributed.ranks import Ranks
 from trainer.models.finetuning.lora_folder import PREFIX
 from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
 from trainer.models.patches import saved_adapter_config
-from trainer.models.spec import BaseFiles
+from trainer.models.spec import BaseFolder
 from trainer.state import StateTensor, renamed
 
 
@@ -25,8 +25,8 @@ class WholeNames:
     modules: Mapping[str, str]
 
     @classmethod
-    def of(cls, base: BaseFiles | None) -> WholeNames:
-        """Return the names of a base's model; where that is trained itself, all stay as they are."""
+    def of(cls, base: BaseFolder | None) -> WholeNames:
+        """Return the names of a base's model; where that is trained itself, none differs."""
         if base is None or not base.is_part:
             return cls({})
         tensors = base.names().items()
@@ -60,12 +60,12 @@ def _translated(name: str, modules: Mapping[str, str]) -> str:
     return name
 
 
-class WholeAdapter(BaseFiles):
+class WholeAdapter(BaseFolder):
     """The folder of an adapter that PEFT and inference engines load on the base's whole model."""
 
     def __init__(
         self,
-        base: BaseFiles,
+        base: BaseFolder,
         config: Any,
         trained: Adapters,
         shapes: Shapes,
@@ -119,7 +119,7 @@ class WholeAdapter(BaseFiles):
 
 
 def whole_adapter(
-    base: BaseFiles | None, config: Any, trained: Adapters, shapes: Shapes
+    base: BaseFolder | None, config: Any, trained: Adapters, shapes: Shapes
 ) -> WholeAdapter | None:
     """Return how the adapter is written for the whole model; None if that is what is trained."""
     if base is None or not base.is_part:

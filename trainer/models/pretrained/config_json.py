@@ -33,12 +33,12 @@ def _set_dtype(values: dict[str, Any], name: str) -> None:
             _set_dtype(value, name)
 
 
-def place_of(config: PreTrainedConfig, kind: type) -> tuple[str, ...] | None:
+def path_to_part(config: PreTrainedConfig, kind: type) -> tuple[str, ...] | None:
     """Return the keys that lead to the part of a config of a type, or None if it has none."""
     if type(config) is kind:
         return ()
     for key, part in vars(config).items():
-        if isinstance(part, PreTrainedConfig) and (below := place_of(part, kind)) is not None:
+        if isinstance(part, PreTrainedConfig) and (below := path_to_part(part, kind)) is not None:
             return (key, *below)
     return None
 
@@ -54,7 +54,7 @@ def changed(
     `before`: the config as transformers reads it; `after`: that of the trained model, which may be
     a part of it. `dtype`: that of the trained weights. Raises ValueError if `after` is no part.
     """
-    place = place_of(before, type(after))
+    place = path_to_part(before, type(after))
     if place is None:
         raise ValueError(f"no {type(after).__name__} in it")
     result: dict[str, Any] = json.loads(json.dumps(stated))

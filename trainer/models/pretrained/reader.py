@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from trainer.models.pretrained.conversion import Conversion, plan, targets_of
 from trainer.models.pretrained.files import StoredTensors
 from trainer.models.pretrained.quantised import (
+    ACTIVATIONS,
     check_read,
     check_scaled,
     check_unread,
@@ -22,7 +23,7 @@ from trainer.models.pretrained.quantised import (
 )
 from trainer.models.pretrained.way_back import pieces_of
 from trainer.models.spec import Weights
-from trainer.state import Piece
+from trainer.state import FileTensor
 
 
 class ConvertedWeights(Weights):
@@ -75,7 +76,7 @@ class ConvertedWeights(Weights):
         """Return the model's tensor that each tensor of the files is read into; of several, one."""
         return targets_of(self._conversions.values())
 
-    def pieces(self) -> dict[str, tuple[Piece, ...]]:
+    def pieces(self) -> dict[str, tuple[FileTensor, ...]]:
         """Return the tensors of the files that the bytes of each of the model's tensors are.
 
         Those that are not whole tensors of the files have none.
@@ -88,8 +89,14 @@ class ConvertedWeights(Weights):
         }
 
     def strangers(self) -> list[str]:
-        """List the tensors of the files that the model has no place for, and nothing reads."""
-        return sorted(key for key, name in self.unread.items() if name not in self._like)
+        """List the tensors of the files that the model has no place for.
+
+        The scales of activations of a quantised base are none: they belong to weights that are
+        read.
+        """
+        keys = sorted(key for key, name in self.unread.items() if name not in self._like)
+        quantised = self._quantiser is not None
+        return [key for key in keys if not (quantised and ACTIVATIONS.search(key))]
 
     @property
     def quantiser(self) -> Any:

@@ -9,11 +9,12 @@ from functools import partial
 
 import torch
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightConverter
 
 from trainer.models.pretrained.conversion import Conversion
 from trainer.models.pretrained.files import StoredTensors
 from trainer.models.pretrained.quantised import is_scale
-from trainer.state import Piece
+from trainer.state import FileTensor
 
 LONGEST = 3
 """The most entries of a dimension when an order of bytes is tried out."""
@@ -23,7 +24,7 @@ _CODES = re.compile(r"(_packed|_blocks)$")
 
 def pieces_of(
     conversion: Conversion, like: torch.Tensor, stored: StoredTensors, model: PreTrainedModel
-) -> tuple[Piece, ...]:
+) -> tuple[FileTensor, ...]:
     """Return the tensors of the files that the bytes of a model's tensor are, in their order.
 
     `like`: the model's tensor. Empty where its bytes are not those of whole tensors of the files,
@@ -31,8 +32,8 @@ def pieces_of(
     """
     keys = _in_order(conversion, stored, model)
     if len(keys) == 1:
-        return (Piece(_value_name(keys[0]), tuple(like.shape)),)
-    pieces = tuple(Piece(_value_name(key), tuple(stored.like(key).shape)) for key in keys)
+        return (FileTensor(_value_name(keys[0]), tuple(like.shape)),)
+    pieces = tuple(FileTensor(_value_name(key), tuple(stored.like(key).shape)) for key in keys)
     count = sum(math.prod(piece.shape) for piece in pieces)
     return pieces if count == like.numel() else ()
 
@@ -61,12 +62,12 @@ def _in_order(conversion: Conversion, stored: StoredTensors, model: PreTrainedMo
     matched = _matched(conversion)
     if conversion.transform is None:
         return [matched[0][0]]
-    transform = deepcopy(conversion.transform)
-    transform.operations = [
-        step for step in transform.operations if not getattr(step, "hf_quantizer", None)
-    ]
-    if not transform.operations:
+    steps = conversion.transform.operations
+    steps = [deepcopy(step) for step in steps if not getattr(step, "hf_quantizer", None)]
+    if not steps:
         return [key for key, _ in matched] if len(matched) == 1 else []
+    patterns = conversion.transform.source_patterns, conversion.transform.target_patterns
+    transform = WeightConverter(*map(list, patterns), operations=steps)
     numbers: dict[int, tuple[str, int]] = {}
     start = 0
     for key, pattern in matched:

@@ -23,10 +23,10 @@ from trainer.models.door import object_in
 from trainer.models.names import aliases_of
 from trainer.models.pretrained import config_json
 from trainer.models.pretrained.conversion import Conversion, plan, targets_of
-from trainer.models.pretrained.quantised import ACTIVATIONS, COMPANION, is_code
+from trainer.models.pretrained.quantised import COMPANION, is_code
 from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.way_back import values_of
-from trainer.state import CARRIED, Part, Piece, StateTensor
+from trainer.state import CARRIED, FileTensor, Part, StateTensor
 from trainer.storage import to_json
 
 CONFIG = "config.json"
@@ -83,8 +83,8 @@ class WholeBase:
         """The function that opens the folder."""
         stated = next(iter(self._stated.get("architectures") or ()), "")
         text = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-        seen = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
-        kind = "AutoModelForImageTextToText" if stated in seen - text else "AutoModelForCausalLM"
+        images = set(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values())
+        kind = "AutoModelForImageTextToText" if stated in images - text else "AutoModelForCausalLM"
         return f"{kind}.from_pretrained"
 
     @property
@@ -167,7 +167,7 @@ class WholeBase:
         return plan(weights.stored.names(), self._whole, weights.quantiser)[0]
 
     @cached_property
-    def _pieces(self) -> dict[str, tuple[Piece, ...]]:
+    def _pieces(self) -> dict[str, tuple[FileTensor, ...]]:
         """The tensors of the files that each trained tensor is; else the whole model's name."""
         own = self.names()
         pieces = self._weights.pieces()
@@ -175,13 +175,13 @@ class WholeBase:
         for alias, first in aliases_of(self._model).items():
             aliases.setdefault(first, []).append(alias)
         tied = {alias for names in aliases.values() for alias in names}
-        found = {}
+        result = {}
         for name, like in self._model.state_dict().items():
             if name not in tied:
                 names = [name, *aliases.get(name, ())]
                 known = next((pieces[one] for one in names if pieces.get(one)), ())
-                found[name] = known or (Piece(own.get(name, name), tuple(like.shape)),)
-        return found
+                result[name] = known or (FileTensor(own.get(name, name), tuple(like.shape)),)
+        return result
 
     def _in_files(self, entry: StateTensor) -> StateTensor:
         return replace(entry, pieces=self._pieces.get(entry.name, ()))
@@ -208,7 +208,7 @@ class WholeBase:
             for name in self.carried
             if is_code(stored.like(name)) or COMPANION.search(name.rpartition(".")[2])
         ]
-        if codes := [name for name in codes if not ACTIVATIONS.search(name)]:
+        if codes:
             actual = f"{len(codes)} quantised tensors that are not trained: {listed(codes, 3)}"
             expected = "a base of which they are stored in 16 or 32 bits"
             hint = f"Take the base before that, or set {WHOLE_KEY} to false to save without them"

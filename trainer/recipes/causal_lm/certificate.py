@@ -29,6 +29,7 @@ from trainer.models import huggingface
 from trainer.models.finetuning.changed import changed_spec
 from trainer.models.language import model_config
 from trainer.models.materialise import on_host
+from trainer.models.pretrained.named_base import untie, weights_of
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.parallel.checks import packing_refusal
@@ -60,7 +61,7 @@ class LanguageCase:
         named = small.config.trainer.model
         files = machine.ranks.await_first(lambda: compare_base(architecture, named))
         if files.untied:
-            huggingface.untie(architecture)
+            untie(architecture)
         self.base = files.finding
         small = small.noting(files.note) if files.note else small
         small = with_arrangement(small, architecture, machine)
@@ -81,7 +82,7 @@ class LanguageCase:
         if self._is_read:
             ranks.on_first(lambda: write_base(copy, self._base))
             read = options.model_copy(update={"name_or_path": str(self._base)})
-            copy = copy.with_weights(huggingface.weights_of(copy.build(), read))
+            copy = copy.with_weights(weights_of(copy.build(), read))
         whole = changed_spec(
             replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks
         )

@@ -8,8 +8,9 @@ from trainer.config import TrainerSection
 from trainer.distributed.ranks import ALONE
 from trainer.models import huggingface
 from trainer.models.finetuning.changed import changed_spec
+from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
-from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.models.spec import ModelSpec
 from trainer.recipe import PlannedModel, SampleCost
 from trainer.recipes.causal_lm.task import CausalLM
 from trainer.tasks.task import Batch, Task

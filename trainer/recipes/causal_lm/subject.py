@@ -24,9 +24,10 @@ from trainer.engines import Metrics
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import huggingface
+from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
-from trainer.models.own_vocabulary import align
-from trainer.models.spec import ModelSpec, flops_per_token
+from trainer.models.language.own_vocabulary import align
+from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import packing_refusal
 from trainer.parallel.parallel_mesh import division_of
 from trainer.recipe import RunContext, Subject

@@ -15,7 +15,8 @@ from trainer.errors import refused
 from trainer.layout import Layout
 from trainer.models.classifiers import Images
 from trainer.models.finetuning.changed import changed_spec
-from trainer.models.spec import ModelSpec, counted_flops
+from trainer.models.flops import counted_flops
+from trainer.models.spec import ModelSpec
 from trainer.recipe import PlannedModel, SampleCost
 from trainer.recipes.images import classifier
 from trainer.recipes.images.task import ImageClassification

@@ -23,8 +23,9 @@ from trainer.distributed.ranks import ALONE
 from trainer.engines import Machine
 from trainer.layout import Layout
 from trainer.models.finetuning.changed import changed_spec
+from trainer.models.flops import counted_flops
 from trainer.models.own import module
-from trainer.models.spec import LanguageModel, ModelSpec, counted_flops
+from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.recipe import HandedIn, PlannedModel, RunContext, SampleCost, Subject
 from trainer.tasks.task import Batch
 
