@@ -13,7 +13,8 @@ from trainer.command.import_config import main
 from trainer.config import load
 from trainer.errors import ConfigError
 from trainer.tools.importers.reading import read_file, read_flags
-from trainer.tools.importers.translate import Draft, translate
+from trainer.tools.importers.tables import read_table, rows_of, shared_rows
+from trainer.tools.importers.translate import SYSTEMS, Draft, translate
 
 ALPACA = [{"path": "a", "type": "alpaca"}]
 CHATS = [{"path": "a", "type": "chat_template"}]
@@ -331,3 +332,11 @@ def test_quantisation_preferences_and_unknown_keys_are_refused_by_name(
     with pytest.raises(ConfigError) as caught:
         written(tmp_path, system, keys)
     assert caught.value.problems[-1].place == key
+
+
+@pytest.mark.parametrize("system", ["arguments", *sorted({*SYSTEMS} - {"trainer"})])
+def test_a_table_has_one_row_for_a_key_and_repeats_none_that_it_shares(system: str):
+    content = read_table(system)
+    rows, inner, shared = [*rows_of(content)], [*rows_of(content["inner"])], shared_rows(content)
+    assert rows and len(dict(rows)) == len(rows) and len(dict(inner)) == len(inner)
+    assert [key for key, row in rows if shared.get(key) == row] == []

@@ -40,15 +40,15 @@ def read_table(system: str) -> Json:
 def table(system: str) -> dict[str, KeyRule]:
     """Return the handling of each key of a system's config."""
     content = read_table(system)
-    return {**_shared(content), **dict(_rows(content))}
+    return {**shared_rows(content), **dict(rows_of(content))}
 
 
 def inner_table(system: str) -> dict[str, KeyRule]:
     """Return the handling of each key of the system's section with keys of its own."""
-    return dict(_rows(read_table(system)["inner"]))
+    return dict(rows_of(read_table(system)["inner"]))
 
 
-def _shared(content: Json) -> dict[str, KeyRule]:
+def shared_rows(content: Json) -> dict[str, KeyRule]:
     """Return the Trainer's rows that another system takes, too."""
     if "shared" not in content:
         return {}
@@ -57,7 +57,7 @@ def _shared(content: Json) -> dict[str, KeyRule]:
     return {key: row for key, row in rows if row.section != "carried" or key in taken}
 
 
-def _rows(content: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
+def rows_of(content: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
     yield from ((key, KeyRule("carried", "@")) for key in content.get("joint", "").split())
     for section in ("listed", "unlike"):
         yield from ((key, KeyRule(section)) for key in content.get(section, "").split())
