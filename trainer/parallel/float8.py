@@ -61,10 +61,13 @@ def check(spec: ModelSpec, layout: Layout) -> None:
             raise ConfigError(Problem("trainer.float8", actual, expected, hint))
     gpu = torch.cuda.is_available()
     if gpu and torch.cuda.get_device_capability() < (8, 9) and torch.version.hip is None:
-        actual = f"{layout.float8} on {torch.cuda.get_device_name()}"
-        raise ConfigError(
-            Problem("trainer.float8", actual, "a GPU with float8: Ada, Hopper, later")
-        )
+        raise lacking(layout, torch.cuda.get_device_name())
+
+
+def lacking(layout: Layout, gpu: str) -> ConfigError:
+    """Build the error of a GPU, by its name, that has no float8."""
+    actual = f"{layout.float8} on {gpu}"
+    return ConfigError(Problem("trainer.float8", actual, "a GPU with float8: Ada, Hopper, later"))
 
 
 def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: torch.device) -> None:

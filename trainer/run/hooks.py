@@ -38,12 +38,6 @@ from trainer.tasks.harness import scores
 from trainer.trackers import Epoch, Evaluation, JsonLines, open_trackers
 from trainer.trackers.callbacks import Callbacks
 
-MERGED = "final-merged"
-SLOW = 0.1
-"""The share of the time spent waiting for data above which the user is told."""
-SIGN_SECONDS = 600.0
-"""Seconds without a line, after which one is printed that the run continues."""
-
 
 class RunHooks(Hooks):
     """The hooks of a run, on every rank, with all that they write to, open within the context."""

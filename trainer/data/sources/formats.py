@@ -14,15 +14,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from trainer.errors import DataError, Problem, refused
 from trainer.storage import parse_json
 
-if TYPE_CHECKING:
-    pass
-
-_GLOB = frozenset("*?[")
 OFTEN = 1024
 """The number of rows between reports of progress."""
 Report = Callable[[float], None]

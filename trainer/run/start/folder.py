@@ -29,6 +29,8 @@ from trainer.storage import (
 
 FINAL = "final"
 ENVIRONMENT = "environment.json"
+PLAN = "plan.json"
+"""The file with the memory that the planner predicted."""
 PUSHED = "pushed.json"
 """The file that says which final model is in which repository of the Hub."""
 PATIENCE_SECONDS = 10.0

@@ -15,13 +15,13 @@ import torch
 from trainer.config import Config, RuntimeFacts
 from trainer.distributed.ranks import ALONE
 from trainer.engines.devices import BF16, FLOAT8
-from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning.changed import changed_spec
 from trainer.models.materialise import SMALL
 from trainer.models.names import tensors_of
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import schedule_of
+from trainer.parallel import float8
 from trainer.parallel.checks import check_blocks
 from trainer.parallel.probes.context_parts import QUESTION
 from trainer.probes.question import Probed, ask
@@ -85,10 +85,7 @@ def on_cluster(config: Config, cluster: Cluster) -> Composed:
     facts = RuntimeFacts(cluster.world_size, None, None, bf16, "cuda", cluster.devices)
     composed = compose(config, facts)
     if composed.layout.float8 != "none" and cluster.device.lacks(FLOAT8):
-        actual = f"{composed.layout.float8} on {cluster.device.name}"
-        raise ConfigError(
-            Problem("trainer.float8", actual, "a GPU with float8: Ada, Hopper, later")
-        )
+        raise float8.lacking(composed.layout, cluster.device.name)
     return composed
 
 

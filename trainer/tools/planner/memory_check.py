@@ -26,13 +26,13 @@ from trainer.engines.devices import Device, device_named
 from trainer.errors import ConfigError, Problem, first_line
 from trainer.run.describe import resolved
 from trainer.run.prepare import Prepared
+from trainer.run.start.folder import PLAN
 from trainer.storage import disk_errors, replace_file
 from trainer.supervise.world import NO_GPUS
 from trainer.tools.planner.candidates import overrides_of
 from trainer.tools.planner.cluster import RESERVED, described, gib
 from trainer.trackers import say
 
-PLAN = "plan.json"
 SECONDS = 120.0
 """Seconds that a prediction may take; a run then begins without one."""
 RANKS = re.compile(

@@ -14,10 +14,10 @@ from typing import Any, BinaryIO, TypeVar
 from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.run.observers import timeline
+from trainer.run.start.folder import PLAN
 from trainer.storage import check_regular, json_in, parse_json
 from trainer.supervise import status_files
 
-PLAN = "plan.json"
 LONGEST = 1 << 20
 MOST = 8192
 """The most bytes of a line, and the most rows of a kind that are kept."""
