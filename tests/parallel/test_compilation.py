@@ -2,33 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.support.commands import run, write_job
 from tests.support.layouts import LAYOUTS, by_engine
-from tests.support.messages import raises, shows
-from tests.support.training import (
-    LLAMA,
-    Case,
-    assert_same,
-    layout_of,
-    spec_of,
-    train_by_engine,
-    train_plainly,
-)
+from tests.support.messages import raises
+from tests.support.parallel.compiled import Linear, Watched, machine_of, own
+from tests.support.training import Case, assert_same, layout_of, train_by_engine, train_plainly
 from trainer.config import RuntimeFacts, load
-from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES, Machine
+from trainer.engines import ENGINES
 from trainer.errors import ConfigError
-from trainer.layout import Recompute
 from trainer.parallel import compilation, float8
-from trainer.parallel.probes import compiled_blocks
 from trainer.run.compose import compose
 
 CPU = torch.device("cpu")
@@ -66,75 +54,6 @@ def test_compiled_blocks_train_as_one_process_does(pools, name):
     reference = train_plainly(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)
-
-
-class Sleeps(nn.Module):
-    """A block that does what no graph can hold."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        time.sleep(0)
-        return self.inner(hidden)
-
-
-class Watched:
-    """A watchdog and a display that keep what they are told."""
-
-    def __init__(self) -> None:
-        self.moved: list[float] = []
-        self.lines: list[str] = []
-
-    def moves(self, seconds: float = 0.0) -> None:
-        self.moved.append(seconds)
-
-    def at(self, phase: str) -> None:
-        self.lines.append(phase)
-
-    def hide(self) -> None: ...
-
-    def note(self, text: str) -> None:
-        self.lines.append(text)
-
-
-def machine_of(watched: Watched) -> Machine:
-    return Machine(CPU, Ranks(), watch=watched, signs=watched)  # type: ignore[arg-type]
-
-
-def own(block: type[nn.Module]) -> Any:
-    from trainer.models.own import module
-    from trainer.tasks.supervised import Supervised
-
-    def loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
-        return (output - target).square().sum(), target.numel()
-
-    spec = module.spec_of(lambda: nn.Sequential(*(block() for _ in range(3))), "*", 0)
-    task = Supervised(loss, spec.build, spec.blocks)
-    return spec.tried_on(task.trial([(torch.ones(4), torch.ones(4))] * 2))
-
-
-@pytest.mark.more
-def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
-    layout = replace(layout_of(Case(world_size=1)), compile="blocks")
-    found, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
-    assert found.compile == "none"
-    shows(note, "run uncompiled")
-    assert "test_compilation.py:" in note
-    found, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
-    assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
-
-
-class Linear(nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 4)
-
-
-def test_auto_compiles_nothing_on_a_cpu():
-    layout = replace(layout_of(Case(world_size=1)), compile="auto")
-    found = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
-    assert found == (replace(layout, compile="none"), ())
 
 
 @pytest.mark.parametrize(
@@ -246,8 +165,3 @@ def test_a_plan_compiles_nothing(tmp_path, value):
     result = run("meshloom", "plan", *words, "trainer.engine=mesh")
     assert result.code == 0, result.output
     assert ("with uncompiled blocks" in result.output) == (value == "blocks")
-
-
-@pytest.mark.more
-def test_offload_is_the_mode_that_the_compiler_can_not_trace():
-    assert "offload.py" in (compiled_blocks.broken(spec_of(LLAMA), Recompute("offload")) or "")

@@ -1,4 +1,4 @@
-"""Context parallelism: what is refused, and what the trial of a model finds."""
+"""Context parallelism: parts of sequences, the kernels that attend, positions that grow."""
 
 from __future__ import annotations
 
@@ -11,68 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.support.layouts import EXPERTS, TIED, family
-from tests.support.messages import shows
-from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
+from tests.support.layouts import TIED, family
+from tests.support.training import Case, spec_in, task_of
 from trainer.distributed.context_ranks import Division
-from trainer.errors import ConfigError
-from trainer.parallel.probes import context_parts
-from trainer.probes.question import Probed, ask
 
 CONTEXT = Case(context=2, micro_batch=4, model=TIED)
-
-
-def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
-    """Return why rows of a model can't be divided; empty if they can."""
-    case = replace(CONTEXT, model=model, **axes)
-    spec = spec_in(case)
-    try:
-        about = Probed(spec, task_of(spec, case), layout_of(case), packed=packed)
-        ask(context_parts.QUESTION, about)
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
-@pytest.mark.parametrize("packed", [False, True], ids=["ragged", "packed"])
-@pytest.mark.parametrize(
-    "model",
-    [
-        TIED,
-        GPT2 | {"attn_pdrop": 0.0},
-        family("phi3", resid_pdrop=0.1, embd_pdrop=0.1),
-        family("mistral", sliding_window=4),
-        EXPERTS,
-        TIED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
-        TIED | {"num_key_value_heads": 1},
-        TIED | {"num_attention_heads": 1, "num_key_value_heads": 1},
-    ],
-    ids=[
-        *("llama", "gpt2", "dropout", "window", "experts", "rotary that grows", "one kv head"),
-        "one head",
-    ],
-)
-def test_rows_are_divided(model, packed):
-    assert checked(model, packed) == ""
-
-
-@pytest.mark.parametrize(
-    ("model", "keys"),
-    [
-        (TIED | {"attention_dropout": 0.1}, ("dropout of 0.1", "for all heads")),
-        (EXPERTS | {"output_router_logits": True}, ("router's loss",)),
-        (family("mamba"), ("its attention (eager)", "transformers' SDPA")),
-        (
-            family("lfm2", layer_types=["conv", "full_attention", "conv"]),
-            ("outside attention", "differs by"),
-        ),
-    ],
-    ids=["dropout in attention", "router's loss", "recurrent", "hybrid"],
-)
-def test_a_model_is_refused_with_the_reason(model, keys):
-    found = checked(model)
-    assert found.startswith("sequence_parallel_size: ")
-    shows(found, *keys, "Remove it", "1")
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 70))
@@ -92,32 +35,6 @@ def test_parts_are_a_row_and_groups_attend_to_as_many_tokens(inside, groups, len
         for rank in range(0, division.size, inside)
     ]
     assert groups == 1 or len(set(seen)) == 1
-
-
-class _Mixing(torch.nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden - hidden.mean(1, keepdim=True)
-
-
-class _Functional(torch.nn.Module):
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.dropout(hidden, 0.5, self.training)
-
-
-@pytest.mark.parametrize("layer", [_Mixing, _Functional])
-@pytest.mark.parametrize("place", ["model.layers.0.input_layernorm", "model.norm"])
-def test_what_mixes_tokens_or_draws_for_a_part_is_found(layer, place):
-    from trainer.models import materialise
-
-    plain = materialise.on_host
-
-    def planted(spec: Any) -> torch.nn.Module:
-        model = plain(spec)
-        model.get_submodule(place).register_forward_hook(lambda m, i, output: layer()(output))
-        return model
-
-    with patch("trainer.probes.probe.on_host", planted):
-        assert "mixes tokens" in checked(TIED)
 
 
 def gradients(case: Case) -> dict[str, torch.Tensor]:

@@ -11,9 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.layouts import EXPERTS, HOST, PARTS, by_engine, family
-from tests.support.messages import raises
-from tests.support.probing import ask_about
+from tests.support.layouts import HOST, PARTS, by_engine
+from tests.support.parallel.balanced import ERNIE, GLM, MINIMAX, ONE
 from tests.support.training import (
     Case,
     assert_same,
@@ -28,23 +27,11 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
-from trainer.errors import ConfigError
-from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import Update
-from trainer.parallel.probes import expert_bias
 from trainer.parallel.splits import expert_loads
-from trainer.parallel.splits.expert_loads import ExpertLoads, biases_of
-from trainer.recipes.causal_lm.task import CausalLM
+from trainer.parallel.splits.expert_loads import ExpertLoads
 
-# enough experts that one token more or less moves another bias
-ROUTED: dict[str, Any] = {"num_experts_per_tok": 3, "moe_intermediate_size": 16}
-GLM = family("glm4_moe", n_routed_experts=16, first_k_dense_replace=1, head_dim=8, **ROUTED)
-GLM |= {"n_group": 4, "topk_group": 2, "n_shared_experts": 1}
 GLM_4 = GLM | {"num_hidden_layers": 4}
-ERNIE = family("ernie4_5_moe", moe_num_experts=16, moe_k=3, moe_intermediate_size=16)
-MINIMAX = family("minimax_m2", num_local_experts=16, num_experts_per_tok=3, head_dim=8)
-
-ONE = Case(world_size=1, model=GLM, router_bias_rate=0.05)
 TWO = replace(ONE, world_size=2)
 FOUR = replace(ONE, world_size=4, micro_batch=1)
 LAYOUTS = {
@@ -161,38 +148,3 @@ def test_a_step_that_is_not_finite_moves_nothing():
         loads.move(norm, skipped)
         assert bias.tolist() == (moved * torch.tensor([-1.0, 1.0, 0.0, 1.0])).tolist()
         assert not load.any()
-
-
-def check(spec: ModelSpec) -> None:
-    """Ask whether its biases choose the experts."""
-    ask_about(expert_bias.QUESTION, spec, CausalLM.of(spec), router_bias_rate=0.05)
-
-
-@pytest.mark.parametrize(
-    ("model", "change", "expected"),
-    [
-        (EXPERTS, {}, "it has none; expected a bias that chooses experts"),
-        (GLM, {"adapter": {"r": 4}}, "it has none"),
-        (ERNIE, {"freeze": ("*e_score_correction_bias",)}, "it has none"),
-    ],
-    ids=["without one", "of an adapter's base", "frozen"],
-)
-def test_a_model_without_a_bias_to_move_is_refused(model, change, expected):
-    spec = spec_in(replace(ONE, model=model, **change))
-    with pytest.raises(ConfigError, match="router_bias_update_rate: .*" + expected):
-        check(spec)
-
-
-@pytest.mark.parametrize("model", [GLM, ERNIE, MINIMAX], ids=lambda model: model["model_type"])
-def test_a_bias_is_found_for_each_layer_with_experts_and_decides(model):
-    spec = spec_in(replace(ONE, model=model))
-    found = biases_of(spec)
-    assert len(found) == (3 if model is MINIMAX else 2)
-    assert all(name.endswith("e_score_correction_bias") for name in found.values())
-    check(spec)
-
-
-def test_a_bias_that_does_not_decide_is_refused():
-    topk, refused = torch.topk, raises(ConfigError, "decide which experts")
-    with mock.patch("torch.topk", lambda scores, k, **_: topk(-scores, k)), refused:
-        check(spec_in(replace(ONE, model=MINIMAX)))

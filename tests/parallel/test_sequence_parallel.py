@@ -1,4 +1,4 @@
-"""Sequence parallelism: what a rank has between the split matrices, what is sent, what is refused.
+"""Sequence parallelism: what a rank has between the split matrices, and what is sent.
 
 `tests/conformance/` compares its numbers with those of one process.
 """
@@ -14,15 +14,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.layouts import PARTS, SPLIT, TIED, family
-from tests.support.messages import raises, shows
+from tests.support.layouts import PARTS, SPLIT
+from tests.support.messages import shows
 from tests.support.parallel.eight_billion import EIGHT_B, eight_ranks
 from tests.support.run.layout import layout
 from tests.support.training import Case, build, spec_of, task_of
 from trainer.engines import ENGINES
-from trainer.errors import ConfigError
 from trainer.parallel.apply import wrap_blocks
-from trainer.parallel.probes.tensor_parts import check
 
 WHOLE_ROWS = layout(1, 1, 1, 2, 1, 1)
 DIVIDED = replace(WHOLE_ROWS, sequence_parallel=True)
@@ -76,46 +74,6 @@ def test_a_block_sends_as_often_as_megatrons(sequence):
         found.append(sent.count)
     a_block = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
     assert found[1] - found[0] == (a_block if sequence else {"all_reduce": 4})
-
-
-def changed(name: str, change: Any) -> Any:
-    """Return the spec of a model whose tiny copy has `change` added to what a module gives."""
-    spec = spec_of(TIED)
-    assert spec.tiny.copy is not None
-    small = spec.tiny.copy()
-
-    def build() -> torch.nn.Module:
-        model = small.build()
-        module = model.get_submodule(f"model.layers.0.{name}")
-        plain = module.forward
-        vars(module)["forward"] = lambda hidden: plain(hidden) + change(hidden)
-        return model
-
-    tiny = replace(spec.tiny, copy=lambda **_: small.built_by(build))
-    return replace(spec, tiny=tiny)
-
-
-@pytest.mark.more
-def test_dropout_by_a_function_between_split_matrices_is_refused():
-    spec = spec_of(family("starcoder2", residual_dropout=0.1))
-    check(spec, WHOLE_ROWS)
-    with raises(ConfigError, "draws random", "process draws"):
-        check(spec, DIVIDED)
-
-
-def test_tokens_mixed_between_split_matrices_are_refused():
-    spec = changed("input_layernorm", lambda hidden: hidden.mean(1, keepdim=True))
-    check(spec, WHOLE_ROWS)
-    with raises(ConfigError, "input_layernorm computes something") as caught:
-        check(spec, DIVIDED)
-    assert "tensor_parallel.sequence_parallel: llama" in str(caught.value)
-
-
-def test_a_use_of_hidden_states_beside_the_split_layers_is_refused():
-    """Its gradient would count once on each rank."""
-    spec = changed("mlp", lambda hidden: hidden)
-    with raises(ConfigError, "gradient of", "layernorm.weight", "ranks"):
-        check(spec, WHOLE_ROWS)
 
 
 def test_deepspeed_has_none():

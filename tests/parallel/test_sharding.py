@@ -13,16 +13,7 @@ from hypothesis import strategies as st
 from tests.support.counted import count, workload
 from tests.support.layouts import HSDP, TWO_EXPERTS, UNTIED
 from tests.support.messages import raises, shows_each
-from tests.support.training import (
-    GPT2,
-    LLAMA,
-    VOCABULARY,
-    Case,
-    layout_of,
-    spec_of,
-    train_by_engine,
-    train_plainly,
-)
+from tests.support.training import LLAMA, VOCABULARY, Case, spec_of, train_by_engine, train_plainly
 
 MESH = Case(engine="mesh")
 
@@ -159,18 +150,6 @@ def test_one_flat_unit_is_an_error(monkeypatch):
         check_units(spec.build(), spec)
 
 
-def test_blocks_that_share_parameters_are_no_units():
-    """Zamba uses one hybrid block several times: FSDP2 fails in the first step."""
-    from tests.support.probing import layout
-    from trainer.errors import ConfigError
-    from trainer.parallel.probes.fsdp_units import check_shardable
-
-    spec = spec_of({"model_type": "zamba2"}).tiny.copy()
-    sharded = layout(shard=2, accumulation=1, zero_stage=3)
-    with raises(ConfigError, "FSDP2 shards block", "model.layers"):
-        check_shardable(spec, sharded)
-
-
 @pytest.mark.more
 def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_by_class():
     """Accelerate wraps the nested layer, and the first step mixes tensors and DTensors."""
@@ -219,54 +198,6 @@ def test_each_unit_is_gathered_and_reduced_no_more_often_than_it_has_to_be(engin
 def outside_blocks(model: dict[str, Any]) -> list[torch.nn.Parameter]:
     named = spec_of(model).build().named_parameters()
     return [p for name, p in named if ".layers." not in name]
-
-
-def reading(spec: Any, change: Any) -> Any:
-    """Return the spec whose tiny copy is built with a change."""
-    small = spec.tiny.copy()
-
-    def build() -> torch.nn.Module:
-        model = small.build()
-        change(model)
-        return model
-
-    return replace(spec, tiny=replace(spec.tiny, copy=lambda: small.built_by(build)))
-
-
-def head_for_dtype(model: Any) -> None:
-    layer = model.model.layers[0]
-    layer.register_forward_hook(lambda module, inputs, out: out.to(model.lm_head.weight.dtype))
-
-
-def past_the_norm(model: Any) -> None:
-    hidden: list[torch.Tensor] = []
-    model.model.norm.register_forward_hook(lambda module, inputs, out: hidden.append(inputs[0]))
-    model.lm_head.register_forward_hook(
-        lambda module, inputs, out: out + hidden.pop().mean(-1, keepdim=True)
-    )
-
-
-def head_twice(model: Any) -> None:
-    model.model.norm.register_forward_hook(
-        lambda module, inputs, out: out + 0 * model.lm_head(out).mean()
-    )
-
-
-def test_embedding_and_head_are_units_where_the_model_needs_their_weights_nowhere_else():
-    from trainer.parallel.probes.fsdp_units import ends_of
-    from trainer.parallel.shard import Ends
-
-    layout, spec = layout_of(replace(MESH, zero_stage=3)), spec_of(UNTIED)
-    own = Ends(("model.embed_tokens",), ("model.norm", "lm_head"))
-    assert ends_of(spec, layout) == (own, ())
-    assert ends_of(reading(spec, lambda model: None), layout) == ends_of(spec, layout)
-    (tables, head), _ = ends_of(spec_of(GPT2 | {"tie_word_embeddings": False}), layout)
-    assert tables == ("transformer.wte", "transformer.wpe")
-    assert head == ("transformer.ln_f", "lm_head")
-    assert ends_of(spec_of(LLAMA), layout) == (Ends(), ())  # tied: the root has both
-    for change in (head_for_dtype, past_the_norm, head_twice):
-        none, (note,) = ends_of(reading(spec, change), layout)
-        assert none == Ends() and "uses their weights elsewhere" in note, change.__name__
 
 
 LOW = {"communication_data_type": "bf16"}

@@ -7,17 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.layouts import (
-    FAMILIES,
-    LAYOUTS,
-    SPLIT,
-    SPLIT_4,
-    TIED,
-    WITHOUT_WORDS,
-    by_engine,
-    family,
-)
-from tests.support.messages import raises, shows
+from tests.support.layouts import FAMILIES, LAYOUTS, SPLIT, SPLIT_4, TIED, WITHOUT_WORDS, by_engine
+from tests.support.messages import raises
 from tests.support.run.layout import layout
 from tests.support.training import Case, assert_same, spec_of, train_by_engine, train_plainly
 from trainer.config import load
@@ -86,56 +77,6 @@ def held(case: Case) -> dict[str, tuple[int, ...]]:
         "mlp.down_proj",
     )
     return {name: tuple(block.get_submodule(name).weight.to_local().shape) for name in names}
-
-
-PLACE = "tensor_parallel.autotp_size: "
-
-
-@pytest.mark.parametrize(
-    ("model", "size", "keys"),
-    [
-        (
-            family("diffllama", num_key_value_heads=4),
-            2,
-            ("diffllama: model.layers.*.self_attn.o_proj", "something else", "one process"),
-        ),
-        (family("llama"), 4, ("llama: 2 key-value heads = 0 x 4 + 2", "expected a multiple of 4")),
-        (family("llama"), 3, ("llama: 4 attention heads = 1 x 3 + 1", "expected a multiple of 3")),
-        (
-            family("llama", intermediate_size=50),
-            4,
-            (
-                (
-                    "llama: model.layers.*.mlp.gate_proj.out_features = 50 = 12 x 4 + 2",
-                    "expected a multiple of 4",
-                )
-            ),
-        ),
-        (
-            family("llama", attention_dropout=0.1),
-            2,
-            ("model.layers.*.self_attn", "random numbers (dropout)"),
-        ),
-        (
-            family("qwen3_moe", num_experts=6, num_experts_per_tok=2, moe_intermediate_size=16),
-            4,
-            ("6 experts = 1 x 4 + 2", "expected a multiple of 4"),
-        ),
-        (
-            family("llama4_text", num_local_experts=2, intermediate_size_mlp=48),
-            2,
-            ("feed_forward.experts", "the router's choice"),
-        ),
-    ],
-    ids=["guessed", "key-value heads", "heads", "width", "dropout", "experts", "sorted rows"],
-)
-def test_what_can_not_be_split_is_refused_with_the_arithmetic(model, size, keys):
-    from trainer.parallel.probes.tensor_parts import check
-
-    with raises(ConfigError, *keys) as caught:
-        check(spec_of(model), layout(1, 1, 1, size, 1, 1))
-    assert str(caught.value).startswith(PLACE)
-    shows(caught.value, "Change tensor_parallel.autotp_size", "1 trains")
 
 
 @pytest.mark.more

@@ -1,0 +1,50 @@
+"""Whether blocks compile as a whole: where a graph breaks, the note names the line."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support.messages import shows
+from tests.support.parallel.compiled import Linear, Watched, machine_of, own
+from tests.support.training import LLAMA, Case, layout_of, spec_of
+from trainer.layout import Recompute
+from trainer.parallel.probes import compiled_blocks
+
+
+class Sleeps(nn.Module):
+    """A block that does what no graph can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        time.sleep(0)
+        return self.inner(hidden)
+
+
+@pytest.mark.more
+def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
+    layout = replace(layout_of(Case(world_size=1)), compile="blocks")
+    found, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
+    assert found.compile == "none"
+    shows(note, "run uncompiled")
+    assert "test_compiled_blocks.py:" in note
+    found, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
+    assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
+
+
+def test_auto_compiles_nothing_on_a_cpu():
+    layout = replace(layout_of(Case(world_size=1)), compile="auto")
+    found = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
+    assert found == (replace(layout, compile="none"), ())
+
+
+@pytest.mark.more
+def test_offload_is_the_mode_that_the_compiler_can_not_trace():
+    assert "offload.py" in (compiled_blocks.broken(spec_of(LLAMA), Recompute("offload")) or "")
