@@ -62,9 +62,9 @@ def _with_keywords_of(
 class VerifyOptions:
     """The arguments of `verify`, which `train` has, too."""
 
-    config: str | Path | dict[str, Any] = field(kw_only=False)
+    config: str | Path | dict[str, object] = field(kw_only=False)
     model: Callable[[], nn.Module] | None = None
-    data: Any = None
+    data: object = None
     loss: Loss | None = None
     blocks: str | None = None
     overrides: Sequence[str] = ()
@@ -76,7 +76,7 @@ class VerifyOptions:
 class TrainOptions(VerifyOptions):
     """The arguments of `train`, where they are described."""
 
-    evaluation_data: Any = None
+    evaluation_data: object = None
     callbacks: Sequence[Callback] = ()
     metrics: Mapping[str, Loss] | None = None
     quiet: bool = False

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 from trainer.config import Config, MeshSizes, mesh_sizes
 from trainer.errors import ConfigError, Problem
+from trainer.storage import Json
 
 Device = Literal["none", "cpu", "nvme"]
 Partition = Literal["best", "parameters", "uniform"]
@@ -197,7 +198,7 @@ class Layout(StateLayout):
             return [pipeline_rank, self.stages - 1 - pipeline_rank]
         return list(range(pipeline_rank, self.stages, self.pipeline))
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the fields and the two totals, as they stand in a run's records."""
         return {"world_size": self.world_size, "train_batch": self.train_batch, **asdict(self)}
 

@@ -140,7 +140,7 @@ Format = Literal["auto", "jsonl", "parquet", "arrow", "text", "csv", "hub"]
 SourceName = Format | Annotated[str, _known("source"), _COLON]
 
 
-def as_override(build: Callable[[list[dict[str, Any]]], Any] | None) -> list[str]:
+def as_override(build: Callable[[list[dict[str, object]]], object] | None) -> list[str]:
     """Register a script's optimizer, if it has one; return the override that names it."""
     if build is None:
         return []

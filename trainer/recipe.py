@@ -31,9 +31,10 @@ from trainer.layout import Layout
 from trainer.models.finetuning.changed import changed_spec
 from trainer.models.spec import ModelSpec
 from trainer.plugins import DEFAULT, HANDED_IN, NAMED, RECIPES
+from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 from trainer.tasks.supervised import Loss
-from trainer.tasks.task import Batch, Task
+from trainer.tasks.task import Batch, Sample, Task
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class HandedIn:
     data: Any = None
     """Anything with `__len__` and `__getitem__`."""
     loss: Loss | None = None
-    evaluation_data: Any = None
+    evaluation_data: object = None
     blocks: str | None = None
     metrics: Mapping[str, Loss] = field(default_factory=dict)
 
@@ -80,7 +81,7 @@ class RunContext:
     def sample_order(self) -> SampleOrder:
         return SampleOrder(self.section.seed, self.order)
 
-    def first_samples(self, source: Source) -> list[Any]:
+    def first_samples(self, source: Source) -> list[Sample]:
         """Return up to four samples, on which a model is tried."""
         return [source[number] for number in range(min(4, len(source)))]
 
@@ -109,7 +110,7 @@ class SubjectData(Protocol):
     def describe(self) -> str:
         """Describe the data for the user, on one line."""
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         """Return the data's numbers, which a checkpoint keeps beside the fingerprint."""
 
 
@@ -141,7 +142,7 @@ class Subject:
         task = self.task.regularised(spec, section.label_smoothing, section.neftune_alpha)
         return replace(self, spec=spec, task=task)
 
-    def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
+    def reading(self, place: Sequence[object]) -> AbstractContextManager[object]:
         """Have a stream of data read from a place (`data.stream.Place`) within the context."""
         return nullcontext()
 
@@ -174,7 +175,7 @@ class Subject:
         """Return the FLOPs of a training step for each unit; None where they are not known."""
         return None
 
-    def samples(self, numbers: list[int], **options: Any) -> str:
+    def samples(self, numbers: list[int], **options: object) -> str:
         """Return samples as a person can read them; empty where nobody can."""
         return ""
 
@@ -186,7 +187,7 @@ class Subject:
         """Return True if the config says all of what is trained: another process can plan it."""
         return None not in (section.model.name_or_path, section.data.path)
 
-    def describe_to(self, planned: dict[str, Any]) -> None:
+    def describe_to(self, planned: Json) -> None:
         """Add what is known since the data was opened to a config that is to be planned."""
 
     def measures(self, loss: float) -> dict[str, float]:

@@ -13,9 +13,13 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TextIO
 
 from trainer.errors import ConfigError, DiskError, Problem, refused
+
+Json = dict[str, Any]
+"""A JSON object of a free form: who reads it checks what it takes."""
 
 REFUSED_PICKLE = (
     "damaged, or a pickle that does more than hold tensors and plain values: it was not opened"
@@ -29,7 +33,7 @@ def installed(package: str) -> bool:
     return getattr(find_spec(package), "origin", None) is not None
 
 
-def imported(module: str, place: str) -> Any:
+def imported(module: str, place: str) -> ModuleType:
     """Import a module of an installed package. Raises ConfigError with its reason if it fails."""
     package = module.partition(".")[0]
     expected = f"a {package} that can be imported"
@@ -40,7 +44,7 @@ def imported(module: str, place: str) -> Any:
         return import_module(module)
 
 
-def required(module: str, place: str, extra: str) -> Any:
+def required(module: str, place: str, extra: str) -> ModuleType:
     """Import a module of an optional package that our `extra` brings. Raises ConfigError."""
     if not installed(package := module.partition(".")[0]):
         actual = f"{package} is not installed"
@@ -87,7 +91,7 @@ def size(count: int) -> str:
     return f"{count} bytes"
 
 
-def to_json(value: Any) -> bytes:
+def to_json(value: object) -> bytes:
     """Return a value as a checkpoint's JSON files have it. Raises TypeError, ValueError."""
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
@@ -204,7 +208,7 @@ class Unfailing:
         self._failed = failed
         self.lost: OSError | None = None
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._file, name)
 
     def write(self, text: str) -> int:

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.loader import Batch, Batching, BatchLoader, evaluation_batches
-from trainer.data.order import SampleOrder, sample_ids
+from trainer.data.order import KEYED, SampleOrder, sample_ids
 from trainer.data.text.token_files import Sample
 from trainer.models.spec import LanguageModel
 from trainer.recipes.causal_lm.task import CausalLM
@@ -64,7 +64,7 @@ def test_every_step_has_its_samples_on_every_rank() -> None:
     for step, pair in enumerate(zip(*ranks, strict=True)):
         assert [part.step for part in pair] == [step, step]
         ids = np.concatenate([ids for part in pair for ids in part.ids])
-        assert sorted(ids) == sorted(sample_ids(SampleOrder(3), step * 12, 12, 50))
+        assert sorted(ids) == sorted(sample_ids(3, step * 12, 12, 50, KEYED))
         for part in pair:
             for ids, batch in zip(part.ids, part.micro_batches, strict=True):
                 assert batch["targets"][:, 0].tolist() == ids.tolist()
@@ -80,12 +80,12 @@ def test_a_later_start_goes_on_where_the_position_says() -> None:
 def test_another_batch_size_takes_up_the_same_position() -> None:
     with loader(start_step=1, end_step=2, position=30, micro_batch=5, accumulation=1) as steps:
         (only,) = steps
-    assert only.ids[0].tolist() == sample_ids(SampleOrder(3), 30, 5, 50).tolist()
+    assert only.ids[0].tolist() == sample_ids(3, 30, 5, 50, KEYED).tolist()
 
 
 class Broken(Numbers):
     def __getitem__(self, index: int) -> Sample:
-        if index == int(sample_ids(SampleOrder(3), 6, 1, 50)[0]):
+        if index == int(sample_ids(3, 6, 1, 50, KEYED)[0]):
             raise RuntimeError("the disk is gone")
         return super().__getitem__(index)
 

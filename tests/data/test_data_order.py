@@ -28,7 +28,7 @@ orders = st.sampled_from([LISTED, KEYED])
 
 @given(seeds, st.one_of(st.integers(1, 60), st.integers(1, 20_000)), st.integers(0, 4), orders)
 def test_each_epoch_is_a_permutation(seed: int, size: int, epoch: int, order: int) -> None:
-    found = sample_ids(SampleOrder(seed, order), epoch * size, size, size)
+    found = sample_ids(seed, epoch * size, size, size, order)
     assert np.array_equal(np.sort(found), np.arange(size))
 
 
@@ -36,10 +36,10 @@ def test_each_epoch_is_a_permutation(seed: int, size: int, epoch: int, order: in
 def test_slices_join(
     seed: int, size: int, position: int, first: int, second: int, order: int
 ) -> None:
-    whole = sample_ids(SampleOrder(seed, order), position, first + second, size)
+    whole = sample_ids(seed, position, first + second, size, order)
     parts = [
-        sample_ids(SampleOrder(seed, order), position, first, size),
-        sample_ids(SampleOrder(seed, order), position + first, second, size),
+        sample_ids(seed, position, first, size, order),
+        sample_ids(seed, position + first, second, size, order),
     ]
     assert whole.dtype == np.int64
     assert np.array_equal(whole, np.concatenate(parts))
@@ -47,11 +47,11 @@ def test_slices_join(
 
 @given(seeds, st.integers(50, 10**12), st.integers(1, 9), orders.filter(lambda one: one == KEYED))
 def test_epochs_seeds_and_sources_differ(seed: int, size: int, epoch: int, order: int) -> None:
-    first = sample_ids(SampleOrder(seed, order), 0, 50, size)
+    first = sample_ids(seed, 0, 50, size, order)
     assert len(set(first.tolist())) == 50 and first.min() >= 0 and first.max() < size
     for other in (
-        sample_ids(SampleOrder(seed, order), epoch * size, 50, size),
-        sample_ids(SampleOrder(seed + 1, order), 0, 50, size),
+        sample_ids(seed, epoch * size, 50, size, order),
+        sample_ids(seed + 1, 0, 50, size, order),
         Shuffle(size, SampleOrder(seed, order), 0).ids(np.arange(50)),
     ):
         assert not np.array_equal(first, other)
@@ -59,15 +59,14 @@ def test_epochs_seeds_and_sources_differ(seed: int, size: int, epoch: int, order
 
 def test_every_order_of_a_few_samples_is_as_likely() -> None:
     """By chi-squared, over the orders of five samples: 119 degrees of freedom, p = 1e-4."""
-    orders_of_seeds = map(SampleOrder, range(3600))
-    found = Counter(tuple(sample_ids(one, 0, 5, 5).tolist()) for one in orders_of_seeds)
+    found = Counter(tuple(sample_ids(seed, 0, 5, 5, KEYED).tolist()) for seed in range(3600))
     assert sum((found[one] - 30) ** 2 / 30 for one in permutations(range(5))) < 182
 
 
 @pytest.mark.parametrize(("order", "ids"), [(LISTED, [5, 9, 9, 0]), (KEYED, [6, 8, 0, 4])])
 def test_the_order_of_a_known_seed_never_changes(order: int, ids: list[int]) -> None:
     """A resumed run relies on it; fails if numpy ever shuffles in another way."""
-    assert sample_ids(SampleOrder(7, order), 8, 4, 10).tolist() == ids
+    assert sample_ids(7, 8, 4, 10, order).tolist() == ids
 
 
 @given(st.integers(0, 500), st.floats(1e-3, 0.9))
@@ -79,7 +78,7 @@ def test_each_sample_is_trained_on_or_held_out(size: int, fraction: float) -> No
 
 def test_nothing_of_the_size_of_the_data_is_held() -> None:
     tracemalloc.start()
-    sample_ids(SampleOrder(0, KEYED), 10**15, 4096, 10**12)
+    sample_ids(0, 10**15, 4096, 10**12, KEYED)
     assert all(part[len(part) - 1] < 10**9 for part in split(10**9, 0.01))
     assert tracemalloc.get_traced_memory()[1] < 1 << 20
     tracemalloc.stop()
@@ -90,7 +89,7 @@ def test_every_factorisation_trains_a_step_on_the_same_samples(
     seed: int, data: st.DataObject
 ) -> None:
     micro, accumulation, ranks = (data.draw(st.integers(1, 5)) for _ in range(3))
-    ids = sample_ids(SampleOrder(seed, KEYED), 0, micro * accumulation * ranks, 1000)
+    ids = sample_ids(seed, 0, micro * accumulation * ranks, 1000, KEYED)
     shares = [micro_batches(ids, micro, accumulation, ranks, rank) for rank in range(ranks)]
     assert all(
         len(share) == accumulation and all(len(part) == micro for part in share) for share in shares

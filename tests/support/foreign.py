@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tests.support.commands import ROOT
-from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
+from trainer.storage import Json
 from trainer.tools.importers.tables import read_table
 from trainer.tools.importers.translate import Draft, translate
 

@@ -25,6 +25,7 @@ from trainer.probes.dispatch_modes import Alone
 from trainer.probes.question import Probed
 from trainer.recipe import HandedIn, recipe_of
 from trainer.run.describe import versions
+from trainer.storage import Json
 from trainer.supervise.stall import Phase
 
 WIDTH = 52
@@ -134,7 +135,7 @@ def _of_probes(probes: Sequence[Answer]) -> Iterator[str]:
 
 def write(certificate: Certificate, path: Path, config: Any) -> None:
     """Write the certificate as JSON, with the config as it was given, for which it was made."""
-    content: dict[str, Any] = asdict(certificate)
+    content: Json = asdict(certificate)
     for finding in (*content["findings"], content["first_failure"] or {}):
         finding["error"] = repr(finding.get("error"))  # JSON has no infinity
     content = {"passed": certificate.passed, "versions": versions(), "config": config, **content}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +67,7 @@ class Listener:
         return {key: value for key, value in self._found.items() if self._calls[key[2]] == count}
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+        def hook(module: nn.Module, inputs: object, output: object) -> None:
             if torch._C._current_graph_task_id() >= 0:  # computed again, in a backward pass
                 return
             number = self._calls[name]
@@ -111,7 +110,7 @@ class Loads:
             bias += self._rate * (load.double().mean() - load).sign().to(bias).view_as(bias)
 
     def _hook(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, inputs: Any) -> None:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             if module.training:
                 chosen = inputs[1][(self.ids != 0).flatten()].flatten()
                 load = torch.bincount(chosen, minlength=self.biases[name].numel())
@@ -120,7 +119,7 @@ class Loads:
         return hook
 
 
-def _rows(value: Any, tokens: torch.Tensor | None) -> torch.Tensor | None:
+def _rows(value: object, tokens: torch.Tensor | None) -> torch.Tensor | None:
     if not torch.is_tensor(value) or value.dim() < 2 or not value.is_floating_point():
         return None
     # what is saved for a backward pass here would be missing when a block is computed again
@@ -144,7 +143,7 @@ def order_of_computation(
     """Return the place of each parameter in a forward pass; -1 if it takes no part."""
     called: dict[int, int] = {}
 
-    def note(module: nn.Module, inputs: Any) -> None:
+    def note(module: nn.Module, inputs: object) -> None:
         for parameter in module.parameters(recurse=False):
             called.setdefault(id(parameter), len(called))
 

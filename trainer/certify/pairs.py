@@ -27,6 +27,7 @@ from trainer.probes.probe import tiny
 from trainer.probes.questions.randomness import observe_draws
 from trainer.recipe import Subject
 from trainer.tasks.supervised import Loss
+from trainer.tasks.task import Sample
 
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
@@ -49,20 +50,20 @@ class PairsReference(Reference):
         alone, together = (self._judged(samples, size) for size in sizes)
         return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
 
-    def _collated(self, samples: Sequence[Any]) -> tuple[Any, Any]:
+    def _collated(self, samples: Sequence[Sample]) -> tuple[object, object]:
         return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]
 
-    def _output(self, model: nn.Module, inputs: Any) -> Any:
+    def _output(self, model: nn.Module, inputs: object) -> Any:
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
-    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
         output = self._output(model, inputs)
         if self._smoothing and model.training:
             options: Any = {"label_smoothing": self._smoothing, "ignore_index": IGNORED}
             return F.cross_entropy(output.float(), targets, reduction="sum", **options)
         return self._loss(output, targets)[0]  # type: ignore[no-any-return]
 
-    def _counted(self, inputs: Any, targets: Any) -> int:
+    def _counted(self, inputs: object, targets: object) -> int:
         """Count targets by the loss itself, from the module's output."""
         training = self.model.training
         with torch.no_grad():
@@ -70,7 +71,7 @@ class PairsReference(Reference):
         self.model.train(training)
         return count
 
-    def _example(self) -> Any:
+    def _example(self) -> object:
         return self._collated([self._data.training[0]])[0]
 
     def _whole_step(self, step: int) -> list[MicroBatch]:

@@ -69,7 +69,7 @@ def learner(
         whole = _adapted(whole, section, targets)
         model = _adapted(base, section, inside)
 
-    def of_copy(of_whole: Mapping[str, Any]) -> Mapping[str, Any]:
+    def of_copy(of_whole: Mapping[str, object]) -> Mapping[str, Any]:
         if copied is None:
             return of_whole
         return carried(of_whole, copied[0].blocks, copied[1].blocks, model)[0]
@@ -99,7 +99,7 @@ def write_base(copy: ModelSpec, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def opened(folder: Path, options: Any, amend: Callable[[Any], None] | None = None) -> nn.Module:
+def opened(folder: Path, options: Any, amend: Callable[[object], None] | None = None) -> nn.Module:
     """Load a model by transformers, in float32; `amend` changes its config."""
     from transformers import AutoConfig
 
@@ -113,7 +113,7 @@ def opened(folder: Path, options: Any, amend: Callable[[Any], None] | None = Non
     return kind.from_pretrained(folder, config=config, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 
-def published(base: Path, options: Any, exported: Path) -> Published:
+def published(base: Path, options: object, exported: Path) -> Published:
     """Open a trained adapter, around its base and merged, by PEFT and transformers alone."""
     from peft import PeftModel
     from safetensors.torch import load_file

@@ -40,6 +40,7 @@ from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
+from trainer.tasks.task import Sample
 
 REPEATS = 6
 FEWER = 3
@@ -106,22 +107,22 @@ class Reference(ABC):
         """Evaluate the held-out samples with the weights of `state`."""
 
     @abstractmethod
-    def _collated(self, samples: Sequence[Any]) -> tuple[Any, Any]:
+    def _collated(self, samples: Sequence[Sample]) -> tuple[Any, Any]:
         """Return the inputs and targets of a micro-batch."""
 
     @abstractmethod
-    def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+    def _output(self, model: nn.Module, inputs: object) -> torch.Tensor:
         """Return the logits, or whatever the loss of a user's module takes."""
 
     @abstractmethod
-    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor: ...
+    def _loss_sum(self, model: nn.Module, inputs: Any, targets: object) -> torch.Tensor: ...
 
     @abstractmethod
-    def _counted(self, inputs: Any, targets: Any) -> int:
+    def _counted(self, inputs: object, targets: object) -> int:
         """Count the targets of a micro-batch."""
 
     @abstractmethod
-    def _example(self) -> Any:
+    def _example(self) -> Sample:
         """Return inputs for a first forward pass."""
 
     def weights(self) -> Tensors:
@@ -183,7 +184,7 @@ class Reference(ABC):
     def _count(self, parts: Iterable[MicroBatch]) -> int:
         return sum(self._counted(part.inputs, part.targets) for part in parts)
 
-    def _judged(self, samples: Sequence[Any], size: int) -> Judged:
+    def _judged(self, samples: Sequence[object], size: int) -> Judged:
         """Evaluate samples, `size` at a time."""
         total = 0.0
         counted = 0
@@ -283,11 +284,11 @@ class Reference(ABC):
         size = len(self._data.training)
         return numbers_of(self._layout, self._seed, size, step)[:, data_rank]
 
-    def _samples(self, step: int, data_rank: int) -> list[list[Any]]:
+    def _samples(self, step: int, data_rank: int) -> list[list[Sample]]:
         """Return the samples of each micro-batch of a data rank."""
         return [[self._data.training[i] for i in part] for part in self._numbers(step, data_rank)]
 
-    def _evaluated_samples(self) -> list[Any]:
+    def _evaluated_samples(self) -> list[Sample]:
         """Return the samples of an evaluation."""
         held_out = self._data.held_out
         return [held_out[i] for i in range(min(len(held_out), self.small.held_out))]

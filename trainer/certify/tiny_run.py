@@ -10,13 +10,12 @@ from pathlib import Path
 
 from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes
 from trainer.config.keys import SCHEDULERS
-from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.tiny_config import HIDDEN
 from trainer.optim.builders import No, in_torch
 from trainer.run.compose import Composed, compose
-from trainer.storage import installed
+from trainer.storage import Json, installed
 
 MICRO_BATCH = 2
 ACCUMULATION = 3

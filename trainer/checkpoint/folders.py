@@ -115,7 +115,7 @@ def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
     file = -1
     failure = None
 
-    def attempt(work: Callable[..., Any], *arguments: Any) -> Any:
+    def attempt(work: Callable[..., object], *arguments: Any) -> Any:
         nonlocal failure
         if failure is None and path is not None:
             try:

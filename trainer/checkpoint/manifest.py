@@ -23,7 +23,7 @@ from trainer.checkpoint.safetensors_stream import (
 )
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import ConfigError, DiskError, Problem, refused
-from trainer.storage import check_regular, flush, parse_json, read_file, to_json, write_file
+from trainer.storage import Json, check_regular, flush, parse_json, read_file, to_json, write_file
 
 MANIFEST = "manifest.json"
 DESCRIPTION = "trainer.json"
@@ -112,7 +112,7 @@ def _record(name: str, entry: Any) -> FileRecord:
     raise ValueError(f"damaged (no size and hash of {name!r:.200})")
 
 
-def read_description(path: Path) -> dict[str, Any]:
+def read_description(path: Path) -> Json:
     """Return the description of the run, with its `position`. Raises DiskError."""
     place = str(path / DESCRIPTION)
     expected = "the description that was saved"
@@ -130,7 +130,7 @@ def read_description(path: Path) -> dict[str, Any]:
     return description
 
 
-def _wrong_position(path: Path, description: Mapping[str, Any]) -> str:
+def _wrong_position(path: Path, description: Json) -> str:
     """Return the first impossible field of a position with the reason, or an empty string."""
     position = description["position"]
     since = description.get("since")

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.state import Part
-from trainer.storage import required
+from trainer.storage import Json, required
 
 if TYPE_CHECKING:
     import torch
@@ -145,7 +145,7 @@ class FileRecord:
     def in_blake3(self) -> bool:
         return any(kind_of(digest) == "blake3" for _, digest in self.parts)
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         """Return the file's entry in a manifest."""
         if [place for place, _ in self.parts] == [span(0, self.size)] and not self.in_blake3:
             return {"size": self.size, "sha256": self.parts[0][1]}
@@ -182,7 +182,7 @@ class SharedFile:
         self._threads = threads
         self._kind = kind
         self._file: Any = None
-        self._hashes: list[tuple[Span, Any]] = []
+        self._hashes: list[tuple[Span, object]] = []
 
     def write(self, place: Span, content: bytes | memoryview) -> None:
         """Write the bytes of a part, without the gaps between its runs."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint import faults, slots
 from trainer.checkpoint import safetensors_stream as stream
@@ -37,7 +36,7 @@ def save(
     folder: Path,
     state: RunState,
     entries: Sequence[StateTensor],
-    description: Mapping[str, Any],
+    description: Mapping[str, object],
     model: ModelFolder,
     ranks: Ranks,
 ) -> Path:

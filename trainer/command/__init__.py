@@ -32,11 +32,11 @@ class _Parser(argparse.ArgumentParser):
 
     given: Sequence[str] = ()
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: object = None) -> Any:
         self.given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(args, namespace)
 
-    def parse_known_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_intermixed_args(self, args: Any = None, namespace: object = None) -> Any:
         self.given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_intermixed_args(args, namespace)
 

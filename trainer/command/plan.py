@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.command import add_config, parser_of, reporting
 from trainer.errors import ConfigError, Problem
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     return code
 
 
-def _sign_of_life() -> AbstractContextManager[Any]:
+def _sign_of_life() -> AbstractContextManager[object]:
     """Show a moving line on a terminal during work; standard output has only the plan."""
     from rich.console import Console
 
@@ -85,7 +85,7 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     plan = planned(config, cluster)
     code = 0 if plan.fits else DOES_NOT_FIT
     proposed: list[str] = []
-    tried: dict[str, Any] = {}
+    tried: dict[str, object] = {}
     if options.propose is not None or options.write is not None:
         candidates = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
         proposed = [*_proposed(options, candidates)]

@@ -11,6 +11,7 @@ from trainer.command import parser_of, reporting
 from trainer.config.keys import KEYS, OPTIMIZERS, SCHEDULERS
 from trainer.config.keys.key import DTYPES, FLAGS, Key, Table
 from trainer.config.sections.trainer import TrainerSection
+from trainer.storage import Json
 
 EPILOG = """
 for an editor, in a JSON config and in a YAML one:
@@ -20,7 +21,7 @@ for an editor, in a JSON config and in a YAML one:
 It accepts every config that the reader accepts, and refuses unknown keys and values of a wrong
 type; the reader checks more: numbers that contradict one another, patterns, lists' lengths.
 """
-Schema = dict[str, Any]
+Schema = Json
 COMMENTS: Schema = {"^(_|//)": {}}
 """Keys that are comments, in DeepSpeed's sections."""
 NUMERIC: Schema = {"$ref": "#/$defs/number_in_quotes"}
@@ -145,7 +146,7 @@ def _parameters(types: Mapping[str, Table]) -> list[Schema]:
     return cases
 
 
-def _lenient(node: Any) -> Any:
+def _lenient(node: object) -> Any:
     """Return pydantic's schema with JSON Schema's bounds, and values that it takes in quotes."""
     if isinstance(node, list):
         return [_lenient(part) for part in node]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.command import parser_of, reporting
 from trainer.errors import ConfigError, Problem, printable
+from trainer.storage import Json
 from trainer.supervise import status_files as status
 
 EPILOG = """
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     return 0 if lives or written.get("ended") == 0 else 1
 
 
-def lines(folder: Path, written: Mapping[str, Any], lives: bool) -> Iterator[str]:
+def lines(folder: Path, written: Json, lives: bool) -> Iterator[str]:
     """Yield the lines on a run, from its status as it was written."""
     code = written.get("ended")
     place = written["place"]

@@ -7,9 +7,12 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trainer.command import parser_of, reporting
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 PATH = """
 PATH is a run's folder (of an unfinished one, its newest whole checkpoint is taken), a checkpoint,
@@ -65,7 +68,7 @@ def _parser(name: str, command: str) -> ArgumentParser:
     return parser
 
 
-def _chat(options: Namespace, model: Any, tokenizer: Any) -> None:
+def _chat(options: Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
     import readline  # noqa: F401  # arrow keys in a line
 
     turns = [{"role": "system", "content": options.system}] if options.system else []
@@ -78,7 +81,10 @@ def _chat(options: Namespace, model: Any, tokenizer: Any) -> None:
 
 
 def _written(
-    options: Namespace, model: Any, tokenizer: Any, turns: Sequence[dict[str, str]] = ()
+    options: Namespace,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    turns: Sequence[dict[str, str]] = (),
 ) -> str:
     """Show what a model adds to a prompt or a chat, up to a Ctrl-C; return it."""
     import torch

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.config.compiled import Config
 from trainer.errors import ConfigError, Problem
+from trainer.storage import Json
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def mesh_sizes(config: Config, world_size: int, local_world_size: int | None = N
     return MeshSizes(pipeline, replicate, shard, tensor, context=context, expert=expert)
 
 
-def _experts(settings: dict[str, Any], shard: int, tensor: int) -> int:
+def _experts(settings: Json, shard: int, tensor: int) -> int:
     size = _size(settings.get("autoep_size", 1)) if settings.get("enabled") else 1
     whole = shard * tensor
     place = f"expert_parallel.autoep_size {size}"

@@ -10,8 +10,8 @@ from typing import Any
 from trainer.config.keys import RECOMPUTES
 from trainer.config.keys.hints import misfit, unknown, useless
 from trainer.config.keys.key import Key, Table, coerce, is_off
-from trainer.config.read import Json
 from trainer.errors import MOST_SHOWN, Problem, show
+from trainer.storage import Json
 
 COMMENTS = ("_", "//")
 UNSAID = 'it has no "{}", and is off'
@@ -46,7 +46,7 @@ def check(values: Json, table: Table, elsewhere: Sequence[str] = (), path: str =
 
 
 def _check_one(
-    result: Checked, name: str, value: Any, table: Table, elsewhere: Sequence[str], place: str
+    result: Checked, name: str, value: object, table: Table, elsewhere: Sequence[str], place: str
 ) -> None:
     key = table.get(place)
     if key is None or "." in name:
@@ -84,7 +84,7 @@ def _check_one(
         result.idle[place] = key.idle
 
 
-def _refusal(place: str, value: Any, key: Key) -> Problem:
+def _refusal(place: str, value: object, key: Key) -> Problem:
     why, _, hint = key.refused.partition(". ")
     kind = "section" if key.kind == "section" else "key"
     return Problem(place, f"saw {show(value)}", f"no such {kind}: {why}", f"{hint}.")

@@ -6,16 +6,15 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
 
 from trainer.config.check import check
 from trainer.config.keys import AUTOS, NOT_OFFERED, OPTIMIZERS, SCHEDULERS, UNBUILT
 from trainer.config.keys.hints import LONGEST_NAME
 from trainer.config.keys.key import AUTO, Table
-from trainer.config.read import Json
 from trainer.config.rules import EVERYWHERE
 from trainer.errors import Problem, show
 from trainer.plugins import NAMED
+from trainer.storage import Json
 
 DEFAULT_OPTIMIZER: Json = {
     "type": "AdamW",
@@ -86,7 +85,7 @@ def _misuse(params: Json, kind: str) -> Iterator[Problem]:
         yield Problem(f"{place}.fused", "saw true, and foreach true", "at most one of the two")
 
 
-def _are_betas(betas: Any) -> bool:
+def _are_betas(betas: object) -> bool:
     return (
         isinstance(betas, list)
         and len(betas) == 2
@@ -125,7 +124,7 @@ def _choose(place: str, section: Json, types: Mapping[str, Table]) -> Chosen:
     return Chosen(settings, checked.problems, checked.notes)
 
 
-def _unknown_type(place: str, kind: Any, types: list[str]) -> Problem:
+def _unknown_type(place: str, kind: object, types: list[str]) -> Problem:
     actual = "saw no type" if kind is None else f"saw {show(kind)}"
     offered = {known.lower(): known for known in types if known not in UNBUILT}
     name = str(kind)[:LONGEST_NAME].lower()

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.config.check import check
 from trainer.config.keys import KEYS
 from trainer.config.legacy_keys import upgrade
-from trainer.config.read import Json, leaves, other_config, override, read, shipped, unfit
+from trainer.config.read import leaves, other_config, override, read, shipped, unfit
 from trainer.config.rules import (
     EVERYWHERE,
     conflicts,
@@ -24,6 +23,7 @@ from trainer.config.rules import (
 from trainer.config.sections.trainer import TrainerSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError
+from trainer.storage import Json
 
 FILE = "config file"
 OVERRIDE = "override"
@@ -35,7 +35,7 @@ class Choice:
     """An optimizer or a scheduler: DeepSpeed's name for it, and its parameters."""
 
     type: str
-    params: dict[str, Any]
+    params: Json
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any
 
 from trainer.config.check import Checked
 from trainer.config.choices import DEFAULT_OPTIMIZER, Chosen, choose_optimizer, choose_scheduler
 from trainer.config.keys import DIFFERS, KEYS, RECOMPUTES, RENAMED
 from trainer.config.keys.key import AUTO
-from trainer.config.read import Json
 from trainer.config.rules import unswitched
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem
+from trainer.storage import Json
 
 
 @dataclass
@@ -103,7 +102,7 @@ class Upgraded:
 
     def fill(self) -> None:
         """Check the optimizer and the scheduler, and fill in defaults."""
-        given: dict[str, Any] = self.settings.get("optimizer") or {}
+        given: Json = self.settings.get("optimizer") or {}
         optimizer = choose_optimizer(deepcopy(given or DEFAULT_OPTIMIZER))
         self._take("optimizer", optimizer)
         origin = "default" if given else f"default: {DIFFERS['optimizer']}"

@@ -53,7 +53,7 @@ def _key(field: FieldInfo) -> Key:
     )
 
 
-def _leaves(annotation: Any) -> Iterator[Any]:
+def _leaves(annotation: object) -> Iterator[Any]:
     """Yield the types that a type is made of, without the values of literals."""
     origin = get_origin(annotation)
     parts = get_args(annotation)
@@ -68,7 +68,7 @@ def _leaves(annotation: Any) -> Iterator[Any]:
             yield from _leaves(part)
 
 
-def _kind(annotation: Any) -> str:
+def _kind(annotation: object) -> str:
     """Return the kind of the key's numbers, or else of its first type."""
     kinds = [_KINDS.get(leaf, "section") for leaf in _leaves(annotation) if leaf is not type(None)]
     return next((kind for kind in kinds if kind in ("int", "float")), kinds[0])
@@ -90,7 +90,7 @@ def _words(annotation: Any) -> str:
     return _NAMES.get(annotation, "section")
 
 
-def _bounds(metadata: list[Any]) -> str:
+def _bounds(metadata: list[object]) -> str:
     """Return the limits of a number in words."""
     signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
     limits = [
@@ -129,7 +129,7 @@ def unhonoured(section: TrainerSection, recipe: str) -> Iterator[Problem]:
             yield Problem(path, f"saw {show(value)}", key.recipes.accepted or other)
 
 
-def _value(section: Section, path: str) -> Any:
+def _value(section: Section, path: str) -> object:
     """Return the value at a key's path; None below what is no section."""
     value: Any = section
     for name in path.split(".")[1:]:

@@ -16,10 +16,7 @@ from typing import Any
 from trainer.config.syntax.json_text import DuplicateKey, parse_json, without_comments
 from trainer.config.syntax.yaml_text import DIGITS, SHOWN, parse_yaml
 from trainer.errors import ConfigError, Problem, show
-from trainer.storage import read_file
-
-Json = dict[str, Any]
-
+from trainer.storage import Json, read_file
 
 LARGEST = 1 << 20
 """The most bytes of a config."""
@@ -78,9 +75,9 @@ def _bytes(path: Path, wanted: str) -> bytes:
         raise ConfigError(Problem(place, actual, wanted)) from None
 
 
-def nodes(tree: Any) -> Iterator[tuple[str, Any, int]]:
+def nodes(tree: object) -> Iterator[tuple[str, object, int]]:
     """Yield (path, value, depth) of a tree, of its sections and lists, and of what they hold."""
-    waiting: deque[tuple[str, Any, int]] = deque([("", tree, 0)])
+    waiting: deque[tuple[str, object, int]] = deque([("", tree, 0)])
     while waiting:
         path, value, depth = waiting.popleft()
         yield path, value, depth
@@ -93,7 +90,7 @@ def nodes(tree: Any) -> Iterator[tuple[str, Any, int]]:
             ]
 
 
-def unfit(raw: Any, place: str) -> Iterator[Problem]:
+def unfit(raw: object, place: str) -> Iterator[Problem]:
     """Yield the problems of a tree: too deep, or values that no float, file or terminal takes."""
     for path, value, depth in nodes(raw):
         if depth > DEEPEST and isinstance(value, dict | list):
@@ -149,7 +146,7 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
     return result, paths, problems
 
 
-def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield (dotted path, value) for every value of a tree that is not a section."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
@@ -160,7 +157,7 @@ def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def at(tree: Json, path: str) -> Any:
     """Return the value at a dotted path; None if there is none."""
-    result: Any = tree
+    result: object = tree
     for name in filter(None, path.split(".")):
         result = result.get(name) if isinstance(result, dict) else None
     return result
@@ -168,7 +165,7 @@ def at(tree: Json, path: str) -> Any:
 
 def _value(text: str, name: str, value: str) -> tuple[Json, list[Problem]]:
     """Return the value of the override `text` under its name, and the problems with it."""
-    read: Any = value
+    read: object = value
     if len(value) <= LARGEST:
         try:
             read = parse_json(value, text)
@@ -205,7 +202,7 @@ _KINDS = {
 }
 
 
-def other_config(path: Path, raw: dict[str, Any], known: Collection[str]) -> ConfigError | None:
+def other_config(path: Path, raw: Json, known: Collection[str]) -> ConfigError | None:
     """Build the error for the JSON config of something else, which has none of the known keys."""
     if any(key in known for key in raw):
         return None

@@ -11,9 +11,10 @@ from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.keys import AUTOS, DIFFERS, LOW_PRECISION
 from trainer.config.keys.key import AUTO
-from trainer.config.read import Json, at, leaves
+from trainer.config.read import at, leaves
 from trainer.config.rules import ACCUMULATION, BATCH, MICRO, WARMUP, conflicts
 from trainer.errors import ConfigError, Problem, show
+from trainer.storage import Json
 
 MICRO_BATCH = 8
 """Hugging Face's `per_device_train_batch_size`, for batch sizes that are "auto"."""
@@ -70,7 +71,7 @@ def _in_steps(config: Config, steps: int | None) -> Config:
     """Convert shares of all steps to steps, once those are known; rounded up, as by Trainer."""
     if steps is None:
         return config
-    update: dict[str, Any] = {"warmup_ratio": None}
+    update: Json = {"warmup_ratio": None}
     origins = dict(config.origins)
     for name in ("checkpoint", "evaluation"):
         section = getattr(config.trainer, name)

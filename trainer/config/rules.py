@@ -9,9 +9,10 @@ from trainer.config.check import UNSAID
 from trainer.config.keys import KEYS, PARAMETERS
 from trainer.config.keys.key import AUTO
 from trainer.config.own_keys import OWN_KEYS
-from trainer.config.read import Json, at
+from trainer.config.read import at
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem, show
+from trainer.storage import Json
 
 SAME = {
     "fp32": ("fp32", "float32", "float"),
@@ -40,7 +41,7 @@ def exclusive(recipe: str) -> dict[tuple[str, str], str]:
     return pairs
 
 
-def _is_given(path: str, value: Any) -> bool:
+def _is_given(path: str, value: object) -> bool:
     if value == AUTO:
         return path in OWN_KEYS  # of ours, it is a name or a path
     return value not in (None, []) and value is not False
@@ -117,7 +118,7 @@ def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
     stream = data.arrangement == "concatenate"
     decays = [group.weight_decay for group in trainer.parameter_groups]
     decays.append(at(settings, "optimizer.params.weight_decay"))
-    conditions: dict[str, tuple[Any, str]] = {
+    conditions: dict[str, tuple[object, str]] = {
         "ZeRO stage 3": (stage == 3, f"the ZeRO stage is {stage}"),
         "NVMe": ("nvme" in devices, "nothing is offloaded to NVMe"),
         "a pipeline": (pipelined, "there is no pipeline"),
@@ -203,7 +204,7 @@ def _averages(settings: Json, zero: Json, stage: int) -> Iterator[Problem]:
     if not zero.get("reduce_scatter", True) or stage < 2:
         return
     hint = "DeepSpeed takes it only with zero_optimization.reduce_scatter false."
-    plain: dict[str, Any] = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
+    plain: Json = {"prescale_gradients": False, "gradient_predivide_factor": 1.0}
     for name, value in plain.items():
         if settings.get(name, value) != value:
             actual = f"saw {show(settings[name])} with ZeRO stage {stage}"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.keys import KEYS
 from trainer.config.keys.key import Key
-from trainer.config.read import Json, at, leaves
+from trainer.config.read import at, leaves
 from trainer.config.rules import SAME
 from trainer.errors import show
+from trainer.storage import Json
 
 OTHERS = ("accelerate", "mesh")
 """The engines that do not honour DeepSpeed's own keys."""
@@ -87,7 +87,7 @@ def has_reports(config: Config) -> bool:
     return any(at(config.settings, path) for path in (*flags, *sections))
 
 
-def _own(config: Config) -> Iterator[tuple[str, Any, Key]]:
+def _own(config: Config) -> Iterator[tuple[str, object, Key]]:
     """Yield the user's keys that only DeepSpeed honours, if their values ask for anything."""
     written = dict(leaves(config.raw))
     for path, value in leaves(config.settings):

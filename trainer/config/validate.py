@@ -16,6 +16,7 @@ from trainer.config.sections.model_and_data import DataSection, ImagesSection, R
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import MOST_SHOWN, Problem, show
 from trainer.plugins import options_of
+from trainer.storage import Json
 
 
 def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
@@ -167,7 +168,7 @@ def evaluated_at(saves: float, evaluates: float | None) -> bool:
 def _problems(error: ValidationError) -> list[Problem]:
     """Return one problem for each place; the branches of a union are joined by "or"."""
     expected: dict[str, list[str]] = {}
-    actual: dict[str, Any] = {}
+    actual: Json = {}
     strange: list[Problem] = []
     for item in error.errors(include_url=False):
         place = "trainer"
@@ -194,7 +195,7 @@ def _problems(error: ValidationError) -> list[Problem]:
     return strange
 
 
-def _expectation(item: dict[str, Any]) -> str:
+def _expectation(item: Json) -> str:
     """Say what pydantic expected, in the words of a key table."""
     kind = item["type"]
     context = item.get("ctx", {})

@@ -13,6 +13,7 @@ from trainer.data.order import split
 from trainer.data.values import digest_of_samples
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem, listed
+from trainer.storage import Json
 
 LOOKED_AT = 32
 """The number of samples, chosen at random, that the fingerprint covers."""
@@ -28,10 +29,10 @@ class Subset:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return self.source[self.indices[index]]
 
-    def in_epoch(self, index: int, epoch: int) -> Any:
+    def in_epoch(self, index: int, epoch: int) -> object:
         return sample_of(self.source, self.indices[index], epoch)
 
 
@@ -53,7 +54,7 @@ class Pairs:
         held_out = f", {len(self.evaluation):,} held out" if self.evaluation is not None else ""
         return f"{len(self.train):,} samples{held_out}"
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         return {"samples": len(self.train)}
 
 
@@ -71,7 +72,7 @@ def pairs_of(data: Any, evaluation: Any, fraction: float) -> Pairs:
     return Pairs(Subset(data, train), Subset(data, held_out), fingerprint, notes=notes)
 
 
-def check_data_set(name: str, given: Any) -> None:
+def check_data_set(name: str, given: object) -> None:
     """Raise DataError for an object that is no data set."""
     if not (hasattr(given, "__len__") and hasattr(given, "__getitem__")):
         actual = type(given).__name__
@@ -79,7 +80,7 @@ def check_data_set(name: str, given: Any) -> None:
         raise DataError(Problem(name, actual, expected))
 
 
-def check_alike(ranks: Ranks, samples: Any, place: str) -> None:
+def check_alike(ranks: Ranks, samples: object, place: str) -> None:
     """Raise DataError unless all ranks have the same samples, by their digest. Collective."""
     if others := ranks.differing(samples):
         actual = f"other samples on rank {', '.join(map(str, others))} than on rank 0"

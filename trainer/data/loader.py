@@ -27,8 +27,8 @@ from trainer.errors import MeshloomError
 from trainer.layout import Layout
 from trainer.tasks.task import Batch
 
-Collate = Callable[[Sequence[Any]], Batch]
-Blank = Callable[[Any], Any]
+Collate = Callable[[Sequence[object]], Batch]
+Blank = Callable[[object], object]
 
 _AHEAD = 2  # steps prepared ahead: one ready, one in preparation
 _MOMENT = 1.0  # seconds between two looks for data
@@ -200,7 +200,7 @@ class _Made:
     The workers ignore signals: a process that did not close them would wait for them at its end.
     """
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
+    def __init__(self, loader: DataLoader[object]) -> None:
         self._made: Any = iter(loader)
         atexit.register(self.close)
 
@@ -220,7 +220,7 @@ class _Made:
 
 
 @dataclass(frozen=True)
-class _Collated(Dataset[Any]):
+class _Collated(Dataset[object]):
     source: Source
     collate: Collate
     blank: Blank
@@ -234,7 +234,7 @@ class _Collated(Dataset[Any]):
         except MeshloomError as error:  # PyTorch would change the text of an error that is raised
             return error
 
-    def _sample(self, number: int, epoch: int | None) -> Any:
+    def _sample(self, number: int, epoch: int | None) -> object:
         if number == BLANK:
             return self.blank(self.source[0])
         return sample_of(self.source, number, epoch)

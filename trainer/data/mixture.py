@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from trainer.config.sections.model_and_data import SourceSection
 from trainer.data.order import SampleOrder, Shuffle
+from trainer.tasks.task import Sample
 
 
 class Mixture:
@@ -30,10 +31,10 @@ class Mixture:
     def __len__(self) -> int:
         return int(self._ends[-1])
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> object:
         return self.in_epoch(index, 0)
 
-    def in_epoch(self, index: int, epoch: int) -> Any:
+    def in_epoch(self, index: int, epoch: int) -> object:
         which, number = self.place(index, epoch)
         return {**self._sources[which][number], "source": which}
 
@@ -63,10 +64,10 @@ class Source(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Any: ...
+    def __getitem__(self, index: int) -> Sample: ...
 
 
-def sample_of(source: Source, index: int, epoch: int | None) -> Any:
+def sample_of(source: Source, index: int, epoch: int | None) -> Sample:
     """Return a sample as in an epoch, by a source's `in_epoch`; with None, as in evaluation."""
     in_epoch = None if epoch is None else getattr(source, "in_epoch", None)
     return source[index] if in_epoch is None else in_epoch(index, epoch)

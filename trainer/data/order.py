@@ -65,9 +65,9 @@ class Shuffle:
         return list(zip(self.ids(positions).tolist(), turns.tolist(), strict=True))
 
 
-def sample_ids(order: SampleOrder, position: int, count: int, size: int) -> np.ndarray:
+def sample_ids(seed: int, position: int, count: int, size: int, order: int) -> np.ndarray:
     """Return the stream's ids from `position` on, over `size` samples: int64 [count]."""
-    return Shuffle(size, order).ids(np.arange(position, position + count))
+    return Shuffle(size, SampleOrder(seed, order)).ids(np.arange(position, position + count))
 
 
 def micro_batches(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from trainer.data.sources.remote import listing_of
 from trainer.data.text.token_files import PreparedSource
 from trainer.data.workers import Beside
 from trainer.errors import DataError, Problem
+from trainer.tasks.task import Sample
 
 _BITS = 40
 """The bits of a sample's number in its file; those above are the number of the file."""
@@ -92,7 +93,7 @@ class Stream:
         """Return the samples of file 0, of which alone the number is known at once."""
         return len(self._first)
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> Sample:
         file = index >> _BITS
         number = index % (1 << _BITS)
         return self._first[number] if file == 0 else self._sources[file][number]

@@ -34,9 +34,9 @@ class ValueHash:
     def __init__(self) -> None:
         self.unknown: set[str] = set()
         """The types of values that could not be taken apart: they count by their type alone."""
-        self._known: dict[int, tuple[Any, bytes]] = {}
+        self._known: dict[int, tuple[object, bytes]] = {}
 
-    def of(self, value: Any, depth: int = 0) -> bytes:
+    def of(self, value: object, depth: int = 0) -> bytes:
         """Return the SHA-256 of a value."""
         kind = type(value)
         name = f"{kind.__module__}.{kind.__qualname__}"
@@ -57,7 +57,7 @@ class ValueHash:
         self._known[id(value)] = value, hashing.digest()
         return hashing.digest()
 
-    def _parts(self, value: Any, depth: int) -> Iterator[Any]:
+    def _parts(self, value: object, depth: int) -> Iterator[object]:
         """Yield the parts of a value, and bytes where there are none."""
         if type(value) is bytes:
             yield value
@@ -85,7 +85,7 @@ class ValueHash:
             yield from _of_object(value)
 
 
-def _of_tensor(value: torch.Tensor) -> Iterator[Any]:
+def _of_tensor(value: torch.Tensor) -> Iterator[object]:
     value = value.detach().cpu()
     yield f"{value.dtype} {value.layout}".encode()
     if value.is_nested:
@@ -101,7 +101,7 @@ def _of_tensor(value: torch.Tensor) -> Iterator[Any]:
     yield value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def _of_array(value: np.ndarray | np.generic) -> Iterator[Any]:
+def _of_array(value: np.ndarray | np.generic) -> Iterator[object]:
     if isinstance(value, np.ma.MaskedArray):
         yield np.ma.getmaskarray(value)
         value = value.filled(0)
@@ -113,7 +113,7 @@ def _of_array(value: np.ndarray | np.generic) -> Iterator[Any]:
         yield value.tobytes()
 
 
-def _of_object(value: Any) -> Iterator[Any]:
+def _of_object(value: object) -> Iterator[object]:
     """Yield what a pickle would hold of an object, before it is written as bytes."""
     reduced: Any = value.__reduce_ex__(2)
     if isinstance(reduced, str):
@@ -126,7 +126,7 @@ def _of_object(value: Any) -> Iterator[Any]:
 
 
 def digest_of_samples(
-    read: Callable[[int], Any], indices: Sequence[int], unknown: set[str]
+    read: Callable[[int], object], indices: Sequence[int], unknown: set[str]
 ) -> bytes | None:
     """Return the SHA-256 of some samples' values; None if they differ from reading to reading.
 
@@ -151,7 +151,7 @@ def digest_of_samples(
     return first
 
 
-def _duplicate(value: Any) -> Any:
+def _duplicate(value: object) -> object:
     with suppress(Exception):  # some objects refuse it
         return copy.deepcopy(value)
     return value

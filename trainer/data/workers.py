@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 _ALONE = 4
 """The number of inputs that this process handles before it starts others."""
-_WORK: list[Callable[[Any], Any]] = []
+_WORK: list[Callable[[object], object]] = []
 """The function that a worker process runs."""
 
 
@@ -73,7 +73,7 @@ class Beside:
         context = multiprocessing.get_context("fork")
         self._pool = ProcessPoolExecutor(1, context, _begin, (work, os.getpid(), 19))
 
-    def begin(self, given: Any) -> None:
+    def begin(self, given: object) -> None:
         """Have `work` applied to an input."""
         with _killed():
             self._next = self._pool.submit(_do, given)

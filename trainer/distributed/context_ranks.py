@@ -103,7 +103,7 @@ class ContextRanks:
         self._length = length
         return self.row
 
-    def __deepcopy__(self, memo: Any) -> ContextRanks:
+    def __deepcopy__(self, memo: object) -> ContextRanks:
         return self  # a copy of a model has the same ranks
 
     @contextmanager
@@ -130,7 +130,7 @@ class ContextRanks:
 
     def attended(
         self,
-        compute: Callable[..., tuple[torch.Tensor, Any]],
+        compute: Callable[..., tuple[torch.Tensor, object]],
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -182,12 +182,12 @@ class ContextRanks:
 
     def rotated(
         self,
-        forward: Callable[..., Any],
+        forward: Callable[..., object],
         hidden: torch.Tensor,
         position_ids: Any,
-        *more: Any,
-        **kinds: Any,
-    ) -> Any:
+        *more: object,
+        **kinds: object,
+    ) -> object:
         """Compute rotary embeddings as for the whole row, and return this rank's part."""
         if not self:
             return forward(hidden, position_ids, *more, **kinds)

@@ -132,7 +132,7 @@ class _Exchanged(torch.autograd.Function):
         return forward(tensor).contiguous()  # models' code makes views of it
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
         return ctx.move(gradient), None, None
 
 

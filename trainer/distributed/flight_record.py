@@ -7,7 +7,9 @@ import json
 import pickle
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from trainer.storage import Json
 
 KINDS = ("enqueued", "completed")
 """PyTorch's words for collectives that were entered, and that are done."""
@@ -58,7 +60,7 @@ def entered() -> tuple[Entered, ...]:
     return tuple(entries)
 
 
-def _recorded(record: dict[str, Any]) -> dict[str, tuple[int, int, str]]:
+def _recorded(record: Json) -> dict[str, tuple[int, int, str]]:
     """Return (entered, completed, last) by the name of the group."""
     records = {}
     for entry in record["entries"]:  # the oldest first

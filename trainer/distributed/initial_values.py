@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from trainer.distributed.seeding import derive, seeded_init
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 LARGE = 1 << 24
 """The least number of values of a tensor that is drawn in blocks."""
@@ -25,7 +28,7 @@ DRAWS = ("normal_", "uniform_")
 ROW_BY_ROW = (*DRAWS, "add_", "clamp_", "div_", "erfinv_", "fill_", "mul_", "sub_", "zero_")
 """Operators in place whose result in a row follows from that row alone."""
 
-Operator = Callable[[torch.Tensor, range], Any]
+Operator = Callable[[torch.Tensor, range], object]
 """An operator in place, on some rows of a tensor."""
 
 
@@ -79,7 +82,13 @@ class _BlockDraws(TorchDispatchMode):
             made = range(rows.start // each * each, stop) if rows else range(0)
             self._made[_memory(tensor)] = _Filled(tensor.detach(), made)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
         known = [self._made[at] for t in given if (at := _memory(t)) in self._made]
         if not known:
@@ -100,8 +109,8 @@ class _BlockDraws(TorchDispatchMode):
 
 
 def _run(
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    function: Callable[..., object],
+    arguments: tuple[object, ...],
     seed: Callable[[int], int] | None,
     tensor: torch.Tensor,
     rows: range,

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from trainer.errors import MeshloomError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 LONGEST_PAUSE = 1.0
@@ -24,7 +27,7 @@ class Ranks:
 
     rank: int = 0
     world_size: int = 1
-    group: Any = None
+    group: ProcessGroup | None = None
     """The process group in which they communicate; None: that of the run."""
     node_firsts: tuple[int, ...] = ()
     """For each rank, the first rank that sees the same run folder; empty if all share one."""
@@ -40,7 +43,8 @@ class Ranks:
             return self
         import torch.distributed as dist
 
-        return replace(self, group=dist.new_group(backend="gloo"))
+        group: Any = dist.new_group(backend="gloo")
+        return replace(self, group=group)
 
     @property
     def first(self) -> bool:
@@ -62,7 +66,7 @@ class Ranks:
     def barrier(self) -> None:
         self._least(0)
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         """Return the values of all ranks, in rank order, on every rank.
 
         Each rank receives them all: for what is small, and named where ranks differ.
@@ -71,40 +75,43 @@ class Ranks:
             return [value]
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.world_size
+        values = [value] * self.world_size  # each of them is replaced
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    def to_node_firsts(self, value: Any) -> list[Any]:
+    def to_node_firsts(self, value: T) -> list[T]:
         """Return all ranks' values on the node's first rank, none elsewhere; on all if several."""
         if self.world_size == 1 or len(set(self.node_firsts)) > 1:
             return self.gather(value)
         import torch.distributed as dist
 
-        values: list[Any] = [None] * self.world_size if self.first else []
+        values = [value] * self.world_size if self.first else []  # each of them is replaced
         dist.gather_object(value, values or None, group=self.group)
         return values
 
-    def send(self, source: int, value: Any) -> Any:
+    def send(self, source: int, value: T) -> T:
         """Return the value of rank `source` on every rank, sent along a tree."""
         if self.world_size == 1:
             return value
         import torch.distributed as dist
 
-        values = [value if self.rank == source else None]
+        values = [value]  # replaced on the other ranks
         dist.broadcast_object_list(values, source, group=self.group)
         return values[0]
 
     def lowest(self, value: T | None) -> tuple[int, T] | None:
         """Return the lowest rank that has a value, with that value; None if no rank has one."""
         source = self._least(self.world_size if value is None else self.rank)
-        return None if source == self.world_size else (source, self.send(source, value))
+        if source == self.world_size:
+            return None
+        sent: Any = self.send(source, value)
+        return source, sent
 
     def any(self, value: bool) -> bool:
         """Return True if `value` is true on any rank."""
         return self._least(0 if value else 1) == 0
 
-    def differing(self, value: Any) -> list[int]:
+    def differing(self, value: object) -> list[int]:
         """List the ranks that have another value than rank 0."""
         differs = value != self.send(0, value)
         each = self.gather(differs) if self.any(differs) else []
@@ -199,7 +206,7 @@ class Ranks:
             return
         from torch.distributed.distributed_c10d import _get_default_store
 
-        store: Any = _get_default_store()
+        store = _get_default_store()
         try:
             number = store.add(f"meshloom/rendezvous/{self.rank}", 1)
             key = f"meshloom/rendezvous/done/{number}"
@@ -213,17 +220,17 @@ class Ranks:
             gone = "the store of the ranks is gone, with the rank or launcher that has it"
             raise RuntimeError(f"{gone}: {error}") from error
 
-    def _of_first(self, outcome: tuple[bool, Any]) -> Any:
+    def _of_first(self, outcome: tuple[bool, object]) -> Any:
         """Return rank 0's result, or raise its error."""
         failed, result = self.send(0, (outcome[0], _sendable(*outcome)))
         return result if not failed else self._raise(0, result, outcome[1])
 
-    def _of_own(self, outcome: tuple[bool, Any]) -> Any:
+    def _of_own(self, outcome: tuple[bool, object]) -> Any:
         """Return this rank's result, or raise the error of the lowest rank that has one."""
         failure = self.lowest(_sendable(*outcome) if outcome[0] else None)
         return outcome[1] if failure is None else self._raise(*failure, outcome[1])
 
-    def _raise(self, source: int, failure: Any, own: Any) -> NoReturn:
+    def _raise(self, source: int, failure: object, own: Any) -> NoReturn:
         if isinstance(failure, MeshloomError):
             raise failure.share()
         raise own if source == self.rank else RuntimeError(f"rank {source} failed: {failure}")
@@ -244,7 +251,7 @@ def group_of_rows(rows: Sequence[Sequence[int]], backend: str | None = None) -> 
     return dist.new_subgroups_by_enumeration([list(row) for row in rows], backend=backend)[0]
 
 
-def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
+def _outcome(work: Callable[[], object]) -> tuple[bool, object]:
     """Run `work`; return True if it failed, and its result or error."""
     try:
         return False, work()
@@ -252,7 +259,7 @@ def _outcome(work: Callable[[], Any]) -> tuple[bool, Any]:
         return True, error
 
 
-def _sendable(failed: bool, result: Any) -> Any:
+def _sendable(failed: bool, result: object) -> Any:
     """Return what is sent: other errors than this project's need not survive being pickled."""
     return repr(result) if failed and not isinstance(result, MeshloomError) else result
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,6 +17,7 @@ from trainer.optim.builders import Builder, No
 from trainer.optim.lr_schedules import Update
 from trainer.parallel.parallel_mesh import ParallelMesh, parallel_mesh_of
 from trainer.state import StateTensor
+from trainer.storage import Json
 from trainer.supervise.process import Machine
 from trainer.tasks.task import Batch, Task
 
@@ -31,7 +32,7 @@ class Job:
     layout: Layout
     spec: ModelSpec
     task: Task
-    deepspeed: Mapping[str, Any]
+    deepspeed: Json
     """The resolved DeepSpeed JSON."""
     seed: int
     """The seed of dropout."""
@@ -141,7 +142,7 @@ class EngineKind:
 
     refusal: Callable[[Layout], str | None]
     """Returns the reason why it can't run a layout, as a sentence, or None."""
-    optimizer: Callable[[Mapping[str, Any], Layout, str, bool], Builder | No]
+    optimizer: Callable[[Json, Layout, str, bool], Builder | No]
     """Returns the builder for the config's optimizer, or a sentence why the engine can't build it.
 
     Arguments: the resolved DeepSpeed JSON, the layout, the device, True if there are several
@@ -150,7 +151,7 @@ class EngineKind:
     build: Callable[[Job], Engine]
     check: Callable[[ModelSpec, Layout], None]
     """Raises ConfigError for a model that it can't run in a layout; allocates next to nothing."""
-    ready: Callable[[Layout, torch.device, Mapping[str, Any]], None]
+    ready: Callable[[Layout, torch.device, Json], None]
     """Raises ConfigError if this machine lacks something that the engine needs."""
     forget: Callable[[], None] = lambda: None
     """Undoes what the engine, also one that failed, has changed for the whole process."""

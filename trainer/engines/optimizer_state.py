@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -54,7 +53,7 @@ class OptimizerState:
                 state[key] = type(state[key])(value)
 
 
-def fresh_state(optimizer: Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, Any]:
+def fresh_state(optimizer: Optimizer, like: torch.Tensor, steps: int = 1) -> dict[str, object]:
     """Create the state of `like` after steps with zero gradients; tensors of its shape are zero.
 
     The optimizer makes it in steps over a stand-in of one entry: no other state changes.

@@ -26,7 +26,7 @@ from trainer.models.door import check_folder, opening
 from trainer.models.own import module
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
-from trainer.storage import parse_json, read_file
+from trainer.storage import Json, parse_json, read_file
 
 DESCRIPTION = "module.json"
 """The file that describes a classifier in its folder: how to build it, its classes and input."""
@@ -122,7 +122,7 @@ class Classifier:
 
     name: str
     """The name of a function or class of torchvision.models, or "package.module:callable"."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Json = field(default_factory=dict)
     folder: Path | None = None
     """The folder of its weights; None: from scratch, or torchvision's."""
     weights: str | None = None
@@ -187,7 +187,7 @@ class Classifier:
         return self.callable(**arguments)
 
 
-def named(name: str, arguments: Mapping[str, Any], weights: str | None = None) -> Classifier:
+def named(name: str, arguments: Json, weights: str | None = None) -> Classifier:
     """Return the classifier that `trainer.model` names. Raises ConfigError for an unknown name."""
     if not (folder := Path(name)).is_dir():
         classifier = Classifier(name, arguments, weights=weights)
@@ -297,7 +297,7 @@ def opened(folder: Path) -> tuple[nn.Module, Images]:
         return model.eval(), Images(tuple(content["classes"]), given["mode"], *numbers)
 
 
-def description_in(folder: Path) -> dict[str, Any]:
+def description_in(folder: Path) -> Json:
     """Return the parsed file DESCRIPTION. Raises OSError, or ValueError if it is no description."""
     content = parse_json(read_file(folder / DESCRIPTION))
     known = content if isinstance(content, dict) else {}
@@ -308,7 +308,7 @@ def description_in(folder: Path) -> dict[str, Any]:
     return known
 
 
-def takes(function: Callable[..., Any], argument: str) -> bool:
+def takes(function: Callable[..., object], argument: str) -> bool:
     """Return True if a callable has this keyword argument or takes any."""
     try:
         parameters = inspect.signature(function).parameters.values()

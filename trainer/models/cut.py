@@ -8,7 +8,6 @@ stage before takes the place of whatever stands in front of its first block.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -49,7 +48,7 @@ class _Passed(nn.Module):
         super().__init__()
         self._tuples = tuples
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         hidden = args[0] if args else next(iter(kwargs.values()))
         return (hidden, *[None] * (self._tuples - 1)) if self._tuples else hidden
 
@@ -64,7 +63,7 @@ class _UntilBlocks(nn.Module):
         whole.register_forward_pre_hook(lambda *_: self._stand(behind=False))
         last_block.register_forward_hook(lambda *_: self._stand(behind=True))
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         if self._behind:
             return args[0] if args else next(iter(kwargs.values()))
         return self.module(*args, **kwargs)
@@ -87,7 +86,7 @@ class _Blank(nn.Module):
         """The hidden state: some models ask a table for its device and dtype."""
         return self._stage_input.hidden
 
-    def forward(self, given: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def forward(self, given: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         hidden = self._stage_input.hidden
         assert hidden is not None
         return hidden.new_zeros(*(given.shape if self._table else given.shape[:-1]), self._width)
@@ -100,7 +99,7 @@ class _Received(_Passed):
         super().__init__(tuples)
         self._stage_input = stage_input
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         return super().forward(self._stage_input.hidden)
 
 
@@ -141,7 +140,7 @@ def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: rang
 def _replace_block(model: nn.Module, name: str, stand_in: nn.Module) -> None:
     """Replace a block; its words stay, as a model may ask a block what kind of mask it wants."""
     block = model.get_submodule(name)
-    attributes: dict[str, Any] = {}
+    attributes: dict[str, object] = {}
     for part in (*reversed(type(block).__mro__), block):
         attributes.update(vars(part))
     words = {k: v for k, v in attributes.items() if isinstance(v, str) and not k.startswith("_")}

@@ -19,7 +19,7 @@ from types import FrameType
 from typing import Any
 
 from trainer.errors import ConfigError, Problem, refused
-from trainer.storage import REFUSED_PICKLE, check_regular, parse_json, read_file, size
+from trainer.storage import REFUSED_PICKLE, Json, check_regular, parse_json, read_file, size
 
 LONGEST = 1 << 18
 TIMES = 16
@@ -67,7 +67,7 @@ def check_folder(folder: Path) -> None:
             _check_index(path)
 
 
-def object_in(path: Path) -> dict[str, Any]:
+def object_in(path: Path) -> Json:
     """Return the object in a JSON file. Raises ConfigError for anything else."""
     with refused(str(path), "a JSON object", OSError, ValueError):
         content = parse_json(read_file(path, LARGEST))
@@ -76,7 +76,7 @@ def object_in(path: Path) -> dict[str, Any]:
     return content
 
 
-def check_counts(config: Mapping[str, Any], place: str) -> None:
+def check_counts(config: Mapping[str, object], place: str) -> None:
     """Raise ConfigError if a config counts so many modules that to build them would never end."""
     waiting: list[Any] = [config]
     while waiting:
@@ -140,7 +140,7 @@ def opening(place: str, expected: str) -> Iterator[None]:
         raise
 
 
-def limited(render: Callable[[], str], chat: Any, origin: str) -> str:
+def limited(render: Callable[[], str], chat: object, origin: str) -> str:
     """Return what `render` makes of a chat, within a rendering's limits.
 
     Raises ConfigError for a template, of `origin`, that takes more; what it itself raises stays.

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainer.errors import refused
 from trainer.models.language.head import has_plain_head, is_word_by_word
@@ -47,13 +46,13 @@ def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageMode
     )
 
 
-def text_config(model: Any) -> Any:
+def text_config(model: PreTrainedModel) -> PreTrainedConfig:
     """Return the part of the config that describes the decoder. Raises ConfigError for several."""
     with refused(f"trainer.model: {model.config.model_type}", "one decoder", ValueError):
         return model.config.get_text_config()
 
 
-def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
+def _heads(text: PreTrainedConfig, hidden: int) -> tuple[int, int, int]:
     """Return query and key-value heads (common divisors of layers), and mean heads x head size."""
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     heads = []
@@ -68,7 +67,7 @@ def _heads(text: Any, hidden: int) -> tuple[int, int, int]:
     return math.gcd(*heads), math.gcd(*kv_heads), width // len(layers)
 
 
-def positions_of(model: nn.Module, text: Any) -> int | None:
+def positions_of(model: nn.Module, text: PreTrainedConfig) -> int | None:
     """Return the most tokens of a sequence; RoBERTa numbers them from after the padding's."""
     reserved = [0]
     for name, module in model.named_modules():
@@ -89,7 +88,7 @@ def routes(model: PreTrainedModel) -> bool:
     return has_router or _routed_parameters(model, text_config(model)) > 0
 
 
-def _routed_parameters(model: nn.Module, config: Any) -> int:
+def _routed_parameters(model: nn.Module, config: PreTrainedConfig) -> int:
     """Count the parameters of routed experts: modules named `experts`, or stacked over all experts.
 
     Shared experts, which see every token, do not count.
@@ -102,7 +101,7 @@ def _routed_parameters(model: nn.Module, config: Any) -> int:
     )
 
 
-def idle_parameters(model: nn.Module, config: Any) -> int:
+def idle_parameters(model: nn.Module, config: PreTrainedConfig) -> int:
     """Count the parameters of the experts that a token is not routed to; 0 for a dense model."""
     experts = _first_number(config, EXPERTS)
     chosen = _first_number(config, CHOSEN)
@@ -111,7 +110,7 @@ def idle_parameters(model: nn.Module, config: Any) -> int:
     return _routed_parameters(model, config) * (experts - chosen) // experts
 
 
-def _first_number(config: Any, names: Sequence[str]) -> int | None:
+def _first_number(config: PreTrainedConfig, names: Sequence[str]) -> int | None:
     parts = (config, getattr(config, "ffn_config", None))
     values = (getattr(part, name, None) for part in parts for name in names)
     return next((value for value in values if isinstance(value, int)), None)

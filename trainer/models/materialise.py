@@ -227,7 +227,13 @@ def _all(build: Callable[[], nn.Module]) -> Mapping[str, torch.Tensor]:
 class _BuiltOnHost(TorchFunctionMode):
     """A mode in which small tensors for the meta device are made on the CPU instead."""
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         device = kwargs.get("device")

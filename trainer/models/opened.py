@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,10 +25,15 @@ from trainer.models.own.module import class_of
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import required
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
 
 
-def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options: Any) -> nn.Module:
+def opened(
+    folder: Path, build: Callable[[], nn.Module] | None = None, **options: object
+) -> nn.Module:
     """Load the model of `final/` or of a checkpoint, in evaluation mode.
 
     `options`: those of a library's `from_pretrained`. Raises ConfigError if there is none.
@@ -56,7 +61,7 @@ def opened(folder: Path, build: Callable[[], nn.Module] | None = None, **options
     return _filled(build(), folder, name)
 
 
-def opened_language_model(folder: Path, trust: bool) -> Any:
+def opened_language_model(folder: Path, trust: bool) -> PreTrainedModel:
     """Load as `opened`, on the GPUs if there are any; `trust`: the model's own code may run."""
     if (folder / classifiers.DESCRIPTION).exists():
         actual = "a classifier, or a module of your own"

@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def mark_values(tensor: torch.Tensor, *, given: bool) -> None:
@@ -49,14 +52,14 @@ def skip_rescaling(model: Any) -> None:
         model.base_model.config = unscaled
 
 
-def saved_adapter_config(config: Any) -> Any:
+def saved_adapter_config(config: LoraConfig) -> LoraConfig:
     """Return a PEFT config as it is saved: for inference, with its targets in order.
 
     Symptom: PEFT makes a set of them, so that each process saves another order. Can go when
     `save_pretrained` sorts them.
     """
     saved = replace(config, inference_mode=True)
-    saved.target_modules = sorted(config.target_modules)
+    saved.target_modules = sorted(config.target_modules or ())
     if config.target_parameters:
         saved.target_parameters = sorted(config.target_parameters)
     return saved

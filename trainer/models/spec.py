@@ -6,13 +6,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, Part, StateTensor, renamed
+from trainer.storage import Json
 
 WHOLE = "whole"
 """The style of a tensor plan entry that every rank holds whole."""
@@ -203,7 +204,7 @@ class ModelFiles:
     """Our tensor names -> those in files, where they differ."""
     opens: str = "safetensors"
     """The function or format by which a trained model's folder is opened."""
-    save_config: Callable[[Any, torch.dtype | None], None] = lambda folder, dtype: None
+    save_config: Callable[[Path, torch.dtype | None], None] = lambda folder, dtype: None
     """Writes config.json, with a dtype if one is given, and generation_config.json to a folder."""
     check: Callable[[Path], None] = lambda folder: None
     """Raises DiskError unless a folder that was written opens as the model that is trained."""
@@ -257,7 +258,7 @@ class ModelSpec:
     files: ModelFiles = field(default_factory=ModelFiles)
     notes: tuple[str, ...] = ()
     """Notes on parts of the folder or the config that are not trained, a line each."""
-    config: Mapping[str, Any] = field(default_factory=dict)
+    config: Json = field(default_factory=dict)
     """The architecture as numbers and words, for comparison."""
 
     def build(self) -> nn.Module:

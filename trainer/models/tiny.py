@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -14,6 +14,9 @@ from torch import nn
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import SIZES, Sizes, scale_of, tiny_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LARGEST = 64_000_000
 """The most parameters that a copy may have."""
@@ -85,8 +88,8 @@ def _pattern(name: str) -> str:
 
 
 def tiny(
-    config: Any,
-    spec_of: Callable[[Any], ModelSpec],
+    config: PreTrainedConfig,
+    spec_of: Callable[[PreTrainedConfig], ModelSpec],
     full: nn.Module,
     blocks: tuple[str, ...],
     size: CopySize,

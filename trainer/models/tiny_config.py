@@ -13,7 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 VOCABULARY = 97
 HIDDEN = 32
@@ -82,7 +85,7 @@ KEPT = Scale({}, 1, Fraction(1), 0, 1)
 """The scale under which every number stays as it is, except those that count layers."""
 
 
-def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
+def scale_of(config: PreTrainedConfig, split: int, *, head_sizes: bool) -> Scale:
     """Compute the scale of an architecture; `head_sizes` says if the sizes of heads may shrink."""
     text = _text(config)
     hidden = _first(text, "hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim") or 1
@@ -113,8 +116,12 @@ def scale_of(config: Any, split: int, *, head_sizes: bool) -> Scale:
 
 
 def tiny_config(
-    config: Any, scale: Scale | None, keep: Sequence[int], layers: int, sizes: Sizes = SIZES
-) -> Any:
+    config: PreTrainedConfig,
+    scale: Scale | None,
+    keep: Sequence[int],
+    layers: int,
+    sizes: Sizes = SIZES,
+) -> object:
     """Copy the config with the layers `keep` of `layers`, each number made smaller by its role.
 
     Widths shrink only with a `scale`. `layers` is 0 if no number is known to count the blocks.
@@ -133,7 +140,7 @@ class _Resize:
     layers: int
     sizes: Sizes
 
-    def apply(self, config: Any) -> None:
+    def apply(self, config: PreTrainedConfig) -> None:
         """Change a config in place, with its parts."""
         differ = "_heterogeneity_spec" in vars(config)
         overrides = config.to_dict().get("per_layer_config") if differ else None
@@ -153,7 +160,7 @@ class _Resize:
             }
             config.update({"per_layer_config": kept})
 
-    def _of_part(self, config: Any, part: Any) -> _Resize:
+    def _of_part(self, config: PreTrainedConfig, part: PreTrainedConfig) -> _Resize:
         """Return the change of a part of the config: one with heads is a model of its own."""
         scale = self.scale
         is_model = _first(part, "num_attention_heads") and part is not _text(config)
@@ -230,7 +237,7 @@ class _Resize:
         return value
 
 
-def windows_of(config: Any) -> set[int]:
+def windows_of(config: PreTrainedConfig) -> set[int]:
     """Return the lengths of attention windows and chunks that a config, or a part of it, has."""
     windows = set[int]()
     for name, value in vars(config).items():
@@ -286,7 +293,7 @@ def _nearest(exact: Fraction, value: int, split: int) -> int:
     return min(rounded, value)
 
 
-def _rotary(text: Any, size: int) -> Iterator[int]:
+def _rotary(text: PreTrainedConfig, size: int) -> Iterator[int]:
     """Yield the halves of the rotated sizes of a head that is rotated in part."""
     rope = vars(text).get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}
@@ -297,7 +304,7 @@ def _rotary(text: Any, size: int) -> Iterator[int]:
                 yield int(size * part) // 2
 
 
-def _is_int(value: Any) -> bool:
+def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
@@ -308,7 +315,7 @@ def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
     return bool(value) and pairs and sum(len(v[0]) * v[1] for v in value) == layers
 
 
-def _first(config: Any, *names: str) -> int | None:
+def _first(config: PreTrainedConfig, *names: str) -> int | None:
     """Return the first of these numbers that a config has, under its own names for them."""
     for name in names:
         value = vars(config).get(getattr(config, "attribute_map", {}).get(name, name))
@@ -317,7 +324,7 @@ def _first(config: Any, *names: str) -> int | None:
     return None
 
 
-def _text(config: Any) -> Any:
+def _text(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the part of a config that describes the decoder."""
     for name in ("text_config", "decoder", "llm_config", "thinker_config"):
         if hasattr(part := vars(config).get(name), "to_dict"):

@@ -14,6 +14,7 @@ import torch
 
 from trainer.layout import Layout
 from trainer.plugins import NAMED
+from trainer.storage import Json
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class Builder:
 
     library: str
     """The class, by its public name."""
-    params: dict[str, Any]
+    params: Json
     """The arguments besides the parameters to train."""
     notes: tuple[str, ...] = ()
     """Notes on parameters of the config that have no effect here, a line each."""
@@ -130,9 +131,7 @@ LACKS: dict[str, dict[str, Lack]] = {
 """Parameters in the config's table that a class does not take, by class; it takes all others."""
 
 
-def in_torch(
-    settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
-) -> Builder | No:
+def in_torch(settings: Json, layout: Layout, device: str, grouped: bool) -> Builder | No:
     """Return the builder of `mesh` and `accelerate`, or why they can't build the optimizer."""
     kind = settings["optimizer"]["type"]
     params = settings["optimizer"]["params"]
@@ -146,9 +145,7 @@ def in_torch(
     return _recipe(_adam(library, params), params, kernel)
 
 
-def in_deepspeed(
-    settings: Mapping[str, Any], layout: Layout, device: str, grouped: bool
-) -> Builder | No:
+def in_deepspeed(settings: Json, layout: Layout, device: str, grouped: bool) -> Builder | No:
     """Return DeepSpeed's builder for a config's optimizer on a device, or why it can't build it.
 
     `grouped`: True if parameters have different learning rates or weight decays.
@@ -192,13 +189,13 @@ def in_deepspeed(
     return _recipe(_adam(library, params), params)
 
 
-def _adam(library: str, params: Mapping[str, Any]) -> str:
+def _adam(library: str, params: Mapping[str, object]) -> str:
     """Return AdamW's class for "Adam" unless `adam_w_mode` is false, as DeepSpeed does."""
     decoupled = library == "torch.optim.Adam" and params.get("adam_w_mode", True)
     return "torch.optim.AdamW" if decoupled else library
 
 
-def _recipe(library: str, params: Mapping[str, Any], kernel: bool = False) -> Builder | No:
+def _recipe(library: str, params: Mapping[str, object], kernel: bool = False) -> Builder | No:
     """Build a builder from those of `params` that `library` takes and that don't choose it.
 
     `kernel`: True if there is a fused kernel besides Adam's.

@@ -9,10 +9,12 @@ transformers run update `step` at the rate of `step`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
+
+from trainer.storage import Json
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class Update:
 LRSchedule = Callable[[int], Update]
 
 
-def schedule_of(settings: Mapping[str, Any]) -> LRSchedule:
+def schedule_of(settings: Json) -> LRSchedule:
     """Return the schedule of a config's resolved DeepSpeed JSON."""
     base = float(settings["optimizer"]["params"]["lr"])
     if (scheduler := settings.get("scheduler")) is None:

@@ -103,11 +103,11 @@ class Muon(OnShards, torch.optim.AdamW):
         self._shared = shared
         self._matrices = {p for group in groups if group.get("muon") for p in group["params"]}
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> Any:
+    def _init_group(self, group: dict[str, object], *lists: list[torch.Tensor]) -> object:
         return False if group.get("muon") else super()._init_group(group, *lists)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Take a step, unless `found_inf` is set and not zero."""
         super().step()
         found_inf = getattr(self, "found_inf", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch.optim.sgd import sgd
@@ -18,7 +17,7 @@ class OnShards(torch.optim.Optimizer):
     a list takes time, wants one mesh, and has no fused SGD or Adagrad.
     """
 
-    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> Any:
+    def _init_group(self, group: dict[str, object], *lists: list[torch.Tensor]) -> object:
         result = super()._init_group(group, *lists)  # type: ignore[misc]
         for tensors in lists:
             tensors[:] = [local(tensor) for tensor in tensors]
@@ -32,7 +31,7 @@ class SGD(OnShards, torch.optim.SGD):
     """
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         """Take a step; `torch.optim.SGD.step` stores each momentum by its tensor in the kernel."""
         chosen = "weight_decay", "momentum", "lr", "dampening", "nesterov", "maximize"
         for group in self.param_groups:
@@ -55,7 +54,7 @@ class SGD(OnShards, torch.optim.SGD):
             )
 
 
-def on_shards(library: str, params: Mapping[str, Any]) -> type[torch.optim.Optimizer]:
+def on_shards(library: str, params: Mapping[str, object]) -> type[torch.optim.Optimizer]:
     """Return a class of `torch.optim`, by its public name, over local shards if it can be."""
     name = library.rpartition(".")[2]
     if name == "SGD":

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -116,7 +115,7 @@ class _NormOfStep:
         self._counter().copy_(self._count + count)
         self._found = []
 
-    def _note(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _note(self, module: nn.Module, inputs: object, output: object) -> None:
         recomputed = torch._C._current_graph_task_id() != -1  # in a backward pass
         if module.training and not recomputed:
             self._found.append(self._kept().clone())

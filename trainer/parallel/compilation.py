@@ -34,7 +34,7 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
     dynamic = False if tensor else None
     backend = TRIED if trial else BACKEND
 
-    def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    def compiled(function: Callable[..., object]) -> Callable[..., object]:
         graph = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
         return graph if trial else _Compiled(function, graph)
 
@@ -52,14 +52,14 @@ class _Compiled:
     A graph is whole or not made: nothing has been computed when the compiler fails.
     """
 
-    def __init__(self, function: Callable[..., Any], graph: Callable[..., Any]) -> None:
+    def __init__(self, function: Callable[..., object], graph: Callable[..., object]) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         self._function = function
         self._run = graph
         self._errors = FailOnRecompileLimitHit, TorchDynamoException
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: object, **kwargs: object) -> object:
         if self._run is not self._function:
             try:
                 return self._run(*args, **kwargs)
@@ -126,11 +126,11 @@ class Reports(logging.Handler):
         self._callbacks.register_start_callback(self._start)
         self._callbacks.register_end_callback(self._end)
 
-    def _start(self, _: Any) -> None:
+    def _start(self, _: object) -> None:
         self._machine.watch.moves(COLD_SECONDS)
         self._machine.signs.at("compiling")
 
-    def _end(self, _: Any) -> None:
+    def _end(self, _: object) -> None:
         self._machine.watch.moves()
         self._machine.signs.hide()
 

@@ -34,7 +34,7 @@ class Dropout:
         seed_generators(self._base)
 
     def _seed_block(self, index: int) -> Any:
-        def hook(module: nn.Module, inputs: Any) -> None:
+        def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             seed_generators((self._base + index + 1) % 2**63)
 
         return hook

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from trainer.layout import PipelineSchedule
 from trainer.models.language_model import idle_parameters, text_config
 from trainer.models.spec import ModelSpec
 from trainer.probes.dispatch_modes import HostReads
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 COUNTED = 32
 """The tokens of the row on which a model's attention is counted."""
@@ -77,7 +80,7 @@ def block_ranges(
     return divide(costs, 0.0, head, stages)
 
 
-def _attention(spec: ModelSpec, config: Any, row: int) -> list[float]:
+def _attention(spec: ModelSpec, config: PreTrainedConfig, row: int) -> list[float]:
     """Return the work of each block's attention in a sequence: as many parameters would be as much.
 
     It is what grows with the square of its length, counted on two short sequences; none where a

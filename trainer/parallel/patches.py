@@ -23,7 +23,7 @@ COUNTS = re.compile(r"((^|_)heads?|^all_head_size|^(embed|inner)_dim|^(hidden|em
 """The names of what `divide_heads` divides."""
 
 
-def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_forward(module: nn.Module, forward: Callable[..., object]) -> None:
     """Replace the forward of a module within its hooks; no parameter changes its name.
 
     PyTorch 2.15: `checkpoint_wrapper` and `SyncBatchNorm.convert_sync_batchnorm` replace modules;
@@ -61,7 +61,9 @@ def steady_buckets() -> Iterator[None]:
     kind: Any = nn.parallel.DistributedDataParallel
     plain = kind._ddp_init_helper
 
-    def build(replica: Any, given: list[Any], sparse: list[bool], names: Any, *more: Any) -> None:
+    def build(
+        replica: Any, given: list[object], sparse: list[bool], names: Any, *more: object
+    ) -> None:
         last = len(given) - 1
         names = {last - index: name for index, name in names.items()}
         plain(replica, given[::-1], sparse[::-1], names, *more)
@@ -123,7 +125,7 @@ def has_local_parameters(module: nn.Module) -> Iterator[None]:
         module._parameters.update(whole)
 
 
-def sharding_by(placement: Callable[[nn.Parameter], Any]) -> AbstractContextManager[Any]:
+def sharding_by(placement: Callable[[nn.Parameter], object]) -> AbstractContextManager[object]:
     """Let the FSDP2 units that another library makes be divided by `placement`.
 
     Accelerate 1.15: it passes none, and a few experts are filled up to one for each rank. Can go

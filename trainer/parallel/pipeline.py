@@ -72,7 +72,7 @@ class PipelineRun:
         self._task = task
         self._group = mesh.axis("pipeline")
         self._device = device
-        self._schedules: dict[tuple[int, ...], Any] = {}
+        self._schedules: dict[tuple[int, ...], object] = {}
         self._scale = torch.ones((), device=device)
 
     @property
@@ -176,7 +176,7 @@ def _schedule_class(name: str) -> Any:
     kind: Any = get_schedule_class(name)
 
     class Schedule(kind):  # type: ignore[misc]
-        def _split_inputs(self, args: Any, kwargs: Any) -> tuple[list[Any], list[Any]]:
+        def _split_inputs(self, args: object, kwargs: Any) -> tuple[list[object], list[object]]:
             return [()] * len(kwargs["micro_batches"]), kwargs["micro_batches"]
 
     return Schedule

@@ -53,7 +53,7 @@ def offload_of(layout: Layout, device: str) -> fsdp.OffloadPolicy:
 
 def options_of(
     layout: Layout, mesh: DeviceMesh | None, device: str, reduction: torch.dtype
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
     ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
@@ -84,7 +84,7 @@ def apply(
     spec: ModelSpec,
     ends: Ends,
     options: dict[str, Any],
-    wrap_rest: Callable[[nn.Module], Any] | None = None,
+    wrap_rest: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Make units of a model with its loss. Raises NumericsError if a block is none.
 

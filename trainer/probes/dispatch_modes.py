@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ContextDecorator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 aten = torch.ops.aten
 MOST_READS = 20_000
@@ -21,7 +24,13 @@ MOST_READS = 20_000
 class Alone(ContextDecorator, TorchDispatchMode):
     """A dispatch mode that refuses collective operations where one rank runs alone."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func.namespace in ("c10d", "_c10d_functional"):
             actual = f"a collective operation ({func}) in a forward pass or a loss"
             expected = "what each rank computes by itself"
@@ -41,7 +50,13 @@ class HostReads(TorchDispatchMode):
         self._reads = Counter[str]()
         self._where = where
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         read = func is aten._local_scalar_dense.default or func is aten.equal.default
         if not read or not (args[0].is_meta or isinstance(args[0], FakeTensor)):
             return func(*args, **(kwargs or {}))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ class ProbeTask(Protocol):
     """The part of a task that probes need: the model prepared for the loss, batches, the loss."""
 
     def prepare(self, model: nn.Module) -> nn.Module: ...
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch: ...
+    def collate(self, samples: Sequence[Mapping[str, object]]) -> Batch: ...
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
 

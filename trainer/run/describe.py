@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -21,7 +20,7 @@ from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
 from trainer.models.spec import MadeWeights, NoWeights
 from trainer.run.prepare import Prepared
 from trainer.state import VERSION
-from trainer.storage import disk_errors, ensure_writable, replace_file
+from trainer.storage import Json, disk_errors, ensure_writable, replace_file
 
 PREVIEWED = 4000
 """The most characters of a run of tokens."""
@@ -72,7 +71,8 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
     yield f"data    {subject.data.describe()}"
     yield from subject.lines(prepared.workers)
     length = len(subject.data.train)
-    numbers = sample_ids(prepared.sample_order, 0, min(count, length), length).tolist()
+    seed, order = prepared.sample_order
+    numbers = sample_ids(seed, 0, min(count, length), length, order).tolist()
     yield from subject.samples(numbers, width=PREVIEWED, in_full=True).splitlines()
 
 
@@ -122,12 +122,12 @@ def device_notes(precision: str, machine: Machine) -> Iterator[str]:
         yield "note    a slow rank is not reported: NCCL waits on the device, not on the host"
 
 
-def resolved(prepared: Prepared) -> dict[str, Any]:
+def resolved(prepared: Prepared) -> Json:
     """Return the whole config with nothing left to resolve, a config that starts the same run."""
     return {**prepared.config.settings, "trainer": prepared.config.trainer.model_dump()}
 
 
-def run_description(prepared: Prepared) -> dict[str, Any]:
+def run_description(prepared: Prepared) -> Json:
     """Return the content of a checkpoint's `trainer.json`, without the position."""
     return {
         "seed": prepared.config.trainer.seed,
@@ -188,7 +188,7 @@ _OFFERED = (
     "pipeline x context parallel; tensor x context parallel x ZeRO-2; "
     "pipeline x tensor parallel x ZeRO-2"
 )
-_PARTS: dict[str, dict[str, Any]] = {
+_PARTS: dict[str, Json] = {
     "DDP (ZeRO-0)": {},
     "HSDP": {"shard": 2, "zero_stage": 3},
     **{f"ZeRO-{stage}": {"replicate": 1, "shard": 4, "zero_stage": stage} for stage in (1, 2, 3)},
@@ -208,7 +208,7 @@ def layout_table() -> str:
     ]
     reasons: dict[str, int] = {}
     for name in _OFFERED.split("; "):
-        given: dict[str, Any] = {"replicate": 2}
+        given: Json = {"replicate": 2}
         for part in re.split(" x |, ", name.replace(" parallel", "")):
             given |= _PARTS[part]
         layout = _plain_layout(given)
@@ -221,7 +221,7 @@ def layout_table() -> str:
     return "\n".join([*lines, "", *(f"{number}. {reason}" for reason, number in reasons.items())])
 
 
-def _plain_layout(given: dict[str, Any]) -> Layout:
-    sizes: dict[str, Any] = dict.fromkeys((*AXES, "micro_batch"), 1)
+def _plain_layout(given: Json) -> Layout:
+    sizes: Json = dict.fromkeys((*AXES, "micro_batch"), 1)
     sizes |= {"zero_stage": 0, "precision": "float32", **_NO_OFFLOAD, **given}
     return Layout(**sizes, accumulation=2 * sizes["pipeline"], recompute=Recompute())

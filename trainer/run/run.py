@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import TextIO, cast
 
 import torch.distributed as dist
 from rich.console import Console
@@ -249,7 +249,7 @@ def _built(prepared: Prepared, session: Session) -> tuple[Engine, RunState]:
     return engine, state
 
 
-def _place(session: Session) -> list[Any]:
+def _place(session: Session) -> list[object]:
     """Return the place in a stream of data at which the checkpoint was saved. Collective."""
     source = session.start.source
     if source is None:

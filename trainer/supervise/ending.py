@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 from trainer.config import Config
 from trainer.distributed.flight_record import write_flight_record
@@ -67,7 +67,7 @@ class Ending:
             self._notes.write_folder(folder)
         return self.log
 
-    def beat(self, progress: Mapping[str, Any]) -> None:
+    def beat(self, progress: Mapping[str, object]) -> None:
         """Write this rank's status where others look for it. Raises OSError."""
         if self.folder is not None and self._world.rank == 0:
             status_files.write(self.folder, progress)

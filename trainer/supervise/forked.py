@@ -122,7 +122,7 @@ def in_processes(work: Callable[[], T], processes: int | None, **environment: st
 def _in_forks(work: Callable[[], T], count: int, environment: dict[str, str]) -> T:
     ranks: list[_ScriptRank] = []
 
-    def pass_on(number: int, frame: Any) -> None:
+    def pass_on(number: int, frame: object) -> None:
         """Send a signal to the ranks; a notebook's interrupt reaches this process alone."""
         for rank in ranks:
             rank.send_signal(number)

@@ -47,7 +47,7 @@ def listening_socket(host: str, port: int) -> socket.socket:
     raise ConfigError(Problem("rendezvous", actual, "an address of this machine"))
 
 
-def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
+def serve(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
     """Serve the store from this process. Raises ConfigError as `listening_socket` does."""
     bound = listening_socket(host, port)
     port = bound.getsockname()[1]
@@ -55,7 +55,7 @@ def serve(host: str, port: int, timeout: datetime.timedelta) -> Any:
     return dist.TCPStore(host, port, None, is_master=True, timeout=timeout, **options)
 
 
-def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say) -> Any:
+def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say) -> dist.Store:
     """Connect to the store that rank 0, or the launcher, serves.
 
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
@@ -82,8 +82,8 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say
 
 
 def session(
-    store: Any, rank: int, world_size: int, patience: float, say: Say = lambda line: None
-) -> Any:
+    store: dist.Store, rank: int, world_size: int, patience: float, say: Say = lambda line: None
+) -> dist.Store:
     """Wait for all ranks; return the part of `store` that belongs to this start alone. Collective.
 
     The agent of torchrun keeps its store when it restarts the ranks, with the addresses of those
@@ -118,7 +118,7 @@ def session(
     return dist.PrefixStore(f"meshloom/{word}", store)
 
 
-def _ask(store: Any, rank: int, word: str, patience: float) -> str:
+def _ask(store: dist.Store, rank: int, word: str, patience: float) -> str:
     """Return the name of this start, which rank 0 sends with this rank's `word`, once all came."""
     store.set(f"meshloom/asks/{rank}", word)
     deadline = time.monotonic() + patience

@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.storage import json_in, private_folder, publish_json
 from trainer.supervise.stall import is_gone
@@ -93,7 +92,7 @@ class Notes:
         fields = json_in(self._folder / f"end-{rank}")
         return None if fields is None else Failure(**fields)
 
-    def _write(self, name: str, value: Any) -> None:
+    def _write(self, name: str, value: object) -> None:
         # a launcher that is gone took its folder along; a full disk is reported elsewhere
         with suppress(OSError):
             publish_json(self._folder / name, value)

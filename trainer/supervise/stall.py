@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 import psutil
 
 from trainer.distributed.flight_record import Entered
+from trainer.storage import Json
 
 
 class Phase(StrEnum):
@@ -83,7 +83,7 @@ class Beat:
         return self.step, list(Phase).index(self.phase)
 
 
-def beat_of(row: Mapping[str, Any]) -> Beat:
+def beat_of(row: Json) -> Beat:
     """Return a beat from the parsed JSON of another rank's."""
     threads = tuple((name, tuple(stack)) for name, stack in row["threads"])
     groups = tuple(Entered(*one) for one in row["groups"])
@@ -286,7 +286,7 @@ def _numbers(beats: Sequence[Beat]) -> str:
     return f"rank{'s' if len(numbers) > 1 else ''} {shown}{more}"
 
 
-def waits_for(beats: Sequence[Beat]) -> list[dict[str, Any]]:
+def waits_for(beats: Sequence[Beat]) -> list[Json]:
     """Return up to five ranks for which the others wait, for outside readers."""
     return [
         {"rank": beat.rank, "host": beat.host, "place": beat.place, "still": beat.still}

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer.storage import json_in, publish_json
+from trainer.storage import Json, json_in, publish_json
 from trainer.supervise.stall import is_gone
 
 NAME = "status.json"
@@ -33,17 +33,17 @@ FRESH_SECONDS = 60.0
 """Seconds since the last sign of a live run: machines' clocks differ, shared folders lag."""
 
 
-def write(folder: Path, status: Mapping[str, Any]) -> None:
+def write(folder: Path, status: Mapping[str, object]) -> None:
     """Write the status. Raises OSError."""
     publish_json(folder / NAME, {**status, "time": time.time()})
 
 
-def read(folder: Path) -> dict[str, Any] | None:
+def read(folder: Path) -> Json | None:
     """Return the first rank's last status; None without one, or if it lacks a writer or a time."""
     return _read(folder / NAME, _WRITER)
 
 
-def can_be_shown(status: Mapping[str, Any]) -> bool:
+def can_be_shown(status: Json) -> bool:
     return _is(status, _SHOWN) and all(_is(one, _WAITED_FOR) for one in status["waits_for"])
 
 
@@ -67,11 +67,11 @@ def log_of(folder: Path, rank: int) -> Path:
     return folder / "logs" / f"rank-{rank}.log"
 
 
-def read_end(folder: Path) -> dict[str, Any] | None:
+def read_end(folder: Path) -> Json | None:
     return _read(folder / END, _LAST_WORDS)
 
 
-def lives(status: Mapping[str, Any] | None) -> bool:
+def lives(status: Json | None) -> bool:
     """Return True if the writer still runs: seen on its machine, elsewhere judged by the time."""
     if status is None or status.get("ended") is not None:
         return False
@@ -80,12 +80,12 @@ def lives(status: Mapping[str, Any] | None) -> bool:
     return time.time() - float(status["time"]) < FRESH_SECONDS
 
 
-def whose(status: Mapping[str, Any]) -> str:
+def whose(status: Json) -> str:
     age = max(0.0, time.time() - float(status["time"]))
     return f"process {status['process']} on {status['host']}, last seen {age:.0f} s ago"
 
 
-def _read(path: Path, kinds: _Kinds) -> dict[str, Any] | None:
+def _read(path: Path, kinds: _Kinds) -> Json | None:
     content = json_in(path)
     return content if _is(content, kinds) else None
 

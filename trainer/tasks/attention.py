@@ -63,7 +63,7 @@ def attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: Any,
+    attention_mask: object,
     **more: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention, [batch, heads, sequence, width] -> [batch, sequence, heads, width].
@@ -85,7 +85,7 @@ def attend(
     return ranks.attended(compute, query, key, value)
 
 
-def _visible_from(mask: Any, begin: int, end: int) -> Any:
+def _visible_from(mask: torch.Tensor, begin: int, end: int) -> object:
     """Return a mask for the queries from `begin` to `end` of each row, and the keys up to `end`."""
     if isinstance(mask, Mapping):
         return mask[begin]  # in blocks
@@ -145,7 +145,7 @@ def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.dev
     make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
     begin, end = section
 
-    def sees(row: Any, head: Any, q: Any, k: Any) -> Any:
+    def sees(row: object, head: object, q: torch.Tensor, k: torch.Tensor) -> Any:
         return function(row, head, q + begin, k)
 
     return make(sees if begin else function, rows, None, end - begin, end, device=device)

@@ -174,7 +174,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if saved is None else _times(saved, grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None)
 

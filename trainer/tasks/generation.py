@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from trainer.errors import printable, refused
 from trainer.models.door import limited
@@ -24,7 +24,13 @@ class Shown(TextStreamer):
         print(printable(text), end="\n" if stream_end else "", flush=True)
 
 
-def continued(model: Any, tokenizer: Any, prompt: Any, tokens: int, **options: Any) -> torch.Tensor:
+def continued(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: Any,
+    tokens: int,
+    **options: Any,
+) -> torch.Tensor:
     """Return the tokens [count] of a prompt (text, tokens, or turns of a chat that the model is to
     answer) and at most `tokens` that the model adds.
 

@@ -15,7 +15,7 @@ from trainer.config import TrainerSection
 from trainer.errors import refused
 from trainer.models.door import limited
 from trainer.models.opened import opened_language_model
-from trainer.storage import required
+from trainer.storage import Json, required
 
 
 def check_tasks(names: Sequence[str]) -> None:
@@ -25,7 +25,7 @@ def check_tasks(names: Sequence[str]) -> None:
         tasks.TaskManager().load([*names])
 
 
-def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> dict[str, Any]:
+def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> Json:
     """Return lm-eval's results of a folder's model on tasks, by name or path of a YAML file.
 
     `trust`: the model's own code may run. Raises ConfigError where lm-eval's `options` do not fit.
@@ -36,7 +36,7 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
     class LimitedModel(HFLM):  # type: ignore[misc]
         """The model, whose chat template has the limits that it has in training."""
 
-        def apply_chat_template(self, chat: Any, *given: Any, **options: Any) -> str:
+        def apply_chat_template(self, chat: Any, *given: object, **options: object) -> str:
             render = partial(super().apply_chat_template, chat, *given, **options)
             return limited(render, chat, str(folder))
 

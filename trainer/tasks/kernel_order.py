@@ -11,7 +11,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch.nn import attention
@@ -57,7 +56,7 @@ def _is_sound() -> bool:
     return torch.__version__ >= SAFE_TORCH and (torch.backends.cudnn.version() or 0) >= SAFE_CUDNN
 
 
-def kernels_for(mask: Any) -> AbstractContextManager[Any]:
+def kernels_for(mask: object) -> AbstractContextManager[object]:
     """Return the context in which SDPA computes rows under a mask, or whole ones for None."""
     if mask is None and _FIRST:
         return sdpa_kernel(list(_FIRST), set_priority=True)

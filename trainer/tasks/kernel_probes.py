@@ -194,7 +194,7 @@ class _Example:
                 return f"its {name} differs by {share:.2g} of the largest value"
         return ""
 
-    def _masked_for(self, kernel: str) -> Any:
+    def _masked_for(self, kernel: str) -> object:
         if kernel == "cu_seqlens":
             return CuSeqlens(self._documents.cu_seqlens, self.LENGTH, self._window)
         sees = self._mask_function()  # flex attention takes no bound method
@@ -221,7 +221,13 @@ class _Example:
         return [part.detach().float() for part in (out, *gradients)]
 
     def _attended(
-        self, begin: int, end: int, mask: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self,
+        begin: int,
+        end: int,
+        mask: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
     ) -> torch.Tensor:
         own = q[:, :, begin:end], k[:, :, :end], v[:, :, :end], mask
         return attend(self._module, *own, section=(begin, end), scaling=0.1)[0]

@@ -18,7 +18,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import masking_utils
+from transformers import PreTrainedConfig, masking_utils
 
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
@@ -43,9 +43,9 @@ class Masks:
     `seal(pattern, mask)` replaces a mask.
     """
 
-    def __init__(self, seal: Callable[..., Any] = lambda pattern, mask: mask) -> None:
+    def __init__(self, seal: Callable[..., object] = lambda pattern, mask: mask) -> None:
         self._seal = seal
-        self._made: dict[Any, tuple[dict[str, Any], Any, int]] = {}
+        self._made: dict[object, tuple[dict[str, object], object, int]] = {}
 
     @contextmanager
     def of(
@@ -66,10 +66,10 @@ class Masks:
         with masks_made_by(lambda make: self._once(make, rows), is_packed):
             yield
 
-    def _once(self, make: Callable[..., torch.Tensor | None], rows: _Rows) -> Callable[..., Any]:
+    def _once(self, make: Callable[..., torch.Tensor | None], rows: _Rows) -> Callable[..., object]:
         documents = rows.documents
 
-        def made(*, mask_function: Any, config: Any = None, **wanted: Any) -> Any:
+        def made(*, mask_function: Any, config: PreTrainedConfig = None, **wanted: Any) -> Any:
             if rows.length is not None:
                 wanted = _of_whole_rows(wanted, rows.length)
             window = wanted.get("local_size")
@@ -95,7 +95,7 @@ class Masks:
 
         return made
 
-    def _for_sdpa(self, function: Any, rows: _Rows, wanted: dict[str, Any]) -> Any:
+    def _for_sdpa(self, function: object, rows: _Rows, wanted: dict[str, Any]) -> object:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
         count = wanted["batch_size"]
         length = wanted["kv_length"]
@@ -118,7 +118,7 @@ class Masks:
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
 
 
-def _of_whole_rows(wanted: dict[str, Any], length: int) -> dict[str, Any]:
+def _of_whole_rows(wanted: dict[str, Any], length: int) -> dict[str, object]:
     """Return a mask's arguments for whole rows, of which the model has a part."""
     whole = {**wanted, **dict.fromkeys({"kv_length", "q_length"} & wanted.keys(), length)}
     if "cache_position" in wanted:  # transformers before 5.4
@@ -143,7 +143,7 @@ def _pattern(function: Any, window: int | None) -> str:
     return next((name for name, own in patterns.items() if _kind(own) == kind), "other")
 
 
-def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
+def _apart(mask_function: Any, documents: PackedDocuments | None) -> object:
     """Restrict a mask function to each document, as if it were alone."""
     if documents is None:
         return mask_function
@@ -154,7 +154,7 @@ def _apart(mask_function: Any, documents: PackedDocuments | None) -> Any:
     )
 
 
-def _refuse(*_: Any) -> bool:
+def _refuse(*_: object) -> bool:
     """Refuse flash attention without cu_seqlens: position ids show them in a single row only."""
     untold = "the model's code does not tell flash attention where documents end"
     actual = f"{untold}: they would attend to one another"
@@ -163,7 +163,7 @@ def _refuse(*_: Any) -> bool:
     raise ConfigError(Problem("trainer.data.documents", actual, expected, hint))
 
 
-def _kind(function: Any) -> tuple[Any, ...] | None:
+def _kind(function: object) -> tuple[object, ...] | None:
     """Identify a mask function by its code, numbers and functions; None if it holds more."""
     if not isinstance(function, FunctionType):
         return None

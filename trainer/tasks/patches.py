@@ -15,7 +15,7 @@ from torch import nn
 from trainer.distributed.context_ranks import ATTRIBUTE, ContextRanks
 
 
-def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:
+def replace_loss(model: nn.Module, mean: Callable[..., object]) -> None:
     """Let `mean(logits, labels, ...)` compute the loss in the model's own `forward(labels=...)`.
 
     Symptom: transformers finds the loss by the name of the model's class, shifts the labels and
@@ -25,7 +25,7 @@ def replace_loss(model: nn.Module, mean: Callable[..., Any]) -> None:
     model.loss_function = mean  # type: ignore[assignment]
 
 
-def register_attention(attend: Callable[..., Any]) -> None:
+def register_attention(attend: Callable[..., object]) -> None:
     """Let `attend` compute what transformers calls "sdpa", in all models of this process.
 
     Symptom: SDPA takes a mask with an entry for each pair of tokens, and knows no rank that shares
@@ -71,7 +71,7 @@ def masks_made_by(
 
     makers = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._global_mapping
     # by hand: mock.patch takes 50 microseconds of each forward pass
-    ours: list[tuple[dict[str, Any], str, Any]] = [
+    ours: list[tuple[dict[str, object], str, object]] = [
         (makers, "sdpa", wrapped(makers["sdpa"])),
         (makers, "eager", wrapped(makers["eager"])),
         (vars(masking_utils), "find_packed_sequence_indices", lambda position_ids: None),

@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.models.spec import ModelSpec, Trial
-from trainer.tasks.task import Batch, changed
+from trainer.tasks.task import Batch, Sample, changed
 
 PLACE = "data: samples"
 """The place of problems with own samples, for the user."""
@@ -38,7 +38,7 @@ RESERVED = ("step", "loss", "targets", "accuracy", "accuracy_top5", "perplexity"
 class Blank:
     """A stand-in for a sample when none are left; it counts for nothing."""
 
-    sample: Any
+    sample: object
 
 
 class Supervised:
@@ -59,7 +59,7 @@ class Supervised:
         self._loss = loss
         self._build = build
         self._blocks = tuple(blocks)
-        self._shapes: dict[Any, tuple[Any, dict[int, tuple[int, ...]]]] = {}
+        self._shapes: dict[object, tuple[object, dict[int, tuple[int, ...]]]] = {}
         """By a batch's shapes: its output on the meta device, and the shapes that enter blocks."""
 
     def regularised(
@@ -82,7 +82,7 @@ class Supervised:
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 
-    def collate(self, samples: Sequence[Any]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Stack `input` (or `input.KEY`) and `target`; add the targets' `count`, `share` 0 or 1."""
         kept = [sample for sample in samples if not isinstance(sample, Blank)]
         pairs = kept or [samples[0].sample]
@@ -96,7 +96,7 @@ class Supervised:
             count = int(_checked(self._loss(self._zeros(batch), _nested("target", batch)))[1])
         return {**batch, "count": torch.tensor(count), "share": torch.tensor(float(bool(kept)))}
 
-    def measuring(self, metrics: Mapping[str, Loss], samples: Sequence[Any]) -> Self:
+    def measuring(self, metrics: Mapping[str, Loss], samples: Sequence[object]) -> Self:
         """Return the same task with a script's metrics, tried on an output of zeros for samples.
 
         They are like the loss, but their numbers may depend on the output. Raises ConfigError.
@@ -115,7 +115,7 @@ class Supervised:
         names = (each for name in metrics for each in (name, name + NUMBER))
         return changed(self, _metrics=metrics, measures=(*self.measures, *names))
 
-    def trial(self, samples: Sequence[Any]) -> Trial:
+    def trial(self, samples: Sequence[object]) -> Trial:
         """Make a trial of the module and its loss from a few samples."""
         batch = self.collate(samples)
 
@@ -125,7 +125,7 @@ class Supervised:
         alone = [self.collate([sample]) for sample in samples]
         return Trial(output, lambda stage: self.hidden(stage, batch), [batch, *alone])
 
-    def blank(self, sample: Any) -> Blank:
+    def blank(self, sample: object) -> Blank:
         return Blank(sample)
 
     def shape(self, batch: Batch) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ class Supervised:
         totals = torch.stack([_wide(total), *self._measured_by(output, target)])
         return totals.where(batch["share"] > 0, 0.0)  # a stand-in's may not be finite
 
-    def _measured_by(self, output: Any, target: Any) -> list[torch.Tensor]:
+    def _measured_by(self, output: object, target: object) -> list[torch.Tensor]:
         """Return each metric's sum and number, in float32 or wider."""
         pairs = [metric(output, target) for metric in self._metrics.values()]
         device = next(_tensors(target)).device
@@ -176,19 +176,19 @@ class Supervised:
         """Return the number of targets that the loss gives for the module's real output."""
         return int(_checked(self._loss(self.output(model, batch), _nested("target", batch)))[1])
 
-    def _zeros(self, batch: Batch) -> Any:
+    def _zeros(self, batch: Batch) -> object:
         """Return zeros in the shape of the module's output."""
         zeros = lambda value: torch.zeros(value.shape, dtype=value.dtype)  # noqa: E731
         return _map(self._on_meta(batch)[0], zeros)
 
-    def _on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
+    def _on_meta(self, batch: Batch) -> tuple[object, dict[int, tuple[int, ...]]]:
         key = tuple((name, value.dtype, *value.shape) for name, value in sorted(batch.items()))
         if key not in self._shapes:
             on_meta = {name: value.to("meta") for name, value in batch.items()}
             self._shapes[key] = self._run_on_meta(on_meta)
         return self._shapes[key]
 
-    def _run_on_meta(self, batch: Batch) -> tuple[Any, dict[int, tuple[int, ...]]]:
+    def _run_on_meta(self, batch: Batch) -> tuple[object, dict[int, tuple[int, ...]]]:
         model = self._build().eval()
         entered = dict[int, tuple[int, ...]]()
         for index, name in enumerate(self._blocks):
@@ -222,7 +222,7 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
     return value.to(torch.promote_types(value.dtype, torch.float32))
 
 
-def _flat(name: str, value: Any) -> Batch:
+def _flat(name: str, value: object) -> Batch:
     if isinstance(value, Mapping):
         return {f"{name}.{key}": part for key, part in value.items()}
     if not torch.is_tensor(value):
@@ -238,7 +238,7 @@ def _nested(name: str, batch: Batch) -> Any:
     return {key.removeprefix(start): part for key, part in batch.items() if key.startswith(start)}
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _tensors(value: object) -> Iterator[torch.Tensor]:
     if torch.is_tensor(value):
         yield value
     elif isinstance(value, Mapping | list | tuple):
@@ -246,7 +246,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _map(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+def _map(value: object, change: Callable[[torch.Tensor], object]) -> object:
     if torch.is_tensor(value):
         return change(value)
     if isinstance(value, Mapping):

@@ -20,6 +20,10 @@ Batch = dict[str, torch.Tensor]
 T = TypeVar("T")
 
 
+Sample = Any
+"""A sample of a data set; its recipe alone knows its type."""
+
+
 class Task(Protocol):
     measures: tuple[str, ...]
     """Names of what an evaluation counts besides the loss (accuracy: the correct targets)."""
@@ -45,10 +49,10 @@ class Task(Protocol):
     def prepare(self, model: nn.Module) -> nn.Module:
         """Change the model, on the meta device and in place, if the loss requires it."""
 
-    def collate(self, samples: Sequence[Any]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Collate samples into one micro-batch of tensors."""
 
-    def blank(self, sample: Any) -> Any:
+    def blank(self, sample: Sample) -> Sample:
         """Return a sample like this one without a target that counts, to fill up a batch."""
 
     def shape(self, batch: Batch) -> tuple[int, ...]:
@@ -73,7 +77,7 @@ class Task(Protocol):
         """Return an evaluation's summed loss, then each of `measures`: [1 + measures]."""
 
 
-def changed(task: T, **values: Any) -> T:
+def changed(task: T, **values: object) -> T:
     """Return a copy of a task with other values of its attributes."""
     changed = copy(task)
     vars(changed).update(values)

@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.storage import disk_errors, opened_at_once, tail
 from trainer.trackers.tracker import Logged, fields
@@ -27,7 +26,7 @@ class JsonLines:
             _cut_torn_line(path)
             self._file = open(path, "a", encoding="utf-8", opener=opened_at_once)
 
-    def write(self, fields: Mapping[str, Any]) -> None:
+    def write(self, fields: Mapping[str, object]) -> None:
         floats = {key: value for key, value in fields.items() if isinstance(value, float)}
         odd = {key: str(value) for key, value in floats.items() if not math.isfinite(value)}
         line = {key: None if key in odd else value for key, value in fields.items()}

@@ -6,7 +6,7 @@ import logging
 from typing import Any
 
 
-def without_state(kind: type[Any]) -> type[Any]:
+def without_state(kind: type[object]) -> type[Any]:
     """Return a class of trackers that does not need Accelerate's state.
 
     Symptom without it: methods raise "You must initialize the accelerate state", which chooses the

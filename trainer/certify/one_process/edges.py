@@ -7,13 +7,17 @@ documents are long ones, too.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.models.tiny_config import windows_of
 from trainer.parallel.parallel_mesh import division_of
+from trainer.tasks.task import Sample
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Edge = list[list[int]]
 """The lengths of the documents of each row of a micro-batch."""
@@ -25,7 +29,7 @@ class Document(NamedTuple):
     """The token that follows each input; all count."""
 
 
-def edges_of(small: Tiny, config: Any, heads: int, long: int) -> list[Edge]:
+def edges_of(small: Tiny, config: PreTrainedConfig, heads: int, long: int) -> list[Edge]:
     """List the rows to try: of the tiny copy's `config`, and with packing one of `long` tokens."""
     windows = windows_of(config)
     lengths = {*windows, small.layout.recompute.tile}
@@ -51,7 +55,7 @@ def note_of(edges: list[Edge], packed: bool) -> list[str]:
     ]
 
 
-def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Any]:
+def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Sample]:
     """Draw the documents of each row of a micro-batch; its place: step, data rank and number."""
     rng = np.random.default_rng([2, *place])
     rows = []
@@ -61,7 +65,9 @@ def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int
     return rows
 
 
-def samples_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Any]:
+def samples_at(
+    edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]
+) -> list[Sample]:
     """Return the rows as a task collates them."""
     samples = []
     for documents in rows_at(edge, small, vocabulary, place):

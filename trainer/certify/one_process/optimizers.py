@@ -43,7 +43,7 @@ class MuonOfTorch(torch.optim.AdamW):
         self._muon = torch.optim.Muon([torch.zeros(2, 2)], **wanted).defaults
         super().__init__(groups, **params)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
         everything = self.param_groups
         self.param_groups = [group for group in everything if not group["muon"]]
         super().step()

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,7 +22,10 @@ from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny
 from trainer.state import MASTER, WEIGHT
 
-Amend = Callable[[Any], None]
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Amend = Callable[[object], None]
 """Changes a model's config, in place."""
 LEAST_EFFECT = 1e-6
 """The effect, relative to all of it, that arithmetic in another order may have."""
@@ -64,14 +67,14 @@ class ShownEffect:
     tensor: str = ""
 
 
-def options_of(small: Tiny, architecture: Any = None) -> list[Option]:
+def options_of(small: Tiny, architecture: PreTrainedConfig = None) -> list[Option]:
     """List the options that are on, in the config and in the model's own."""
     section = small.config.trainer
     settings = small.config.settings
     layout = small.layout
     options: list[Option] = []
 
-    def add(name: str, off: Mapping[str, Any], **more: Any) -> None:
+    def add(name: str, off: Mapping[str, object], **more: Any) -> None:
         changed = section.model_copy(update=off)
         options.append(
             Option(name, replace(small, config=replace(small.config, trainer=changed)), **more)
@@ -118,7 +121,7 @@ def _decays(small: Tiny) -> bool:
     return bool(small.config.optimizer.params.get("weight_decay"))
 
 
-def _of_model(small: Tiny, architecture: Any) -> Iterator[Option]:
+def _of_model(small: Tiny, architecture: PreTrainedConfig) -> Iterator[Option]:
     """Yield the options of a model's own config that are on: dropout, and losses of routers."""
     if architecture is None:
         return
@@ -129,30 +132,30 @@ def _of_model(small: Tiny, architecture: Any) -> Iterator[Option]:
         yield Option("output_router_logits", small, _without_router_loss)
 
 
-def _parts(config: Any) -> list[Any]:
+def _parts(config: PreTrainedConfig) -> list[Any]:
     return [value for value in vars(config).values() if hasattr(value, "to_dict")]
 
 
-def rates_of(config: Any) -> list[tuple[Any, str]]:
+def rates_of(config: PreTrainedConfig) -> list[tuple[Any, str]]:
     """List the dropout rates above 0 of a model's config: the part of it, and the key."""
     rates = [one for part in _parts(config) for one in rates_of(part)]
     keys = [key for key, value in vars(config).items() if isinstance(value, float) and value]
     return rates + [(config, key) for key in keys if "drop" in key]
 
 
-def without_rates(config: Any) -> None:
+def without_rates(config: PreTrainedConfig) -> None:
     """Set every dropout rate of a model's config to 0, in place."""
     for part, key in rates_of(config):
         part.update({key: 0.0})
 
 
-def _without_router_loss(config: Any) -> None:
+def _without_router_loss(config: PreTrainedConfig) -> None:
     for part in (config, *_parts(config)):
         if getattr(part, "output_router_logits", False):
             part.update({"output_router_logits": False})
 
 
-def amended(architecture: Any, amend: Amend | None) -> Any:
+def amended(architecture: PreTrainedConfig, amend: Amend | None) -> Any:
     """Return a changed copy of a model's config."""
     changed = deepcopy(architecture)
     if amend is not None:
@@ -208,7 +211,7 @@ class Effect:
         self.repeated = dict[int, float]()
         """For each repetition of one process, what its rounding seems to be of the effect."""
 
-    def add(self, ours: Any, on: Any, without: Any, again: Sequence[Any]) -> None:
+    def add(self, ours: object, on: Any, without: object, again: Sequence[Any]) -> None:
         """Add a step; `again` has one process as the run rounds, several times."""
         effect = on - without
         first = again[0]

@@ -9,13 +9,16 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from threading import Event, Thread
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from trainer.checkpoint import faults
 from trainer.errors import DiskError, Problem
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 T = TypeVar("T")
 
@@ -42,7 +45,7 @@ class Bucket:
         """Call `moved` with the bytes of each block that was moved, 0 for another answer."""
         self.address = address.rstrip("/")
         self._moved = moved
-        self._opened: tuple[Any, str] | None = None
+        self._opened: tuple[AbstractFileSystem, str] | None = None
 
     def report_to(self, moved: Callable[[int], object]) -> None:
         self._moved = moved
@@ -50,7 +53,7 @@ class Bucket:
     def names(self, path: str = "") -> list[str]:
         """List the names in a folder; none if there is no such folder."""
 
-        def listed(files: Any, root: str, call: _Call) -> list[str]:
+        def listed(files: AbstractFileSystem, root: str, call: _Call) -> list[str]:
             with suppress(FileNotFoundError, NotADirectoryError):
                 folder = PurePosixPath(_join(root, path))
                 paths = map(PurePosixPath, files.ls(str(folder), detail=False))
@@ -66,7 +69,7 @@ class Bucket:
     def write(self, path: str, content: bytes) -> None:
         """Replace a file that is not large: a reader sees the old or the new one."""
 
-        def written(files: Any, root: str, call: _Call) -> None:
+        def written(files: AbstractFileSystem, root: str, call: _Call) -> None:
             to = _join(root, path)
             files.makedirs(to.rpartition("/")[0], exist_ok=True)
             if isinstance(files, LocalFileSystem):  # others replace it when the last byte is there
@@ -80,7 +83,7 @@ class Bucket:
     def probe(self, path: str) -> None:
         """Write and remove a file, to see if that can be done."""
 
-        def tried(files: Any, root: str, call: _Call) -> None:
+        def tried(files: AbstractFileSystem, root: str, call: _Call) -> None:
             files.makedirs(root, exist_ok=True)
             files.pipe_file(_join(root, path), b"")
             call.moved(0)
@@ -93,7 +96,7 @@ class Bucket:
         """Copy a local file to a path."""
         block = max(BLOCK, source.stat().st_size // MOST_BLOCKS + 1)
 
-        def moved(files: Any, root: str, call: _Call) -> None:
+        def moved(files: AbstractFileSystem, root: str, call: _Call) -> None:
             to = _join(root, path)
             files.makedirs(to.rpartition("/")[0], exist_ok=True)
             with source.open("rb") as given, _written(files, to, block) as file:
@@ -106,7 +109,7 @@ class Bucket:
     def get(self, path: str, target: Path) -> None:
         """Copy a file to a local one, whose folder is there."""
 
-        def moved(files: Any, root: str, call: _Call) -> None:
+        def moved(files: AbstractFileSystem, root: str, call: _Call) -> None:
             opened = files.open(_join(root, path), "rb", block_size=BLOCK, cache_type="none")
             with opened as file, target.open("wb") as own:
                 while part := file.read(BLOCK):
@@ -118,7 +121,7 @@ class Bucket:
     def remove_file(self, path: str) -> None:
         """Remove a file, if it is there."""
 
-        def removed(files: Any, root: str, call: _Call) -> None:
+        def removed(files: AbstractFileSystem, root: str, call: _Call) -> None:
             with suppress(FileNotFoundError):
                 files.rm_file(_join(root, path))
 
@@ -127,7 +130,7 @@ class Bucket:
     def remove(self, path: str, first: str) -> None:
         """Remove a folder with all in it, the file `first` before all others."""
 
-        def removed(files: Any, root: str, call: _Call) -> None:
+        def removed(files: AbstractFileSystem, root: str, call: _Call) -> None:
             folder = _join(root, path)
             with suppress(FileNotFoundError):
                 files.rm_file(f"{folder}/{first}")
@@ -155,7 +158,7 @@ class Bucket:
             raise call.error
         return call.result  # type: ignore[no-any-return]
 
-    def _open(self) -> tuple[Any, str]:
+    def _open(self) -> tuple[AbstractFileSystem, str]:
         """Return the file system, one for all threads, and the path of the address there."""
         if self._opened is None:
             files, root = fsspec.core.url_to_fs(self.address)
@@ -169,8 +172,8 @@ class _Call:
 
     def __init__(
         self,
-        opened: Callable[[], tuple[Any, str]],
-        work: _Work[Any],
+        opened: Callable[[], tuple[AbstractFileSystem, str]],
+        work: _Work[object],
         report: Callable[[int], object],
     ) -> None:
         self._opened = opened
@@ -200,12 +203,12 @@ class _Call:
             faults.at("block")
 
 
-_Work = Callable[[Any, str, _Call], T]
+_Work = Callable[["AbstractFileSystem", str, _Call], T]
 """Does something with a file system, below a path of it; tells the call of each block."""
 
 
 @contextmanager
-def _written(files: Any, path: str, block: int) -> Iterator[Any]:
+def _written(files: AbstractFileSystem, path: str, block: int) -> Iterator[Any]:
     """Open a file to write it in blocks; of one that fails, leave no part where that can be."""
     file = files.open(path, "wb", block_size=block)
     try:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.checkpoint.copies.bucket import Bucket
 from trainer.checkpoint.directory import step_of
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER
 from trainer.errors import DiskError, Problem, refused
-from trainer.storage import parse_json
+from trainer.storage import Json, parse_json
 
 KEY = "trainer.checkpoint.upload"
 MARK = "upload.json"
@@ -34,12 +33,12 @@ def marked_at(bucket: Bucket) -> list[str]:
     return sorted(whole, key=order)
 
 
-def mark_at(address: str) -> dict[str, Any]:
+def mark_at(address: str) -> Json:
     """Return the mark of a copy, or of a run's folder; {} for none, or for no mark of ours."""
     return mark_of(Bucket(address))
 
 
-def mark_of(bucket: Bucket) -> dict[str, Any]:
+def mark_of(bucket: Bucket) -> Json:
     for attempt in range(READS):
         time.sleep(attempt / 2)
         try:
@@ -52,7 +51,7 @@ def mark_of(bucket: Bucket) -> dict[str, Any]:
     return {}
 
 
-def left_mark(address: str, waits: Callable[[], object]) -> dict[str, Any]:
+def left_mark(address: str, waits: Callable[[], object]) -> Json:
     """Return a copy's mark if its run has ended, or there is no sign of life; {} for none.
 
     No clocks of two machines are compared. `waits` is called meanwhile. Raises DiskError at a sign
@@ -69,14 +68,14 @@ def left_mark(address: str, waits: Callable[[], object]) -> dict[str, Any]:
     return first
 
 
-def foreign(address: str, mark: Mapping[str, Any]) -> DiskError:
+def foreign(address: str, mark: Json) -> DiskError:
     own = "Set another trainer.run.name, or stop the other run"
     hint = f"{own}; with its folder here moved away, the same command resumes from that copy"
     expected = "a copy of this folder alone, to which nothing is written now"
     return DiskError(Problem(f"{KEY}: {address}", last_writer(mark), expected, hint))
 
 
-def last_writer(mark: Mapping[str, Any]) -> str:
+def last_writer(mark: Json) -> str:
     return f"written by {mark.get('by', 'nobody')}, last seen {time.ctime(mark.get('time', 0))}"
 
 

@@ -34,7 +34,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
-from typing import Any
 
 from trainer.checkpoint.copies import marks
 from trainer.checkpoint.copies.bucket import Bucket, in_streams
@@ -50,7 +49,7 @@ from trainer.checkpoint.copies.marks import (
 from trainer.checkpoint.directory import prune, published
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, check_sizes
 from trainer.errors import MeshloomError, listed, named_line, refused
-from trainer.storage import parse_json, to_json
+from trainer.storage import Json, parse_json, to_json
 
 RECORDS = ("config.json", "environment.json", "metrics.jsonl")
 """The files of a run by which it is known, and resumes where it was."""
@@ -88,11 +87,11 @@ class Upload:
         self._done: set[str] = set()
         """The files that this process has copied of the checkpoint that it copies."""
         self._fruitless = 0
-        self._mark: dict[str, Any] = {}
+        self._mark: Json = {}
         self._ended = Event()
         self._signs = Thread(target=self._give_signs, name="signs of life", daemon=True)
 
-    def claim(self, own: Mapping[str, Any]) -> None:
+    def claim(self, own: Json) -> None:
         """Become the only writer of the copy until `finish`; `own` is the mark of the run's folder.
 
         Raises DiskError if the copy is of another folder.
@@ -107,7 +106,7 @@ class Upload:
                 self._bucket.remove_file(f"checkpoints/{name}/{MANIFEST}")
         self._signs.start()
 
-    def lacking(self, own: Mapping[str, Any]) -> list[str]:
+    def lacking(self, own: Mapping[str, object]) -> list[str]:
         """Name what of the run's folder is not whole at the copy; raise DiskError without answer.
 
         All of it if the copy is not of the folder with the mark `own`.
@@ -302,7 +301,7 @@ class Upload:
         models = {name: identity(self._folder / name) for name in MODELS}
         return {name: one for name, one in models.items() if one}
 
-    def _models_there(self) -> dict[str, Any]:
+    def _models_there(self) -> Json:
         with suppress(FileNotFoundError, ValueError, TypeError):  # or of a write that was cut off
             return dict(parse_json(self._bucket.read(MODELS_MARK)))
         return {}

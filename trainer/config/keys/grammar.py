@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
 from trainer.config.keys.key import Excludes, Key, cast
+from trainer.storage import Json
 
 
 def parse(table: str) -> dict[str, Key]:
@@ -30,10 +30,10 @@ def parse(table: str) -> dict[str, Key]:
     return keys
 
 
-def _values(text: str) -> dict[str, Any]:
+def _values(text: str) -> Json:
     typed = re.match(r"(?P<kind>\w+)(\[(?P<unit>[^]]+)\])?", text)
     assert typed is not None, text
-    fields: dict[str, Any] = {name: it for name, it in typed.groupdict().items() if it}
+    fields: dict[str, object] = {name: it for name, it in typed.groupdict().items() if it}
     for word in text[typed.end() :].split():
         if word in ("auto", "null", "needed"):
             fields[word] = True
@@ -48,8 +48,8 @@ def _values(text: str) -> dict[str, Any]:
     return fields
 
 
-def _facts(facts: Sequence[str], kind: str) -> dict[str, Any]:
-    fields: dict[str, Any] = {}
+def _facts(facts: Sequence[str], kind: str) -> Json:
+    fields: Json = {}
     for fact in facts:
         name, colon, text = fact.partition(": ")
         fields[name.replace(" ", "_")] = text if colon else True

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from difflib import SequenceMatcher, get_close_matches
 from types import MappingProxyType
-from typing import Any
 
 from trainer.config.keys.key import Key, Table
 from trainer.errors import Problem, show
 
 
 def unknown(
-    path: str, value: Any, known: Sequence[str], useless: Mapping[str, str] = MappingProxyType({})
+    path: str,
+    value: object,
+    known: Sequence[str],
+    useless: Mapping[str, str] = MappingProxyType({}),
 ) -> Problem:
     """Build the problem of a key that is not in the table, with the nearest of the `known` paths.
 
@@ -75,7 +77,7 @@ def _is_typo(name: str, other: str) -> bool:
     return alike or SequenceMatcher(None, "".join(one), "".join(two)).ratio() >= _SAME_LETTERS
 
 
-def misfit(path: str, value: Any, key: Key) -> Problem:
+def misfit(path: str, value: object, key: Key) -> Problem:
     """Build the problem of a value that its key does not accept."""
     huge = key.kind == "int" and isinstance(value, int) and value.bit_length() > 63
     return Problem(path, f"saw {show(value)}", key.expected + " in 64 bits" * huge)

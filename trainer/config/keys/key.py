@@ -26,7 +26,7 @@ class Recipes:
     """The recipes that honour a key, by name; the others refuse it."""
 
     names: tuple[str, ...]
-    accepts: Callable[[Any], bool] = lambda value: False
+    accepts: Callable[[object], bool] = lambda value: False
     """Returns True for a value that every recipe takes."""
     accepted: str = ""
     """Those values, in words."""
@@ -56,7 +56,7 @@ class Values:
     choices: tuple[str, ...] = ()
     auto: bool = False
     """True if "auto" is accepted; the reader replaces it."""
-    when_auto: Any = None
+    when_auto: object = None
     """The value in place of "auto", which is that of Hugging Face's Trainer; None: computed."""
     null: bool = False
     needed: bool = False
@@ -81,7 +81,7 @@ class Values:
 class Support:
     """The engines and recipes that honour a key, and what happens with others."""
 
-    usual: tuple[Any, ...] = ()
+    usual: tuple[object, ...] = ()
     """The values that ask only for what is done anyway; without any, those that switch it off."""
     idle: str = ""
     """The reason why the key has no effect here; it is then not passed to DeepSpeed."""
@@ -104,7 +104,7 @@ class Key(Support, Values):
 
     about: str = ""
     """The meaning of a key of ours; that of DeepSpeed's is in DeepSpeed's manual."""
-    default: Any = None
+    default: object = None
     """The default, of DeepSpeed's keys DeepSpeed's own; None if the key may stay missing."""
     differs: str = ""
     """The reason why the default here is not DeepSpeed's."""
@@ -113,7 +113,7 @@ class Key(Support, Values):
     switch: str = ""
     """The key that switches a section on; without it, the section is off."""
 
-    def asks(self, value: Any) -> bool:
+    def asks(self, value: object) -> bool:
         """Return True if `value` asks for something that is not done anyway."""
         if value is None or value == AUTO:
             return False
@@ -193,23 +193,23 @@ def coerce(value: Any, key: Values) -> Any:
     return value
 
 
-def cast(value: Any, kind: str) -> Any:
+def cast(value: object, kind: str) -> object:
     """Convert a value to a kind of `NOUNS`. Raises ValueError."""
     return _CASTS[kind](value)
 
 
-def is_off(value: Any) -> bool:
+def is_off(value: object) -> bool:
     """Return True if a section or a flag asks for nothing: false, null, empty, or not enabled."""
     return not value or (isinstance(value, dict) and value.get("enabled", True) in (False, AUTO))
 
 
-def _bool(value: Any) -> bool:
+def _bool(value: object) -> bool:
     if isinstance(value, list | dict) or str(value).lower() not in FLAGS:
         raise ValueError
     return FLAGS[str(value).lower()]
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         raise ValueError
     try:
@@ -221,21 +221,21 @@ def _number(value: Any) -> float:
     return number
 
 
-def _int(value: Any) -> int:
+def _int(value: object) -> int:
     number = _number(value)
     if not number.is_integer() or abs(number) > 2**63:
         raise ValueError
     return value if isinstance(value, int) else int(number)
 
 
-def _dtype(value: Any) -> str:
+def _dtype(value: object) -> str:
     if not isinstance(value, str) or value.lower().removeprefix("torch.") not in DTYPES:
         raise ValueError
     return value.lower()
 
 
-def _instance(kind: type) -> Callable[[Any], Any]:
-    def checked(value: Any) -> Any:
+def _instance(kind: type) -> Callable[[object], object]:
+    def checked(value: object) -> Any:
         if not isinstance(value, kind):
             raise ValueError
         return value
@@ -243,7 +243,7 @@ def _instance(kind: type) -> Callable[[Any], Any]:
     return checked
 
 
-_CASTS: dict[str, Callable[[Any], Any]] = {
+_CASTS: dict[str, Callable[[object], object]] = {
     "bool": _bool,
     "int": _int,
     "float": _number,

@@ -8,6 +8,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic.fields import FieldInfo
 
 from trainer.config.keys.key import Key, Recipes
+from trainer.storage import Json
 
 TEXT = Recipes(("causal_lm",))
 IMAGES = Recipes(("image_classification",))
@@ -39,7 +40,7 @@ def mark_of(field: FieldInfo) -> Key:
     return next((mark for mark in field.metadata if isinstance(mark, Key)), Key())
 
 
-def _describe(schema: dict[str, Any], model: type[BaseModel]) -> None:
+def _describe(schema: Json, model: type[BaseModel]) -> None:
     """Say in a section's JSON Schema what the marks of its keys say."""
     for name, field in model.model_fields.items():
         texts = [field.description or "", *mark_of(field).sentences()]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import jiter
 
@@ -23,7 +22,7 @@ class DuplicateKey(ConfigError):
     """A section has a key twice."""
 
 
-def parse_json(text: str, place: str) -> Any:
+def parse_json(text: str, place: str) -> object:
     """Parse the JSON text of `place`, without comments.
 
     Raises ConfigError with the line, also for a key that a section has twice and for NaN, or

@@ -34,7 +34,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         if str(tag).removeprefix(_TAG) not in ("binary", "timestamp", "set", "omap", "pairs")
     }
 
-    def construct_object(self, node: Any, deep: bool = False) -> Any:
+    def construct_object(self, node: object, deep: bool = False) -> object:
         made = super().construct_object(node, deep=True)
         self.constructed_objects.pop(node, None)
         return made
@@ -52,7 +52,7 @@ _PLAIN = {
 """The texts of values; 010 and 1:30, numbers in YAML 1.1, are others or texts in YAML 1.2."""
 
 
-def parse_yaml(text: str, place: str) -> Any:
+def parse_yaml(text: str, place: str) -> object:
     """Parse the YAML text of `place`. Raises ConfigError, or RecursionError if nested too deep."""
     try:
         loader = _Loader(text)
@@ -79,7 +79,9 @@ def _no_yaml(place: str, line: int, reason: str) -> ConfigError:
     return ConfigError(Problem(f"{place}:{line + 1}", reason[:200], "YAML"))
 
 
-def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem], at: str) -> int:
+def _examine(
+    node: Any, path: str, known: dict[object, int], problems: list[Problem], at: str
+) -> int:
     """Count the values below a node, and note those that JSON does not have."""
     line = f"{at}:{node.start_mark.line + 1}"
     if node in known:
@@ -87,7 +89,7 @@ def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem
             problems.append(Problem(line, f"saw {path} in itself", "no anchor that holds itself"))
         return known[node]
     known[node] = 0
-    parts: list[tuple[str, Any]] = []
+    parts: list[tuple[str, object]] = []
     if isinstance(node, yaml.SequenceNode):
         parts = [(f"{path}[{index}]", part) for index, part in enumerate(node.value)]
     elif isinstance(node, yaml.MappingNode):
@@ -105,7 +107,7 @@ def _examine(node: Any, path: str, known: dict[Any, int], problems: list[Problem
     return known[node]
 
 
-def _name(key: Any) -> str:
+def _name(key: object) -> str:
     """Show a key: of several values, which anchors may repeat without end, none."""
     return str(key.value)[:SHOWN] if isinstance(key, yaml.ScalarNode) else "of several values"
 

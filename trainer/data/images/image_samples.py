@@ -23,6 +23,7 @@ from trainer.data.values import digest_of_samples, seeded
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, Problem
 from trainer.models.classifiers import Images
+from trainer.storage import Json
 from trainer.tasks.task import IGNORED
 
 LOOKED_AT = 32
@@ -30,7 +31,7 @@ LOOKED_AT = 32
 MEASURED = 256
 """The number of images, evenly spaced, from which mean and deviation are computed."""
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-Own = tuple[Any, Any] | None
+Own = tuple[object, object] | None
 """A script's data: to train on, and to be evaluated on, or None."""
 
 
@@ -107,7 +108,7 @@ class ImageData(Pairs):
             lines.append("images that can't be read are skipped, and named in logs/")
         return [*lines, *(f"note: {note}" for note in self.notes)]
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         images = self.images
         numbers = {name: list(getattr(images, name)) for name in ("size", "mean", "std")}
         return {
@@ -118,7 +119,7 @@ class ImageData(Pairs):
         }
 
 
-def _changes(augment: AugmentSection) -> dict[str, Any]:
+def _changes(augment: AugmentSection) -> Json:
     plain = AugmentSection().model_dump()
     return {key: value for key, value in augment.model_dump().items() if value != plain[key]}
 

@@ -7,7 +7,7 @@ rank and layout.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,13 @@ class DrawFrom(TorchFunctionMode):
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in DRAWING and kwargs.get("generator") is None:
             kwargs = {**kwargs, "generator": self._generator}
@@ -65,7 +71,7 @@ class Varied:
         return tensor
 
 
-def sized(size: Sequence[int] | None) -> list[Any]:
+def sized(size: Sequence[int] | None) -> list[object]:
     """Return transforms to (height, width): scale the short side, cut off the rest evenly."""
     from torchvision.transforms import v2
 
@@ -132,7 +138,7 @@ class Normal:
 
 class OpenedClassifier(NamedTuple):
     model: nn.Module
-    transform: Callable[[Any], torch.Tensor]
+    transform: Callable[[object], torch.Tensor]
     """Turns Pillow's image into a tensor [channels, height, width]."""
     classes: tuple[str, ...]
 

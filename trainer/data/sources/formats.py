@@ -28,7 +28,7 @@ Report = Callable[[float], None]
 class Row(NamedTuple):
     place: str
     """The place of the row for the user: `file:line`, or the file and the number of the row."""
-    columns: Mapping[str, Any]
+    columns: Mapping[str, object]
     error: DataError | None = None
     """The error of a row that can't be read, if the rows after it can be."""
 
@@ -103,7 +103,7 @@ def _json(file: Path, text: str, number: int) -> Any:
         raise DataError(Problem(place, actual, "one JSON object on each line")) from error
 
 
-def _object(place: str, value: Any) -> Row:
+def _object(place: str, value: object) -> Row:
     if not isinstance(value, dict):
         actual = f"not a JSON object: {short(json.dumps(value))}"
         return Row(place, {}, DataError(Problem(place, actual, "one with named columns")))
@@ -134,7 +134,7 @@ def _text_file(file: Path, columns: Sequence[str], progress: Report) -> Iterator
 def _parquet(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
     import pyarrow.parquet as pq
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[object]:
         table = pq.ParquetFile(file)
         names = table.schema_arrow.names
         # without any wanted column, read one row with all: the error then names them
@@ -149,7 +149,7 @@ def _parquet(file: Path, columns: Sequence[str], progress: Report) -> Iterator[R
 def _arrow(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row]:
     import pyarrow as pa
 
-    def batches() -> Iterator[Any]:
+    def batches() -> Iterator[object]:
         mapped = pa.memory_map(str(file))
         if mapped.read(6) == b"ARROW1":
             whole = pa.ipc.open_file(mapped)

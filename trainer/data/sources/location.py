@@ -23,6 +23,7 @@ from trainer.errors import DataError, Problem, refused
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
+    from trainer.config.sections.model_and_data import DataSection
     from trainer.config.sections.trainer import TrainerSection
 
 _GLOB = frozenset("*?[")
@@ -84,7 +85,7 @@ def check_paths(section: TrainerSection) -> None:
 
 
 def rows_of(
-    where: Location, options: Any, columns: Sequence[str], progress: Report = lambda _: None
+    where: Location, options: DataSection, columns: Sequence[str], progress: Report = lambda _: None
 ) -> Iterator[Row]:
     """Yield the rows in order, with at least those of the wanted columns that they have.
 
@@ -108,7 +109,9 @@ def rows_of(
         before += size
 
 
-def _hub(name: str, options: Any, columns: Sequence[str], progress: Report) -> Iterator[Row]:
+def _hub(
+    name: str, options: DataSection, columns: Sequence[str], progress: Report
+) -> Iterator[Row]:
     from datasets import load_dataset
 
     try:

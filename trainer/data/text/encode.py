@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.order import held_out
 from trainer.data.text.chats.chat import Template
@@ -15,6 +15,9 @@ from trainer.data.text.records import Document, Text
 from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _DOCUMENTS = 1024
 _CHARACTERS = 1 << 18
@@ -126,7 +129,7 @@ def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[E
             yield error
 
 
-def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
+def _texts(batch: list[Text], tokenizer: PreTrainedTokenizerBase) -> Iterator[Encoded]:
     start = _beginning(tokenizer)
     end = [end_of_text(tokenizer)]
     places = [document.place for document in batch]
@@ -137,7 +140,7 @@ def _texts(batch: list[Text], tokenizer: Any) -> Iterator[Encoded]:
         yield Encoded.from_token(tokens, max(1, len(start) + len(prompt)), place)
 
 
-def _beginning(tokenizer: Any) -> list[int]:
+def _beginning(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return [bos] if the tokenizer begins texts, and does not end them, with it; else []."""
     bos = tokenizer.bos_token_id
     if bos is None or bos == tokenizer.eos_token_id:

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import astuple, replace
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import DataSection
 from trainer.data.cache import Check, cached_folder
@@ -37,6 +37,9 @@ from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DataError, NoSamples, Problem
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 _SILENT_SECONDS = 600.0
 """Seconds for which the preparation of a stream's file may show no progress, as in its end."""
 _VERSION = 5
@@ -45,7 +48,7 @@ _VERSION = 5
 
 def open_data(
     options: DataSection,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     cache_folder: Path,
     ranks: Ranks,
     order: SampleOrder = OF_SEED_0,
@@ -135,7 +138,9 @@ class _Files:
 class _Opening:
     """Opens sources on each rank, and remembers their folders."""
 
-    def __init__(self, tokenizer: Any, cache: Path, ranks: Ranks, progress: Progress) -> None:
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, cache: Path, ranks: Ranks, progress: Progress
+    ) -> None:
         self._tokenizer = tokenizer
         self._cache = cache
         self._ranks = ranks
@@ -206,7 +211,10 @@ class _Opening:
 
 
 def prepare(
-    options: DataSection, tokenizer: Any, cache_folder: Path, progress: Progress = QUIET
+    options: DataSection,
+    tokenizer: PreTrainedTokenizerBase,
+    cache_folder: Path,
+    progress: Progress = QUIET,
 ) -> Path:
     """Return the folder of a prepared source, `train` and `evaluation`; it is written if missing.
 
@@ -223,15 +231,7 @@ def prepare(
     work = Tokenising(template, cut, options.evaluation_fraction, options.corrupt == "skip")
     before = stamps(location.files)
     progress.begin(away.address if away else str(location))
-
-    def looked_at(done: int) -> None:
-        progress.say(f"looked up {done:,} of {len(location.files):,} files in the cache")
-
-    content = [location.hub or corpus.name()]
-    if away:  # a file of a stream
-        content = [options.format, away.copy]
-    elif location.files:
-        content = [location.format, *digests(location.files, cache_folder, looked_at)]
+    content = [options.format, away.copy] if away else _content(location, cache_folder, progress)
     key = json.dumps([_VERSION, tokenizer_key(tokenizer), content, *_settings(options, work)])
     name = "data-" + hashlib.sha256(key.encode()).hexdigest()[:32]
 
@@ -253,6 +253,17 @@ def prepare(
         return cached_folder(cache_folder, name, write, progress)
     finally:
         progress.close()
+
+
+def _content(location: Location, cache_folder: Path, progress: Progress) -> list[str]:
+    """Return what the data is known by: the digests of its files, or its name."""
+    if not location.files:
+        return [location.hub or corpus.name()]
+
+    def looked_at(done: int) -> None:
+        progress.say(f"looked up {done:,} of {len(location.files):,} files in the cache")
+
+    return [location.format, *digests(location.files, cache_folder, looked_at)]
 
 
 def _settings(options: DataSection, work: Tokenising) -> list[list[Any]]:

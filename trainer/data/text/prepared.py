@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from trainer.data.cache import Check
 from trainer.data.mixture import Source
 from trainer.data.stream import Stream
 from trainer.data.text.token_files import Counts, PreparedSource, Summary
+from trainer.storage import Json
 
 
 class Share(NamedTuple):
@@ -25,7 +26,7 @@ class Share(NamedTuple):
         content = self.source.summary.describe()
         return f"{self.label}: {self.samples:,} samples an epoch ({share}), from {content}"
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         """Return the numbers of the samples, which a checkpoint keeps."""
         left_out = {"kind", "first_dropped", "empty", "corrupt", "first_corrupt", "unrendered"}
         newer = {"chats", "too_long", "fill"}  # earlier checkpoints lack them
@@ -87,7 +88,7 @@ class Data:
         shares = self.shares if len(self.shares) > 1 else ()
         return [share.describe(len(self.train)) for share in shares]
 
-    def description(self) -> dict[str, Any]:
+    def description(self) -> Json:
         """Return the data's numbers, which a checkpoint keeps beside the fingerprint.
 
         Of a stream: the first file's, and the digest of all files' names and sizes.

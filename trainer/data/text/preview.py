@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.data.mixture import Source
 from trainer.errors import printable
 from trainer.tasks.task import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _LINES = 8
 """The most lines shown of a document."""
@@ -19,7 +22,11 @@ _DOCUMENTS = 4
 
 
 def preview(
-    source: Source, tokenizer: Any, numbers: Iterable[int], width: int = 100, in_full: bool = False
+    source: Source,
+    tokenizer: PreTrainedTokenizerBase,
+    numbers: Iterable[int],
+    width: int = 100,
+    in_full: bool = False,
 ) -> str:
     """Decode samples: a line of at most `width` characters for each run; `in_full` shows all.
 
@@ -30,7 +37,9 @@ def preview(
     return "\n".join(line for lines in samples for line in lines)
 
 
-def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: bool) -> list[str]:
+def _sample(
+    source: Source, index: int, tokenizer: PreTrainedTokenizerBase, width: int, in_full: bool
+) -> list[str]:
     sample = source[index]
     inputs = sample["input_ids"]
     targets = sample["targets"]
@@ -51,7 +60,9 @@ def _sample(source: Source, index: int, tokenizer: Any, width: int, in_full: boo
     return lines
 
 
-def _document(inputs: np.ndarray, targets: np.ndarray, tokenizer: Any, width: int) -> list[str]:
+def _document(
+    inputs: np.ndarray, targets: np.ndarray, tokenizer: PreTrainedTokenizerBase, width: int
+) -> list[str]:
     counts = targets != IGNORED
     # a target that is not counted is still read, as the next input
     tokens = np.append(inputs, targets[-1:])

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.data.sources.formats import Row, short
 from trainer.data.sources.location import Location, rows_of
 from trainer.data.text import corpus
 from trainer.data.text.chats.turns import Chat, check_turns, checked_text, messages_of, tools_of
 from trainer.errors import DataError, Problem, suggestion
+
+if TYPE_CHECKING:
+    from trainer.config.sections.model_and_data import DataSection
 
 
 class Text(NamedTuple):
@@ -82,7 +85,7 @@ class Kind:
 
 
 def read_documents(
-    location: Location, options: Any, rows_read: RowsRead | None = None
+    location: Location, options: DataSection, rows_read: RowsRead | None = None
 ) -> Iterator[Document | None]:
     """Yield the documents in order, None for a row with nothing to train on; fill in `rows_read`.
 
@@ -113,7 +116,7 @@ def read_documents(
         yield document
 
 
-def _kinds(options: Any) -> list[Kind]:
+def _kinds(options: DataSection) -> list[Kind]:
     """List the kinds that rows may be of; one alone if the config names it."""
     pair = options.prompt_column or "prompt", options.completion_column or "completion"
     answered = "instruction", "output"

@@ -13,11 +13,12 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, NotRequired, TypedDict
+from typing import Literal, NamedTuple, NotRequired, TypedDict
 
 import numpy as np
 
 from trainer.errors import DataError
+from trainer.storage import Json
 from trainer.tasks.task import IGNORED
 
 SUMMARY = "summary.json"
@@ -132,7 +133,7 @@ class Summary:
     def write(self, folder: Path) -> None:
         (folder / SUMMARY).write_text(json.dumps(self.flat()), encoding="utf-8")
 
-    def flat(self) -> dict[str, Any]:
+    def flat(self) -> Json:
         """Return all numbers by name."""
         known = vars(self).copy()
         return {**asdict(known.pop("counts")), **known.pop("origin")._asdict(), **known}

@@ -6,7 +6,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.data.cache import cached_folder
 from trainer.data.progress import QUIET, Progress
@@ -14,10 +14,15 @@ from trainer.data.text import corpus
 from trainer.errors import DataError, Problem, refused
 from trainer.models.door import check_folder
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 END_OF_TEXT = "<|endoftext|>"
 
 
-def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> Any:
+def tokens_of(
+    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offsets: bool = False
+) -> Any:
     """Tokenise texts without special tokens: `input_ids`, and `offset_mapping` if `offsets`.
 
     Takes about 160 bytes of memory per character.
@@ -32,8 +37,11 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], offsets: bool = False) -> An
 
 
 def load_tokenizer(
-    name_or_path: str, trust_remote_code: bool = False, revision: str | None = None, **options: Any
-) -> Any:
+    name_or_path: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: object,
+) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or hub id. Raises DataError if it has no end-of-text token."""
     from transformers import AutoTokenizer
 
@@ -50,8 +58,8 @@ def load_tokenizer(
 
 
 def embedded_tokenizer(
-    cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET, **options: Any
-) -> Any:
+    cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET, **options: object
+) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE for the embedded corpus, trained at first use (seconds) and cached.
 
     Deterministic. Raises DiskError if it can't be stored.
@@ -63,7 +71,7 @@ def embedded_tokenizer(
     return PreTrainedTokenizerFast.from_pretrained(folder, **options)
 
 
-def end_of_text(tokenizer: Any) -> int:
+def end_of_text(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return the id of the token that ends a document. Raises DataError if there is none."""
     if tokenizer.eos_token_id is None:
         actual = "a tokenizer without an end-of-text token"
@@ -72,7 +80,7 @@ def end_of_text(tokenizer: Any) -> int:
     return int(tokenizer.eos_token_id)
 
 
-def tokenizer_key(tokenizer: Any) -> str:
+def tokenizer_key(tokenizer: PreTrainedTokenizerBase) -> str:
     """Return a digest that tokenizers share only if they make the same tokens of every text."""
     content = json.dumps([_name(tokenizer), tokenizer.get_vocab()])
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is not None:
@@ -104,5 +112,5 @@ def _train(vocabulary: int, folder: Path) -> None:
     ).save_pretrained(folder)
 
 
-def _name(tokenizer: Any) -> str:
+def _name(tokenizer: PreTrainedTokenizerBase) -> str:
     return str(getattr(tokenizer, "name_or_path", "")) or type(tokenizer).__name__

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -27,7 +26,7 @@ from trainer.parallel.probes import expert_parts
 from trainer.parallel.recompute import tiles
 from trainer.parallel.splits.expert_ranks import stacks
 from trainer.probes.questions.stages import check_cut
-from trainer.storage import installed
+from trainer.storage import Json, installed
 from trainer.tasks.task import ModelWithLoss
 
 OLDEST = Version("0.19")
@@ -123,7 +122,7 @@ def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
     return (inputs[0].detach().requires_grad_(), *inputs[1:]) if missing else None
 
 
-def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
+def _whole(job: Job, config: Json) -> AccumulatedStep:
     """Build the runner of a whole model, or of this rank's tensor parallel shard of it."""
     import deepspeed
 
@@ -143,7 +142,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     if layout.zero_stage == 3 and stacks(model, job.spec):
         model.get_submodule(job.spec.blocks[0]).register_forward_pre_hook(_with_gradient)
 
-    options: dict[str, Any] = {}
+    options: Json = {}
     if layout.zero_stage == 3:  # each unit is partitioned once it has values
         from trainer.engines.deepspeed.state import rows_of_partition
 
@@ -173,7 +172,7 @@ def _whole(job: Job, config: dict[str, Any]) -> AccumulatedStep:
     return AccumulatedStep(engine, job, dropout, mesh, split)
 
 
-def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
+def ready(layout: Layout, device: torch.device, settings: Json) -> None:
     """Raise ConfigError without float16 or a compiler, where it is needed, and for hpZ."""
     size = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
     if size not in (0, 1, "auto"):  # 0.19.8 sets it up for one module, and fails at the next

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -16,16 +16,20 @@ from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
 from trainer.parallel.forward_backward import Dropout, ForwardBackward
 from trainer.parallel.parallel_mesh import ParallelMesh
+from trainer.storage import Json
 from trainer.tasks.task import Batch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def initialize(
     module: nn.Module,
     named: Iterable[tuple[str, nn.Parameter]],
     job: Job,
-    config: dict[str, Any],
-    mpu: Any = None,
-) -> Any:
+    config: Json,
+    mpu: object = None,
+) -> DeepSpeedEngine:
     """Have DeepSpeed wrap a module that has its values, and build the optimizer of `named`."""
     import deepspeed
 
@@ -43,7 +47,7 @@ def initialize(
 class StepRunner(ForwardBackward, Protocol):
     """Runs one optimizer step, with its update, in `train`."""
 
-    engine: Any
+    engine: DeepSpeedEngine
     """The `deepspeed.DeepSpeedEngine`."""
     mesh: ParallelMesh
     split: Split
@@ -61,7 +65,7 @@ class AccumulatedStep:
     """A step that runs each micro-batch forward and backward through all blocks before the next."""
 
     def __init__(
-        self, engine: Any, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split
+        self, engine: DeepSpeedEngine, job: Job, dropout: Dropout, mesh: ParallelMesh, split: Split
     ) -> None:
         self.engine = engine
         self.modules: list[nn.Module] = [engine.module]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -13,7 +12,7 @@ from trainer.engines.engine import Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.optim.builders import Builder
-from trainer.storage import imported
+from trainer.storage import Json, imported
 
 OF_OPTIMIZERS = {
     "deepspeed.ops.adam.DeepSpeedCPUAdam": "cpu_adam",
@@ -45,7 +44,7 @@ def has_plain_optimizer(layout: Layout) -> bool:
     return layout.zero_stage == 0 and layout.precision == "float32"
 
 
-def runtime_config(job: Job, builder: Builder) -> dict[str, Any]:
+def runtime_config(job: Job, builder: Builder) -> Json:
     """Return the resolved JSON as this machine needs it, with the same numerical results."""
     config = {**job.deepspeed, "steps_per_print": 2**31 - 1}
     # to DeepSpeed the ranks that share rows are ranks as all are: they average gradients

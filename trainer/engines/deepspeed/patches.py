@@ -8,12 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def forget_earlier_engines() -> None:
@@ -33,7 +37,7 @@ def forget_earlier_engines() -> None:
     torch.nn.functional.linear = torch._C._nn.linear
 
 
-def _expert_groups() -> list[dict[str, Any]]:
+def _expert_groups() -> list[dict[str, object]]:
     """Return DeepSpeed's groups, by name, of ranks with other experts, with the same, and ranks."""
     from deepspeed.utils import groups
 
@@ -83,7 +87,7 @@ def has_expert_layer(module: nn.Module) -> Iterator[None]:
         def __init__(self) -> None:
             nn.Module.__init__(self)
 
-        def set_deepspeed_parallelism(self, *_: Any, **__: Any) -> None: ...
+        def set_deepspeed_parallelism(self, *_: object, **__: object) -> None: ...
 
     module.add_module("autoep", Spread())
     try:
@@ -92,7 +96,7 @@ def has_expert_layer(module: nn.Module) -> Iterator[None]:
         del module.autoep
 
 
-def skip_steps_that_are_not_finite(optimizer: Any) -> None:
+def skip_steps_that_are_not_finite(optimizer: ZeROOptimizer) -> None:
     """Skip a step whose gradient is not finite whatever `bf16.check_grad_overflow` says.
 
     Symptom: with that key false ZeRO writes NaN into the weights. Can go when the key does.
@@ -101,7 +105,7 @@ def skip_steps_that_are_not_finite(optimizer: Any) -> None:
         optimizer.check_grad_overflow = True
 
 
-def link_group_by_group(optimizer: Any) -> None:
+def link_group_by_group(optimizer: ZeROOptimizer) -> None:
     """Link parameters to their optimizer state group by group.
 
     Symptom: ZeRO links all groups after the first one's step; those after it have no state then,
@@ -128,7 +132,7 @@ def link_group_by_group(optimizer: Any) -> None:
         optimizer._lazy_init_hp_params_optimizer_state = link
 
 
-def replace_step(optimizer: Any, step: Callable[[Callable[[], object]], object]) -> None:
+def replace_step(optimizer: ZeROOptimizer, step: Callable[[Callable[[], object]], object]) -> None:
     """Let `step` decide if an optimizer that ZeRO does not wrap takes its step, which it is given.
 
     Symptom: stage 0 takes steps that are not finite. Can go when it looks, too.
@@ -138,7 +142,7 @@ def replace_step(optimizer: Any, step: Callable[[Callable[[], object]], object])
 
 
 def surround_update(
-    engine: Any, before: Iterable[Callable[[], None]], after: Callable[[], None]
+    engine: DeepSpeedEngine, before: Iterable[Callable[[], None]], after: Callable[[], None]
 ) -> None:
     """Call all of `before`, and `after`, around each update of a `PipelineEngine`'s schedule.
 
@@ -147,7 +151,7 @@ def surround_update(
     """
     update = engine._take_model_step
 
-    def surrounded(options: Any) -> None:
+    def surrounded(options: object) -> None:
         for work in before:
             work()
         update(options)
@@ -156,7 +160,7 @@ def surround_update(
     engine._take_model_step = surrounded
 
 
-def set_loss_scaler(scaler: Any, values: Mapping[str, float]) -> None:
+def set_loss_scaler(scaler: object, values: Mapping[str, float]) -> None:
     """Set the scale and the counts of a dynamic loss scaler, by name.
 
     Symptom: a resumed run starts at the initial scale. Can go when scalers load a state.
@@ -166,7 +170,12 @@ def set_loss_scaler(scaler: Any, values: Mapping[str, float]) -> None:
 
 
 def tie_stages(
-    module: Any, optimizer: Any, copies: Sequence[nn.Parameter], group: Any, *, is_copy: bool
+    module: Any,
+    optimizer: ZeROOptimizer,
+    copies: Sequence[nn.Parameter],
+    group: Any,
+    *,
+    is_copy: bool,
 ) -> None:
     """Sum the gradients of parameters that two pipeline stages hold, without a `TiedLayerSpec`.
 

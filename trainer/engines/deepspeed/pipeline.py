@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import InitVar, dataclass
 from itertools import repeat
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,12 @@ from trainer.parallel.apply import stages_of_rank
 from trainer.parallel.gradients import ends, on_both
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import PipelineRun, Stage
+from trainer.storage import Json
 from trainer.tasks.task import Batch
+
+if TYPE_CHECKING:
+    from deepspeed.runtime.base_optimizer import ZeROOptimizer
+    from deepspeed.runtime.engine import DeepSpeedEngine
 
 
 def refusal(layout: Layout) -> str | None:
@@ -42,7 +47,7 @@ def is_copy(parameter: nn.Parameter) -> bool:
     return bool(getattr(parameter, "ds_pipe_replicated", False))
 
 
-def build(job: Job, config: dict[str, Any]) -> PipelinedStep:
+def build(job: Job, config: Json) -> PipelinedStep:
     """Cut the model, and pass this rank's stage to DeepSpeed as one of several layers."""
     from deepspeed.pipe import PipelineModule
     from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
@@ -96,7 +101,7 @@ def _check_learns(stage: Stage, rank: int, spec: ModelSpec) -> None:
         raise ConfigError(Problem(place, actual, expected, 'Set trainer.engine to "mesh".'))
 
 
-def _check_groups(optimizer: Any, mesh: ParallelMesh, spec: ModelSpec) -> None:
+def _check_groups(optimizer: ZeROOptimizer, mesh: ParallelMesh, spec: ModelSpec) -> None:
     counts = [0] * mesh.layout.pipeline
     dist.all_gather_object(counts, len(optimizer.param_groups), group=mesh.axis("pipeline"))
     if len(set(counts)) > 1 and hasattr(optimizer, "scaled_global_norm"):
@@ -135,7 +140,7 @@ class _StageLayer(nn.Module):
 class PipelinedStep:
     """A step by DeepSpeed's 1F1B schedule; `after_update` is called after it."""
 
-    engine: Any
+    engine: DeepSpeedEngine
     layer: _StageLayer
     job: Job
     mesh: ParallelMesh

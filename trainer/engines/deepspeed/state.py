@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -30,12 +30,20 @@ from trainer.parallel.parallel_mesh import REDUCTIONS, ParallelMesh
 from trainer.state import MASTER, STEP, WEIGHT, Part, StateTensor
 from trainer.tasks.task import bare_name
 
+if TYPE_CHECKING:
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
 
 class MasterState:
     """Reads and writes the training state of all pipeline stages of a DeepSpeed engine."""
 
     def __init__(
-        self, engine: Any, module: nn.Module, ranks: Ranks, mesh: ParallelMesh, split: Split
+        self,
+        engine: DeepSpeedEngine,
+        module: nn.Module,
+        ranks: Ranks,
+        mesh: ParallelMesh,
+        split: Split,
     ) -> None:
         self._module = module
         self._ranks = ranks

@@ -28,9 +28,10 @@ from trainer.parallel.probes import tensor_parts
 from trainer.parallel.splits import matrices
 from trainer.parallel.splits.expert_ranks import stacks
 from trainer.state import Part
+from trainer.storage import Json
 
 NOTE = "AutoTP divides a model that is there: each rank holds all of it in host memory at the start"
-_KINDS: dict[str, dict[str, Any]] = {
+_KINDS: dict[str, Json] = {
     "colwise": {"partition_type": "column"},
     "colwise_gather_output": {"partition_type": "column", "gather_output": True},
     "rowwise": {"partition_type": "row"},
@@ -80,7 +81,7 @@ def groups(layout: Layout) -> Any:
     return groups
 
 
-def section(spec: ModelSpec, given: Mapping[str, Any]) -> dict[str, Any]:
+def section(spec: ModelSpec, given: Json) -> Json:
     """Return the JSON's section `tensor_parallel`, with the model's plan as rules."""
     rules = [
         {"patterns": [rf".*\b{re.escape(name)}\.weight$"], **_KINDS[style]}
@@ -177,7 +178,7 @@ def ranges(
     return parts
 
 
-def check_keys(layout: Layout, settings: Mapping[str, Any]) -> None:
+def check_keys(layout: Layout, settings: Json) -> None:
     """Raise ConfigError for keys of ZeRO that DeepSpeed asserts with experts."""
     zero = settings.get("zero_optimization", {})
     for key in ("contiguous_gradients", "reduce_scatter"):

@@ -86,7 +86,7 @@ def compiling(job: Job) -> tuple[Job, tuple[str, ...]]:
     return replace(job, layout=layout), (*notes_of(layout), *notes)
 
 
-def ready(layout: Layout, device: torch.device, settings: Mapping[str, Any]) -> None:
+def ready(layout: Layout, device: torch.device, settings: Mapping[str, object]) -> None:
     """Raise ConfigError if this machine lacks the compiler that is asked for."""
     compilation.check_compiler(layout, device)
 

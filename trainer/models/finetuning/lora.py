@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -34,13 +34,18 @@ from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import WHOLE, Building, ModelFiles, ModelSpec, NoWeights, Training
-from trainer.storage import required
+from trainer.storage import Json, required
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+    from trainer.config.sections.model_and_data import AdapterSection
 
 MODULES = ("targets", "modules_to_save")
 """The keys of `trainer.adapter` that name modules."""
 
 
-def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
+def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
     """Return the spec of the model with the adapters of `trainer.adapter`, or itself for None.
 
     Raises ConfigError without PEFT, and for targets that the model does not have.
@@ -76,7 +81,7 @@ def adapted(spec: ModelSpec, options: Any) -> ModelSpec:
     return replace(described, config={**described.config, "base": base}, tiny=copies)
 
 
-def _in_the_part(options: Any, whole: WholeNames) -> Any:
+def _in_the_part(options: AdapterSection, whole: WholeNames) -> AdapterSection:
     """Return the section with the names of modules that the trained part has."""
     if options.path is None or isinstance(options.targets, str):
         return options
@@ -84,22 +89,26 @@ def _in_the_part(options: Any, whole: WholeNames) -> Any:
     return options.model_copy(update=update)
 
 
-def _started(described: ModelSpec, base: ModelSpec, options: Any, whole: WholeNames) -> ModelSpec:
+def _started(
+    described: ModelSpec, base: ModelSpec, options: AdapterSection, whole: WholeNames
+) -> ModelSpec:
     """Return the spec with the values of the adapter in `trainer.adapter.path`.
 
     Raises ConfigError if its modules differ.
     """
+    assert options.path is not None
+    folder = Path(options.path)
     parameters = described.build().named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in parameters}
     published = described.files.published
-    values = started(Path(options.path), shapes, (published, whole.in_files(published)))
+    values = started(folder, shapes, (published, whole.in_files(published)))
     base_weights = base.building.weights
     weights = lora_weights.BaseWeights(base_weights, lasting=options.merge, started=values)
-    note = f"the adapter starts as that of {Path(options.path)} (trainer.adapter.path)"
+    note = f"the adapter starts as that of {folder} (trainer.adapter.path)"
     return replace(described.with_weights(weights), notes=(*described.notes, note))
 
 
-def _with_adapters(spec: ModelSpec, options: Any, targets: Sequence[str]) -> ModelSpec:
+def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[str]) -> ModelSpec:
     """Return the spec with adapters in the modules `targets`."""
     config = _peft_config(spec, options, targets)
 
@@ -155,7 +164,11 @@ def _training(spec: ModelSpec, model: nn.Module, published: Mapping[str, str]) -
 
 
 def _files(
-    spec: ModelSpec, options: Any, model: nn.Module, config: Any, published: Mapping[str, str]
+    spec: ModelSpec,
+    options: AdapterSection,
+    model: nn.Module,
+    config: LoraConfig,
+    published: Mapping[str, str],
 ) -> ModelFiles:
     scalings = scalings_of(model)
     shapes = {
@@ -191,14 +204,15 @@ def _files(
     )
 
 
-def _peft_config(spec: ModelSpec, options: Any, targets: Sequence[str]) -> Any:
+def _peft_config(spec: ModelSpec, options: AdapterSection, targets: Sequence[str]) -> LoraConfig:
     from peft import LoraConfig
 
     model = spec.build()
     folder = Path(spec.name)
+    alpha: Any = options.alpha  # PEFT takes a fraction, too
     return LoraConfig(
         r=options.r,
-        lora_alpha=int(options.alpha) if float(options.alpha).is_integer() else options.alpha,
+        lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=options.dropout,
         target_modules=list(targets),
         bias=options.bias,
@@ -224,11 +238,11 @@ def _published(model: nn.Module) -> dict[str, str]:
     return {ours[id(value)]: f"{PREFIX}{name}" for name, value in state.items()}
 
 
-def _settings(options: Any, config: Any) -> dict[str, Any]:
+def _settings(options: AdapterSection, config: LoraConfig) -> Json:
     """Return the settings that must be the same when a run resumes from a checkpoint."""
     same = {key: getattr(options, key) for key in ("type", "r", "alpha", "bias", "rslora", "dora")}
     modules = list(options.modules_to_save)
-    return {**same, "targets": sorted(config.target_modules), "modules_to_save": modules}
+    return {**same, "targets": sorted(config.target_modules or ()), "modules_to_save": modules}
 
 
 def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:

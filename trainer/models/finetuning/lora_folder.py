@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from safetensors import SafetensorError
 
@@ -14,7 +13,7 @@ from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused, show
 from trainer.models.door import check_folder
 from trainer.models.pretrained.weights import SafetensorsFolder
-from trainer.storage import parse_json, read_file
+from trainer.storage import Json, parse_json, read_file
 
 CONFIG = "adapter_config.json"
 STEM = "adapter_model"
@@ -89,7 +88,7 @@ def completed(options: AdapterSection) -> AdapterSection:
     return options.model_copy(update=completed)
 
 
-def _with_layers(given: dict[str, Any]) -> dict[str, Any]:
+def _with_layers(given: Json) -> Json:
     """Return PEFT's config with the weights of layers in `target_parameters` as target modules."""
     parameters = given.get("target_parameters")
     modules = given.get("target_modules") or []
@@ -144,7 +143,7 @@ def started(
     return weights
 
 
-def read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> Json:
     """Return PEFT's config of a LoRA adapter. Raises ConfigError for any other file."""
     expected = "the folder of a LoRA adapter, as PEFT writes it: final/ of a run"
     with refused(f"{PLACE}: {file}", expected, OSError, ValueError):
@@ -154,7 +153,7 @@ def read_config(file: Path) -> dict[str, Any]:
     return given
 
 
-def _alike(own: Any, other: Any) -> bool:
+def _alike(own: object, other: object) -> bool:
     """Return True if two values are equal; lists, which name modules, in any order."""
     if isinstance(own, list) and isinstance(other, list):
         return sorted(own) == sorted(other)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -24,6 +24,9 @@ from trainer.errors import ConfigError, DiskError, Problem, listed, named_line, 
 from trainer.models.finetuning.lora_folder import CONFIG, PREFIX, STEM, WEIGHT
 from trainer.models.finetuning.lora_weights import ADAPTER
 from trainer.models.pretrained.weights import SafetensorsFolder
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 _NONE = ["no module has this name"]
 
@@ -55,7 +58,7 @@ class Adapters(NamedTuple):
         return ", ".join(parts)
 
 
-def injected(model: nn.Module, config: Any, targets: Sequence[str]) -> nn.Module:
+def injected(model: nn.Module, config: LoraConfig, targets: Sequence[str]) -> nn.Module:
     """Put adapters into exactly the modules `targets` of a model on the meta device, by PEFT.
 
     Raises what PEFT raises for a config that it does not take.
@@ -81,7 +84,7 @@ def _carries(module: nn.Module) -> bool:
     return hasattr(module, "lora_A") and ADAPTER in module.lora_A  # type: ignore[operator]
 
 
-def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapters:
+def opened(build: Callable[[], nn.Module], config: LoraConfig, shapes: Shapes) -> Adapters:
     """Return what PEFT makes of a config, and of a file with tensors of these names and shapes.
 
     `build` makes the base on the meta device. Raises what PEFT raises.
@@ -95,13 +98,15 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
         name: torch.tensor(float(index)).expand(shapes[name]) for index, name in enumerate(names)
     }
 
-    def note(module: nn.Module, loaded: Mapping[str, torch.Tensor], *_: Any) -> None:
+    def note(module: nn.Module, loaded: Mapping[str, torch.Tensor], *_: object) -> None:
         for name, value in loaded.items():
             renamed[name.removeprefix(PREFIX)] = names[int(value.flatten()[0])]
 
     with _silent():
         with torch.device("meta"):
-            model: Any = get_peft_model(build(), copy.deepcopy(config), low_cpu_mem_usage=True)  # type: ignore[arg-type]
+            model: nn.Module = get_peft_model(
+                build(), copy.deepcopy(config), low_cpu_mem_usage=True
+            )  # type: ignore[arg-type]
         model.register_load_state_dict_pre_hook(note)
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
     for name in result.unexpected_keys:
@@ -111,7 +116,7 @@ def opened(build: Callable[[], nn.Module], config: Any, shapes: Shapes) -> Adapt
 
 def loadable(
     build: Callable[[], nn.Module],
-    config: Any,
+    config: LoraConfig,
     targets: Sequence[str],
     trained: Adapters,
     shapes: Shapes,
@@ -121,7 +126,7 @@ def loadable(
     Raises ConfigError if PEFT has none.
     """
 
-    def difference(of: Any) -> str:
+    def difference(of: LoraConfig) -> str:
         try:
             return trained.difference(opened(build, of, shapes))
         except Exception as error:  # whatever PEFT raises for a config or a model
@@ -154,7 +159,7 @@ def loadable(
     return by_parameter
 
 
-def _misread(build: Callable[[], nn.Module], config: Any, names: Sequence[str]) -> bool:
+def _misread(build: Callable[[], nn.Module], config: LoraConfig, names: Sequence[str]) -> bool:
     """Return True unless PEFT puts adapters into the modules `names` if a config has them alone."""
     try:
         with _silent(), torch.device("meta"):
@@ -167,7 +172,7 @@ def _misread(build: Callable[[], nn.Module], config: Any, names: Sequence[str]) 
     return scalings_of(model).keys() != set(names)
 
 
-def check_folder(folder: Path, config: Any, shapes: Shapes) -> None:
+def check_folder(folder: Path, config: LoraConfig, shapes: Shapes) -> None:
     """Raise DiskError unless a folder holds this config, and a file with exactly these tensors.
 
     From those PEFT opens what is trained, as `loadable` has shown.
@@ -192,7 +197,7 @@ def check_folder(folder: Path, config: Any, shapes: Shapes) -> None:
         raise DiskError(Problem(place, f"another {listed(odd)}", f"that of {expected}"))
 
 
-def _sorted(value: Any) -> Any:
+def _sorted(value: object) -> object:
     """Return names in order: PEFT makes sets of them."""
     return sorted(value) if isinstance(value, set | list | tuple) else value
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,11 +15,14 @@ from trainer.models.materialise import on_host
 from trainer.models.names import outermost
 from trainer.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 LARGEST = 50_000_000
 """The most parameters of a model that is run to find its blocks."""
 
 
-def stated_blocks(model: Any) -> tuple[str, ...]:
+def stated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     """Return the members of the one module list below the head that is as long as the config says.
 
     Empty if there is no such list, or more than one that is in no other.
@@ -56,7 +59,7 @@ def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
     calls: dict[str, list[int]] = {name: [] for name in lists}
 
     def observe(name: str, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        def hook(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
             given = args[0] if args else next(iter(kwargs.values()), None)
             result = output[0] if isinstance(output, tuple) else output
             before = getattr(given, "shape", ())

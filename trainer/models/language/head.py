@@ -24,11 +24,11 @@ def _body_output() -> type[ModelOutput]:
         """The output of a model below its head, with every field that the families use."""
 
         last_hidden_state: torch.Tensor | None = None
-        past_key_values: Any = None
-        hidden_states: Any = None
-        attentions: Any = None
-        cross_attentions: Any = None
-        router_logits: Any = None
+        past_key_values: object = None
+        hidden_states: object = None
+        attentions: object = None
+        cross_attentions: object = None
+        router_logits: object = None
 
     return BodyOutput
 
@@ -41,7 +41,7 @@ class _Body(nn.Module):
         self._body = (body,)  # in a tuple, it is no submodule
         self._hidden = hidden
 
-    def forward(self, *args: Any, **kwargs: Any) -> ModelOutput:
+    def forward(self, *args: object, **kwargs: object) -> ModelOutput:
         return _body_output()(last_hidden_state=self._hidden)
 
     def __getattr__(self, name: str) -> Any:

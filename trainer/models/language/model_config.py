@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from transformers import AutoConfig, PreTrainedConfig
 
@@ -19,9 +19,12 @@ from trainer.models.door import (
 )
 from trainer.models.pretrained import quantised
 from trainer.models.tiny_config import KEPT, tiny_config
-from trainer.storage import parse_json, read_file
+from trainer.storage import Json, parse_json, read_file
 
-EMBEDDED: dict[str, Any] = {
+if TYPE_CHECKING:
+    from trainer.config.sections.model_and_data import ModelSection
+
+EMBEDDED: Json = {
     "model_type": "llama",
     "vocab_size": 4096,
     "hidden_size": 128,
@@ -45,7 +48,7 @@ NAMES = {
 """The implementations in transformers; any other name is a repository of compiled code to load."""
 
 
-def pretrained_blocks(options: Any, layers: int, blocks: int) -> PreTrainedConfig:
+def pretrained_blocks(options: ModelSection, layers: int, blocks: int) -> PreTrainedConfig:
     """Return the config of the first `layers` of a base's `blocks`, as its folder states it.
 
     A quantised base stays one, and says that it is to be dequantised.
@@ -59,7 +62,7 @@ def pretrained_blocks(options: Any, layers: int, blocks: int) -> PreTrainedConfi
     return kept
 
 
-def read_config(options: Any) -> PreTrainedConfig:
+def read_config(options: ModelSection) -> PreTrainedConfig:
     """Read and check the architecture of `trainer.model`; it is not built. Raises ConfigError."""
     if options.name_or_path is not None:
         config = pretrained_config(options)
@@ -81,13 +84,14 @@ def read_config(options: Any) -> PreTrainedConfig:
     return config
 
 
-def stated(config: Mapping[str, Any] | str | None) -> Mapping[str, Any]:
+def stated(config: Json | str | None) -> Json:
     """Return what `trainer.model.config` states of a new model. Raises ConfigError."""
     return _read_json(Path(config)) if isinstance(config, str) else config or {}
 
 
-def pretrained_config(options: Any) -> PreTrainedConfig:
+def pretrained_config(options: ModelSection) -> PreTrainedConfig:
     name = options.name_or_path
+    assert name is not None
     place = f"trainer.model.name_or_path: {options.name_or_path}"
     folder = Path(name)
     expected = "a folder that save_pretrained wrote"
@@ -110,11 +114,11 @@ def pretrained_config(options: Any) -> PreTrainedConfig:
     return config
 
 
-def _source(options: Any) -> dict[str, Any]:
+def _source(options: ModelSection) -> Json:
     return {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:
+def _read_json(path: Path) -> Json:
     place = f"trainer.model.config: {path}"
     with refused(place, "a JSON file", OSError, ValueError):
         values = parse_json(read_file(path))

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError, Problem
+from trainer.storage import Json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def align(config: Any, stated: Mapping[str, Any], tokenizer: Any) -> tuple[str, ...]:
+def align(
+    config: PreTrainedConfig, stated: Json, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, ...]:
     """Set a new model's vocabulary and special tokens, in place, to the tokenizer's.
 
     What the user has `stated` stays; returns notes where it differs. A padding token that also

@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +18,7 @@ from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of, outermost, tensors_of
 from trainer.models.patches import has_values
 from trainer.models.spec import Building, MadeWeights, ModelFiles, ModelSpec, NoWeights, Weights
+from trainer.storage import Json
 
 LARGEST_BUILT = 1_000_000_000
 """The most parameters of a module that each process builds on the host, for its initial values."""
@@ -155,7 +155,7 @@ def class_of(model: nn.Module) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
-def config_of(model: nn.Module) -> dict[str, Any]:
+def config_of(model: nn.Module) -> Json:
     """Return the architecture for comparison: the class, and the shapes of its state dict."""
     shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
     return {"module": class_of(model), "shapes": shapes}

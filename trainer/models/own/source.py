@@ -12,12 +12,11 @@ from functools import cache, partial
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
 
 from torch import nn
 
 _INSTALLED = ("site-packages", "dist-packages")
-Made = Callable[..., Any] | type | None
+Made = Callable[..., object] | type | None
 
 
 def source_of(model: nn.Module, /, **parts: Made) -> dict[str, str]:
@@ -47,7 +46,7 @@ class _Sources:
         self.versions: dict[str, str] = {}
         self._visited: set[tuple[str, str]] = set()
 
-    def add(self, role: str, thing: Any) -> None:
+    def add(self, role: str, thing: object) -> None:
         """Add what defines a class or a function; an object is what its class is."""
         given = thing
         while isinstance(thing, partial | MethodType):
@@ -89,7 +88,7 @@ class _Sources:
             if isinstance(node, ast.Name) and node.id in _statements(module):
                 self._follow(module, node.id)
 
-    def _follow_import(self, value: Any) -> None:
+    def _follow_import(self, value: object) -> None:
         if isinstance(value, ModuleType):
             if self._is_own(value):
                 for name in _statements(value):
@@ -170,7 +169,7 @@ def _plain(tree: ast.AST) -> str:
     return ast.unparse(tree)
 
 
-def _text_of(value: Any) -> str:
+def _text_of(value: object) -> str:
     """Return a plain value as text; of any other object, its class."""
     if isinstance(value, dict):
         value = sorted(value.items(), key=str)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from threading import Barrier, BrokenBarrierError, Lock
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.splits.experts import Part
 from trainer.probes.inputs import sequence_of
 from trainer.probes.probe import TOLERANCE, drawn, own_randomness, tiny_spec
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 Split = Callable[[nn.Module, ModelSpec, Exchange, Part], None]
 """Splits a model in place."""
@@ -79,7 +82,7 @@ class _RankThread(Exchange):
     group: Any
 
     def __init__(self, rank: int, slots: list[Any], barrier: Barrier) -> None:
-        def all_of(own: Any) -> list[Any]:
+        def all_of(own: object) -> list[object]:
             slots[rank] = own
             barrier.wait(SECONDS)
             given = list(slots)
@@ -180,13 +183,19 @@ class _Pass(TorchDispatchMode):
             what = f"the gradient of {pattern_of(wrong[0])}" if wrong[0] else "the loss"
             yield f"{what} differs when it is split over ranks, by {wrong[1]:.1e}"
 
-    def _leave(self, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, inputs: object, output: object) -> None:
         first = output[0] if isinstance(output, tuple) else output
         name = self._places.pop()
         if torch.is_tensor(first) and first.is_floating_point() and first.dim() > 1:
             self._outputs[name] = first.detach()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **(kwargs or {}))
         with _generator:

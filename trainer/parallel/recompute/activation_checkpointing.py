@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,6 +25,9 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.parallel.recompute import tiles
 from trainer.parallel.recompute.offload import on_host
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")
 """Matrix products by their names in `aten`, besides all that end in `grouped_mm`."""
@@ -55,13 +58,13 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 
 
 
 def _recomputed(
-    forward: Callable[..., Any],
+    forward: Callable[..., object],
     recompute: Recompute,
     draws: bool,
     written: set[str],
-    *args: Any,
+    *args: object,
     **kwargs: Any,
-) -> Any:
+) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
     contexts: dict[str, Any] = {}
@@ -75,7 +78,7 @@ def _recomputed(
         )
 
 
-def _selective(every: int, written: set[str] | None) -> Any:
+def _selective(every: int, written: set[str] | None) -> object:
     """Return the contexts of one block's forward pass and of its recomputation.
 
     They keep what is costly or must not change; of matrix products, with `every` 2, only the first
@@ -84,7 +87,7 @@ def _selective(every: int, written: set[str] | None) -> Any:
     """
     products: Counter[bool] = Counter()
 
-    def policy(context: Any, operator: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def policy(context: Any, operator: object, *_: object, **__: object) -> CheckpointPolicy:
         kept = is_kept(operator) and not tiles.COMPUTES.get()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
@@ -136,7 +139,13 @@ class _Results(TorchDispatchMode):
         self._written = written
         self._kept: dict[int, tuple[str, StorageWeakRef]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "_opname", "")
@@ -170,7 +179,7 @@ def _written_over(operator: Any) -> list[tuple[int, str]]:
     return [(place, argument.name) for place, argument in written]
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
+def _tensors(values: object) -> list[torch.Tensor]:
     return [value for value in tree_leaves(values) if isinstance(value, torch.Tensor)]
 
 

@@ -18,7 +18,7 @@ def on_host() -> saved_tensors_hooks:
     return saved_tensors_hooks(_keep, _restore)
 
 
-def _keep(tensor: torch.Tensor) -> Any:
+def _keep(tensor: torch.Tensor) -> object:
     """Return the copy on the host and its device; without gradient, what is saved is shared."""
     if not tensor.requires_grad:  # masks and position embeddings, the same for all blocks
         return tensor

@@ -106,7 +106,7 @@ class ExpertLoads:
     def _start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._real = self._task.real(kwargs["batch"] if "batch" in kwargs else args[0])
 
-    def _count(self, load: torch.Tensor, experts: nn.Module, args: Any, kwargs: Any) -> None:
+    def _count(self, load: torch.Tensor, experts: nn.Module, args: object, kwargs: object) -> None:
         compiled = torch.compiler.is_compiling()
         if not experts.training or not (compiled or torch._C._current_graph_task_id() == -1):
             return  # computed again, in a backward pass

@@ -109,7 +109,9 @@ def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry
     replace_forward(layer, partial(forward, layer, style, ranks, entry))
 
 
-def _with_parts(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _with_parts(
+    module: nn.Module, forward: Callable[..., object], *args: object, **kwargs: object
+) -> object:
     with has_local_parameters(module):
         return forward(*args, **kwargs)
 
@@ -153,7 +155,7 @@ class _Entry:
         self._given: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
-    def enter(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def enter(self, module: nn.Module, args: object, kwargs: object) -> object:
         def entering(hidden: torch.Tensor) -> torch.Tensor:
             if self.sequence is not None:
                 hidden = self.sequence.gather(hidden, self._terms)
@@ -165,7 +167,7 @@ class _Entry:
 
         return with_first(entering, args, kwargs)
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         self._given = self._entered = None
 
     def entered(self, given: torch.Tensor, style: _Style) -> torch.Tensor:

@@ -19,7 +19,7 @@ from trainer.distributed.exchange import Exchange
 from trainer.parallel.patches import replace_forward
 
 
-def with_first(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any) -> Any:
+def with_first(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any) -> object:
     """Return the arguments of a module with its hidden state, the first one, changed."""
     named = kwargs.get("hidden_states", next(iter(kwargs.values()), None))
     first = args[0] if args else named
@@ -52,14 +52,14 @@ class TokenParts:
         gather = self._ranks.gather_to if terms else self._ranks.gather
         return gather(part, 1, self._length)
 
-    def _divided(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def _divided(self, module: nn.Module, args: object, kwargs: object) -> Any:
         def divide(hidden: torch.Tensor) -> torch.Tensor:
             self._length = hidden.shape[1]
             return self._ranks.scatter(hidden, 1)
 
         return with_first(divide, args, kwargs)
 
-    def _joined(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+    def _joined(self, module: nn.Module, inputs: object, output: object) -> object:
         part, *rest = output if isinstance(output, tuple) else (output,)
         whole = self._ranks.gather(part, 1, self._length)
         return (whole, *rest) if isinstance(output, tuple) else whole

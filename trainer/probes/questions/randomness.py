@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,6 +21,9 @@ from trainer.probes.inputs import trial_of
 from trainer.probes.probe import Finding
 from trainer.probes.question import Probed, Question
 from trainer.probes.questions.can_run import ALL
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 
 def observe_draws(model: nn.Module, spec: ModelSpec) -> Draws:
@@ -92,7 +95,13 @@ class DrawWatch(TorchDispatchMode):
         self._place = place
         self._drawn = drawn or {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
@@ -109,7 +118,7 @@ class DrawWatch(TorchDispatchMode):
         return result
 
 
-def _outside_torch() -> tuple[Any, ...]:
+def _outside_torch() -> tuple[object, ...]:
     numpy = np.random.get_state(legacy=False)["state"]
     return random.getstate(), numpy["key"].tobytes(), numpy["pos"]
 

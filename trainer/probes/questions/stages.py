@@ -123,7 +123,7 @@ def runs_outside(
     def enter(name: str) -> Any:
         return lambda module, inputs: called.setdefault(name, []).append(place)
 
-    def leave(module: nn.Module, inputs: Any, output: Any) -> None:
+    def leave(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: object) -> None:
         nonlocal place, tuples
         place = "after" if blocks[module] + 1 == len(blocks) else "between"
         tuples = len(output) if isinstance(output, tuple | list) else 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,11 @@ from trainer.models.language import model_config
 from trainer.models.language.auto_class import auto_class
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS
 from trainer.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from trainer.config.sections.model_and_data import ModelSection
 
 CHECK = "base"
 MOST_VALUES = 4_000_000_000
@@ -30,7 +35,7 @@ class BaseFiles(NamedTuple):
     """True if the files untie what the config ties."""
 
 
-def compare_base(architecture: Any, options: Any) -> BaseFiles:
+def compare_base(architecture: PreTrainedConfig, options: ModelSection) -> BaseFiles:
     """Compare each tensor that a run reads of a local base with what transformers loads.
 
     Of a large base, the first blocks are compared. Raises ConfigError for a base that cannot be
@@ -58,7 +63,7 @@ def compare_base(architecture: Any, options: Any) -> BaseFiles:
     return BaseFiles(finding, note, untied)
 
 
-def _ties(architecture: Any) -> bool:
+def _ties(architecture: PreTrainedConfig) -> bool:
     """Return what the text's config says of ties; some families have no word of them."""
     return bool(getattr(architecture.get_text_config(decoder=True), "tie_word_embeddings", False))
 
@@ -78,7 +83,7 @@ def _size(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _loaded(options: Any, layers: int, blocks: int) -> dict[str, torch.Tensor]:
+def _loaded(options: ModelSection, layers: int, blocks: int) -> dict[str, torch.Tensor]:
     """Load the first blocks by transformers, in the dtype that the base states."""
     config = model_config.pretrained_blocks(options, layers, blocks)
     more = {"trust_remote_code": options.trust_remote_code, "revision": options.revision}

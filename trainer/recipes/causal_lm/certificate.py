@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -39,6 +39,9 @@ from trainer.recipe import Subject
 from trainer.recipes.causal_lm.base_files import compare_base
 from trainer.recipes.causal_lm.reference import Documents, LanguageReference, PackedReference
 from trainer.recipes.causal_lm.task import CausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 LONGEST_ROW = 4096
 LOGITS = 1 << 25
@@ -96,7 +99,7 @@ class LanguageCase:
         without = Pairs((), None, "")  # `rehearse` has the documents
         self.subject = Subject(spec, CausalLM.of(spec), without, packed=small.packed)
 
-    def _plain(self, architecture: Any) -> ModelSpec:
+    def _plain(self, architecture: PreTrainedConfig) -> ModelSpec:
         """Return the spec of the model itself, without weights."""
         options = self._section.model.model_copy(update={"name_or_path": None})
         return huggingface.spec_of(architecture, options)
@@ -145,7 +148,7 @@ class LanguageCase:
         return kind(small, spec, own, documents, self._machine.device)
 
 
-def with_arrangement(small: Tiny, architecture: Any, machine: Machine) -> Tiny:
+def with_arrangement(small: Tiny, architecture: PreTrainedConfig, machine: Machine) -> Tiny:
     """Decide on `trainer.data.documents` as a run does, where the data can be read. Collective."""
     section = small.config.trainer
 
@@ -164,7 +167,9 @@ def with_arrangement(small: Tiny, architecture: Any, machine: Machine) -> Tiny:
     return replace(small, config=changed).noting(*reason)
 
 
-def without_dropout(architecture: Any, section: TrainerSection) -> tuple[Any, TrainerSection]:
+def without_dropout(
+    architecture: PreTrainedConfig, section: TrainerSection
+) -> tuple[PreTrainedConfig, TrainerSection]:
     """Set every dropout rate of a model's config (in place) and its adapter to 0, and noise off."""
     without_rates(architecture)
     adapter = section.adapter and section.adapter.model_copy(update={"dropout": 0.0})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -13,6 +13,9 @@ from trainer.errors import ConfigError
 from trainer.models.opened import opened
 from trainer.tasks.generation import continued
 from trainer.tasks.task import IGNORED
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FEW = 8
 """The number of tokens at the beginning of a text that a model continues."""
@@ -27,10 +30,14 @@ def beginning(source: Source, most: int) -> list[int]:
 
 
 def continuation(
-    folder: Path, tokenizer: Any, prompt: str | list[int], tokens: int, trust: bool
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[int],
+    tokens: int,
+    trust: bool,
 ) -> str:
     """Return how the model in `folder` continues `prompt`; `trust`: its own code may run."""
-    model: Any = opened(folder, trust_remote_code=trust)
+    model: PreTrainedModel = opened(folder, trust_remote_code=trust)
     if not model.can_generate():
         return f"(no sample: {type(model).__name__} has no method to generate text)"
     try:

@@ -143,7 +143,7 @@ class LanguageReference(Reference):
     def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return model(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
 
-    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
         """Return the model's own mean loss, with all that it adds, times the number of targets."""
         smoothing = self._smoothing if model.training else 0.0
 
@@ -161,7 +161,7 @@ class LanguageReference(Reference):
             total = total + plain(own.logits, smoothing) - plain(own.logits, 0.0)
         return total
 
-    def _counted(self, inputs: Any, targets: Any) -> int:
+    def _counted(self, inputs: object, targets: Any) -> int:
         return int((targets != IGNORED).sum())
 
     def _example(self) -> torch.Tensor:
@@ -214,7 +214,9 @@ class LanguageReference(Reference):
     def _adding_noise(self, alpha: float) -> Any:
         """Build NEFTune's hook; ids of documents are never 0, the padding."""
 
-        def hook(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        def hook(
+            module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        ) -> torch.Tensor:
             if not module.training:
                 return output
             lengths = (self._inputs != 0).sum(1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -33,9 +33,13 @@ from trainer.parallel.parallel_mesh import division_of
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.causal_lm.continuation import beginning, continuation
 from trainer.recipes.causal_lm.task import CausalLM
+from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 from trainer.tasks.harness import check_tasks
 from trainer.tasks.kernel_probes import notes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,7 @@ class LanguageSubject(Subject):
 
     task: CausalLM
     data: Data
-    tokenizer: Any = None
+    tokenizer: PreTrainedTokenizerBase = None
     form: Arranged = Arranged("concatenate")
     """The arrangement of documents in samples."""
     unit: ClassVar[str] = "tok"
@@ -92,7 +96,7 @@ class LanguageSubject(Subject):
     def is_named(self, section: TrainerSection) -> bool:
         return True
 
-    def describe_to(self, planned: dict[str, Any]) -> None:
+    def describe_to(self, planned: Json) -> None:
         model = planned["model"]
         if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
             rows = {"vocab_size": self.spec.language.vocabulary}
@@ -179,20 +183,20 @@ def _check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
         raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
 
 
-def _tokenizer(context: RunContext, chat_template: str | None = None) -> Any:
+def _tokenizer(context: RunContext, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the config names, or train the embedded one. Collective.
 
     With `chat_template`, it is saved with that one in place of its own.
     """
     data = context.section.data
     model = context.section.model
-    options: dict[str, Any] = {}
+    options: Json = {}
     if chat_template is not None:
         options["chat_template"] = chat_template
     name = data.tokenizer or model.name_or_path
     if name is None:
 
-        def load() -> Any:
+        def load() -> PreTrainedTokenizerBase:
             return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
 
         context.ranks.try_on_first(load)  # the rank that trains it
@@ -202,7 +206,7 @@ def _tokenizer(context: RunContext, chat_template: str | None = None) -> Any:
     return context.ranks.on_own(lambda: load_tokenizer(name, trust, revision, **options))
 
 
-def _longrope_notes(sequence: int, architecture: Any) -> tuple[str, ...]:
+def _longrope_notes(sequence: int, architecture: PreTrainedConfig) -> tuple[str, ...]:
     """Warn if rotary embeddings depend on the longest row, which a tiny copy has not."""
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]

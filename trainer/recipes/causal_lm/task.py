@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -31,6 +31,9 @@ from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.patches import divide_rows, register_attention, replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class CausalLM:
@@ -141,7 +144,7 @@ class CausalLM:
         batch["lengths"] = torch.tensor([[len(sample["input_ids"])] for sample in samples])
         return batch
 
-    def blank(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    def blank(self, sample: Mapping[str, object]) -> Mapping[str, object]:
         return {**sample, "targets": np.full_like(sample["targets"], IGNORED)}
 
     def shape(self, batch: Batch) -> tuple[int, int]:
@@ -215,12 +218,12 @@ class CausalLM:
         return LossOptions(self._smoothing, lambda rows, losses: by_source.add(rows, losses))
 
     def _run(
-        self, model: nn.Module, forward: Callable[..., Any], batch: Batch, **labels: torch.Tensor
+        self, model: nn.Module, forward: Callable[..., object], batch: Batch, **labels: torch.Tensor
     ) -> Any:
         """Call the model's forward, whole or below the head; packed documents are kept apart."""
         ids = batch["input_ids"]
         lengths = batch.get("documents")
-        arguments = dict[str, Any](labels)
+        arguments = dict[str, object](labels)
         row = self._context.start(ids.shape[1]) if self._context else ids.shape[1]
         documents = None if lengths is None else documents_of(lengths, row)
         if self._context:
@@ -262,7 +265,9 @@ class CausalLM:
         assert correct is not None
         return torch.stack([loss, correct])
 
-    def _mean(self, logits: torch.Tensor, labels: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    def _mean(
+        self, logits: torch.Tensor, labels: torch.Tensor, *_: object, **__: object
+    ) -> torch.Tensor:
         """Return the mean loss over shifted `labels`; a fused head gives the sum as `logits`."""
         total = logits
         if not self._fused_head:
@@ -272,11 +277,13 @@ class CausalLM:
         return total / (labels != IGNORED).sum().clamp_min(1)
 
 
-def _head(model: nn.Module) -> Any:
+def _head(model: nn.Module) -> LossHead:
     return model.get_output_embeddings()  # type: ignore[operator]
 
 
-def _packed_logits(model: Any, row: torch.Tensor, seal: Callable[..., Any]) -> torch.Tensor:
+def _packed_logits(
+    model: PreTrainedModel, row: torch.Tensor, seal: Callable[..., Any]
+) -> torch.Tensor:
     """Return the logits of a row of two documents, under masks that `seal` replaces."""
     half = row.shape[1] // 2
     documents = documents_of(torch.tensor([[half, row.shape[1] - half]]), row.shape[1])
@@ -309,7 +316,9 @@ class EmbeddingNoise:
     def add_to(self, model: nn.Module) -> None:
         """Add noise to the model's input embeddings in training, from now on."""
 
-        def add(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        def add(
+            module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
+        ) -> torch.Tensor:
             return self._noisy(output) if module.training else output
 
         # a function, which a copy of the model shares, not a method, which it would copy

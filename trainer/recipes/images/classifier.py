@@ -23,6 +23,7 @@ from trainer.models.classifiers import Classifier, Images
 from trainer.models.own import module
 from trainer.models.spec import ModelSpec
 from trainer.recipes.images.task import ImageClassification
+from trainer.tasks.task import Sample
 
 MOST_CLASSES = 10_000_000
 """The most classes for images that have not been read."""
@@ -66,7 +67,7 @@ def named_in(section: TrainerSection) -> Classifier:
     return classifiers.named(name, arguments_of(section), section.model.weights)
 
 
-def arguments_of(section: TrainerSection) -> dict[str, Any]:
+def arguments_of(section: TrainerSection) -> dict[str, object]:
     """Return the config's arguments for the callable that builds the classifier."""
     return section.model.config if isinstance(section.model.config, dict) else {}
 
@@ -92,7 +93,7 @@ def spec_of(
             note = f'{start}: {trained_on} (trainer.images.normalize="imagenet")'
             spec = replace(spec, notes=(*spec.notes, note))
 
-    def save(folder: Any, dtype: torch.dtype | None) -> None:
+    def save(folder: Path, dtype: torch.dtype | None) -> None:
         text = classifiers.describe(classifier, images)
         (Path(folder) / classifiers.DESCRIPTION).write_text(text)
 
@@ -106,7 +107,7 @@ def check(
     images: Images,
     path: str,
     layout: Layout,
-    first: list[Any],
+    first: list[Sample],
 ) -> None:
     """Raise for an unsupported layout, and for images or classes that the model can't take."""
     model = spec.build()

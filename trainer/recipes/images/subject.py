@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from trainer.config import TrainerSection
 from trainer.data.images.image_samples import ImageData, open_images
@@ -14,6 +14,7 @@ from trainer.models.classifiers import Classifier
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.images import classifier
 from trainer.recipes.images.task import ImageClassification
+from trainer.storage import Json
 from trainer.supervise.process import cache_folder, cores
 
 MOST_WORKERS = 8
@@ -45,7 +46,7 @@ class ImageSubject(Subject):
     def loading_advice(self, workers: int) -> str:
         return f"; raise trainer.images.workers (now {workers})"
 
-    def describe_to(self, planned: dict[str, Any]) -> None:
+    def describe_to(self, planned: Json) -> None:
         images = self.data.images
         size = list(images.size)
         classes = len(images.classes)

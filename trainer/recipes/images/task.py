@@ -58,7 +58,7 @@ class ImageClassification(Supervised):
         counts = torch.stack([class_loss(logits, target)[0], *right, *measured])
         return counts.where(batch["share"] > 0, 0.0)
 
-    def check_output(self, samples: Sequence[Any], name: str) -> None:
+    def check_output(self, samples: Sequence[object], name: str) -> None:
         """Raise ConfigError unless the model gives a score for each class."""
         batch = self.collate(samples)
         output, _ = self._on_meta(batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
 
 from trainer.supervise.stall import Phase
 
@@ -21,7 +20,7 @@ class Garbage:
         gc.disable()
         return self
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         gc.unfreeze()
         if self._was_enabled:
             gc.enable()

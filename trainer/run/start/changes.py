@@ -11,6 +11,7 @@ from trainer import checkpoint
 from trainer.config import leaves
 from trainer.data.dataset import BY_VALUE
 from trainer.errors import ConfigError, DataError, Problem, listed
+from trainer.storage import Json
 
 BESIDE = {
     "": (
@@ -31,7 +32,7 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id")
 """Keys of a model's config that are the tokenizer's, whose changes are found in the data."""
 
 
-def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
+def refuse_changed(source: Path, description: Json) -> list[str]:
     """List other changes since the checkpoint, a line each; an imported one does not record data
     and config.
 
@@ -66,7 +67,7 @@ def refuse_changed(source: Path, description: Mapping[str, Any]) -> list[str]:
     return [*notes, *(f"changed since the checkpoint: {line}" for line in changed)]
 
 
-def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
+def _comparable(saved: Any, here: Mapping[str, object]) -> tuple[object, list[str]]:
     """Return a checkpoint's description of its data, with what can be compared alone, and a note.
 
     Earlier versions hashed pickles of own data, which differ between processes.
@@ -79,11 +80,11 @@ def _comparable(saved: Any, here: Mapping[str, Any]) -> tuple[Any, list[str]]:
     return {**(saved or {}), "fingerprint": now}, [note]
 
 
-def _apart_from(keys: Sequence[str], model: Mapping[str, Any]) -> dict[str, Any]:
+def _apart_from(keys: Sequence[str], model: Json) -> Json:
     return {key: value for key, value in model.items() if key not in keys}
 
 
-def without_place(request: Any) -> Any:
+def without_place(request: object) -> object:
     """Return a config as given, without the place of its run."""
     keys = training_keys(request)
     if isinstance(keys, dict) and isinstance(section := keys.get("trainer"), dict):
@@ -91,7 +92,7 @@ def without_place(request: Any) -> Any:
     return keys
 
 
-def training_keys(request: Any) -> Any:
+def training_keys(request: object) -> Any:
     """Return a config as given, without keys that do not affect the numbers of training."""
     if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
         return request
@@ -100,7 +101,7 @@ def training_keys(request: Any) -> Any:
     return whole | {"trainer": own}
 
 
-def _steering(description: Mapping[str, Any]) -> dict[str, Any]:
+def _steering(description: Json) -> Json:
     """Return what decides the numbers of a run, besides data, model and layout."""
     config = description.get("config", {})
     section = config.get("trainer") or {}

@@ -137,7 +137,7 @@ def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, 
         last = max(known, default=0)
     folder = folders.numbered(base, last)
 
-    def look() -> tuple[str, Any] | None:
+    def look() -> tuple[str, object] | None:
         if not last or not folders.has_run(folder):
             return None
         return _state(folder, raw, request), without_place(_request(folder))
@@ -249,7 +249,7 @@ def _order_of(source: Path) -> int:
     return int(order)
 
 
-def _request(folder: Path) -> Any:
+def _request(folder: Path) -> object:
     """Return the config as given to the run in `folder`."""
     try:
         return parse_json(read_file(folder / ENVIRONMENT))["request"]

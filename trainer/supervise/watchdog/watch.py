@@ -11,10 +11,11 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple, NoReturn
 
 from trainer.distributed.flight_record import entered
 from trainer.errors import Stalled
+from trainer.storage import Json
 from trainer.supervise import stall
 from trainer.supervise.stall import Beat, Phase, is_gone, who
 from trainer.supervise.watchdog.beat_store import BeatStore, in_time
@@ -46,7 +47,7 @@ class WatchReports(NamedTuple):
     stalled: Callable[[list[str]], None]
     """Called before each process ends: with the diagnosis in the one that reports for all, else
     without lines."""
-    progress: Callable[[Mapping[str, Any]], None] = lambda status: None
+    progress: Callable[[Mapping[str, object]], None] = lambda status: None
     """Called at each beat with the status for outside readers, on rank 0 of all ranks."""
     slow: Callable[[str], None] = lambda line: None
     """Called on rank 0, once for each rank that the others wait for."""
@@ -63,7 +64,7 @@ class Watch:
         self,
         rank: int,
         processes: Sequence[tuple[str, int]],
-        store: Any,
+        store: object,
         patience: float | None,
         reports: WatchReports,
     ) -> None:
@@ -182,7 +183,7 @@ class Watch:
 
     def _mine(self) -> Beat:
         still = max(0.0, time.monotonic() - self._moved)
-        shown: dict[str, Any] = {}
+        shown: Json = {}
         if still > self._patience() / 2:
             shown = {
                 "stack": stack_of(main_frame()),
@@ -269,7 +270,7 @@ class Watch:
             for beat in beats
         )
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> Json:
         """Return the status for outside readers, of all ranks as far as this one knows."""
         status = asdict(self._mine())
         for name in ("stack", "threads", "groups", "number", "rank"):

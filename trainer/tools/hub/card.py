@@ -66,7 +66,7 @@ def _is_hub_id(name: Any) -> bool:
     return bool(named) and may_be_hub_id(name)
 
 
-def _certificate(folder: Path, named: str | None, request: Any) -> Row | None:
+def _certificate(folder: Path, named: str | None, request: object) -> Row | None:
     """Return the certificate of `named`, or the run's folder; else of here, if for its config."""
     beside = folder / CERTIFICATE
     here = Path(CERTIFICATE)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem
+from trainer.storage import Json
 from trainer.tools.importers.chat_formats import end_of_text, put_given
 from trainer.tools.importers.draft import Draft, Entry, Roles
 from trainer.tools.importers.shared_keys import GROUPS

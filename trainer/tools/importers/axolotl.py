@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from trainer.config.read import Json
 from trainer.errors import show
+from trainer.storage import Json
 from trainer.tools.importers import shared_keys
 from trainer.tools.importers.chat_formats import end_of_text, put_given, put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles

@@ -50,7 +50,7 @@ class _Address:
 _STAGES = {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}
 
 
-def _member(kind: Any, name: str) -> _Stage:
+def _member(kind: object, name: str) -> _Stage:
     """Replace `getattr`, with which Python 3.11.0 to 3.11.3 pickles members of an enumeration.
 
     Raises TypeError for any other use.
@@ -75,7 +75,7 @@ class Imported(NamedTuple):
 
     state: RunState
     state_tensors: list[StateTensor]
-    description: dict[str, Any]
+    description: dict[str, object]
 
 
 def read_deepspeed(path: Path) -> Imported:
@@ -222,7 +222,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _flat_tensors(
-    states: Sequence[Mapping[str, Any]], stage: int
+    states: Sequence[Mapping[str, object]], stage: int
 ) -> tuple[Flats, dict[str, Flats]]:
     """Return the masters, and the moments by name, if there are any."""
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"

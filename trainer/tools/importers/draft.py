@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer.config.keys.key import AUTO
-from trainer.config.read import Json, at
+from trainer.config.read import at
 from trainer.errors import ConfigError, Problem, show
+from trainer.storage import Json
 
 OTHERWISE = "is trained otherwise here"
 
@@ -61,7 +62,7 @@ class Draft:
     listed: list[str] = field(default_factory=list)
     """Keys that ask for nothing, or change nothing of what is trained beside the others."""
 
-    def put(self, entry: Entry, path: str, value: Any) -> None:
+    def put(self, entry: Entry, path: str, value: object) -> None:
         """Set `path` for a foreign key, unless the DeepSpeed file has another value."""
         section = path.partition(".")[0]
         base = at(self.base, path)
@@ -79,7 +80,7 @@ class Draft:
             inner[name] = value
             self.keep(entry, f"{self.place}{path} {show(value)}")
 
-    def replace(self, entry: Entry, path: str, value: Any) -> None:
+    def replace(self, entry: Entry, path: str, value: object) -> None:
         """Set `path` in place of what another key has set, and report this one alone."""
         for texts in self.carried.values():
             texts[:] = [text for text in texts if not text.startswith(f"{self.place}{path} ")]
@@ -139,7 +140,7 @@ class Draft:
             texts.append(text)
 
 
-def is_set(value: Any) -> bool:
+def is_set(value: object) -> bool:
     """Return True if a value asks for something; for a section, if any of its values does."""
     if isinstance(value, dict):
         return any(map(is_set, value.values()))
@@ -159,7 +160,7 @@ def number(value: Any) -> Any:
     return int(converted) if value.lstrip("-").isdigit() else converted
 
 
-def names(value: Any) -> list[str]:
+def names(value: object) -> list[str]:
     """Return the names in a list, or in a text separated by commas or spaces."""
     given = value if isinstance(value, list) else str(value).replace(",", " ").split()
     return [str(name) for name in given]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from trainer.config.read import Json, read
+from trainer.config.read import read
 from trainer.errors import ConfigError, Problem, show
+from trainer.storage import Json
 from trainer.tools.importers import arguments, shared_keys
 from trainer.tools.importers.chat_formats import put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
@@ -95,7 +95,7 @@ def _data(draft: Draft, keys: Roles) -> None:
     put_share(draft, keys["val_size"])
 
 
-def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, Any], folder: str) -> Json:
+def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, object], folder: str) -> Json:
     """Convert a data set by its name in `dataset_info.json`."""
     known = info.get(name)
     if not isinstance(known, dict):

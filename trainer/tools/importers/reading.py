@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config.read import Json, nodes, parse, unfit
+from trainer.config.read import nodes, parse, unfit
 from trainer.errors import ConfigError, Problem, show
+from trainer.storage import Json
 
 _ARGUMENT = re.compile(r"--[A-Za-z_]")
 _VARIABLE = re.compile(r"\$[A-Za-z_{(]")
@@ -47,7 +48,7 @@ def read_flags(words: Sequence[str]) -> Json:
     return flags
 
 
-def checked(given: Any, place: str) -> Any:
+def checked(given: object, place: str) -> Any:
     """Return `given` if it is a tree of what JSON holds, without shell variables."""
     if problems := [*unfit(given, place)] or [*_strange(given, place)]:
         raise ConfigError(*problems)
@@ -66,7 +67,7 @@ def beside(folder: Path, name: str) -> Path | None:
         return None
 
 
-def _strange(given: Any, place: str) -> Iterator[Problem]:
+def _strange(given: object, place: str) -> Iterator[Problem]:
     """Yield what is wrong with each value of a tree that is fit for a config."""
     for path, value, _ in nodes(given):
         where = path or place
@@ -80,7 +81,7 @@ def _strange(given: Any, place: str) -> Iterator[Problem]:
             yield Problem(where, "saw a number beyond 64 bits", "a smaller one")
 
 
-def _pairs(words: Sequence[str]) -> Iterator[tuple[str, Any]]:
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, object]]:
     """Yield (key, value) in the order of the command line."""
     starts = [at for at, word in enumerate(words) if _ARGUMENT.match(word)]
     for start, stop in zip(starts, [*starts[1:], len(words)], strict=True):

@@ -10,9 +10,10 @@ from typing import Any
 
 from trainer.config.keys import OPTIMIZERS
 from trainer.config.keys.key import AUTO
-from trainer.config.read import Json, at, read
+from trainer.config.read import at, read
 from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, refused, show
+from trainer.storage import Json
 from trainer.tools.importers.adapters import adapter
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside, checked

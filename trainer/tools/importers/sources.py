@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem, show
+from trainer.storage import Json
 from trainer.tools.importers.draft import Draft, Entry, Roles, names, number
 
 _USUAL = {"split": "train", "text_column": "text"}

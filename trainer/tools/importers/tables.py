@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import yaml
 
 from trainer.config.keys.key import AUTO
-from trainer.config.read import Json
 from trainer.errors import ConfigError, Problem, listed, show, suggestion
+from trainer.storage import Json
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, is_set, number
 
 
@@ -75,7 +75,7 @@ def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = (
     """
     given = {key: value for key, value in draft.given.items() if value is not None}
     draft.listed.extend(draft.prefix + key for key in draft.given.keys() - given.keys())
-    candidates: dict[str, list[tuple[Entry, Any]]] = {}
+    candidates: dict[str, list[tuple[Entry, object]]] = {}
     others: dict[str, list[Entry]] = {}
     for key, value in _apart({**defaults, **given}, rules):
         entry = Entry(draft.prefix + key, number(value))
@@ -101,7 +101,7 @@ def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = (
     _put(draft, candidates, groups)
 
 
-def _translated(draft: Draft, key: str, entry: Entry, says: Any) -> tuple[str, Any]:
+def _translated(draft: Draft, key: str, entry: Entry, says: Any) -> tuple[str, object]:
     """Return the place of a carried key, a path of ours or @ROLE, and its value there.
 
     The value is None if there is nothing to set. Raises ConfigError for a value of a wrong type.
@@ -119,7 +119,7 @@ def _translated(draft: Draft, key: str, entry: Entry, says: Any) -> tuple[str, A
 
 
 def _put(
-    draft: Draft, candidates: Mapping[str, list[tuple[Entry, Any]]], groups: Sequence[Group]
+    draft: Draft, candidates: Mapping[str, list[tuple[Entry, object]]], groups: Sequence[Group]
 ) -> None:
     """Set the keys of ours that one foreign key makes, and then those that several make."""
     roles = Roles(Entry)
@@ -139,7 +139,7 @@ def _put(
             (draft.lose if entry.is_set else draft.skip)(entry)
 
 
-def _chosen(draft: Draft, candidates: Sequence[tuple[Entry, Any]]) -> tuple[Entry, Any]:
+def _chosen(draft: Draft, candidates: Sequence[tuple[Entry, object]]) -> tuple[Entry, object]:
     """Return the key that decides: one that the user wrote before a default, set before empty.
 
     The others are lost if they say something else.
@@ -157,7 +157,7 @@ def _chosen(draft: Draft, candidates: Sequence[tuple[Entry, Any]]) -> tuple[Entr
 
 _WORDS = ("full", "unsloth", "offload", "offload_disk", "legacy")
 """Values of Axolotl's that mean true."""
-_TYPES: dict[str, Callable[[Any], bool]] = {
+_TYPES: dict[str, Callable[[object], bool]] = {
     "a number": lambda value: type(value) in (int, float),
     "true or false": lambda value: isinstance(value, bool) or value in (0, 1, AUTO, *_WORDS),
 }
@@ -170,7 +170,7 @@ def _check_type(entry: Entry, role: str) -> None:
             raise entry.refused(kind)
 
 
-def _apart(given: Json, rules: Table) -> Iterator[tuple[str, Any]]:
+def _apart(given: Json, rules: Table) -> Iterator[tuple[str, object]]:
     """Yield keys with values; a section whose keys have rules of their own yields each of those."""
     for key, value in given.items():
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in rules):
@@ -185,7 +185,7 @@ def _other(kind: str, entries: Sequence[Entry]) -> Problem:
     return Problem(entries[0].key, f"saw {keys}: {kind}", expected)
 
 
-def _alike(value: Any, values: Iterable[Any]) -> bool:
+def _alike(value: Any, values: Iterable[object]) -> bool:
     """Return True if a value, or each value in a section or list, is one of `values`."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value

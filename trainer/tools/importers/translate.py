@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trainer.config.compiled import load
-from trainer.config.read import Json
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError, Problem
+from trainer.storage import Json
 from trainer.tools.importers import arguments, axolotl, llamafactory
 from trainer.tools.importers.draft import Draft
 from trainer.tools.importers.shared_keys import section_of

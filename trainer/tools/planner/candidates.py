@@ -10,9 +10,9 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-from trainer.config.read import Json
 from trainer.errors import ConfigError
 from trainer.layout import Layout, Recompute
+from trainer.storage import Json
 from trainer.tools.planner.cluster import Cluster
 
 TENSORS = (1, 2, 4, 8)
@@ -118,15 +118,15 @@ def differences(old: Layout, new: Layout) -> frozenset[str]:
     return frozenset(changed if counts else changed - {"shard"})
 
 
-def overrides_of(changes: Mapping[str, Any]) -> list[str]:
+def overrides_of(changes: Mapping[str, object]) -> list[str]:
     """Return changes as `key.path=value` arguments."""
     return [f"{path}={json.dumps(value)}" for path, value in changes.items()]
 
 
-def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, Any]:
+def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, object]:
     """Return the config keys to change, with their values; resolving the config sets the mesh."""
     moved = [name for name in KEYS if getattr(old, name) != getattr(new, name)]
-    changes: dict[str, Any] = {KEYS[name]: getattr(new, name) for name in moved}
+    changes: dict[str, object] = {KEYS[name]: getattr(new, name) for name in moved}
     if "expert_parallel.autoep_size" in changes:
         changes["expert_parallel.enabled"] = True
     if old.recompute != new.recompute:

@@ -142,7 +142,7 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str,
         return plan if plan["fits"] else _answer([*command, "--propose"])
 
 
-def _answer(command: list[str]) -> dict[str, Any]:
+def _answer(command: list[str]) -> dict[str, object]:
     environment = alone(os.environ)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(  # type: ignore[call-overload]

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, takewhile
 from pathlib import Path
-from typing import Any
 
 from trainer.config import Config, load
 from trainer.config.compiled import path_of
@@ -41,7 +40,7 @@ MORE_NODES = (2, 4, 8, 16, 32, 64)
 class Proposal:
     """A change to a config, and its result."""
 
-    changes: dict[str, Any]
+    changes: dict[str, object]
     """Config paths -> values."""
     plan: Plan
     comparison: str
@@ -157,10 +156,10 @@ def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm
 
 def changed_to(
     config: Config, cluster: Cluster, old: Layout, new: Layout
-) -> tuple[dict[str, Any], Config]:
+) -> tuple[dict[str, object], Config]:
     """Return the changes that make the layout `new`, and the config; ConfigError for none."""
     changes = changes_to(config.raw, old, new)
-    mesh: dict[str, Any] = {"trainer.mesh.shard": new.shard}
+    mesh: dict[str, object] = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
         mesh["trainer.mesh.replicate"] = new.replicate
     auto = {"trainer.engine": "auto"}

@@ -100,7 +100,7 @@ def _time(plan: Plan) -> str:
     )
 
 
-def as_json(plan: Plan) -> dict[str, Any]:
+def as_json(plan: Plan) -> dict[str, object]:
     """Return the plan as JSON values, in bytes and seconds."""
     peak = plan.fullest.peak
     return {
@@ -116,7 +116,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _role(role: Role) -> dict[str, Any]:
+def _role(role: Role) -> dict[str, object]:
     return {
         "name": role.name,
         "rank": role.rank,

@@ -24,7 +24,7 @@ from trainer.models.spec import ModelSpec
 from trainer.optim.lr_schedules import LRSchedule
 from trainer.parallel.partition import block_ranges
 from trainer.recipe import SampleCost
-from trainer.storage import imported
+from trainer.storage import Json, imported
 from trainer.tasks.task import Batch, Task, bare_name
 from trainer.tools.planner.fakes.ledger import BUILD, SAVE, Ledger, Peak
 from trainer.tools.planner.fakes.messages import Message, Messages
@@ -43,7 +43,7 @@ class Workload:
     engine: EngineKind
     spec: ModelSpec
     task: Task
-    deepspeed: Mapping[str, Any]
+    deepspeed: Json
     undecayed: Mapping[str, int]
     schedule: LRSchedule
     sample: SampleCost
@@ -200,7 +200,7 @@ def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
 def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Name gradients and optimizer state in the ledger, whenever an optimizer steps."""
 
-    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for module in modules:
             for name, parameter in module.named_parameters():
                 ledger.of(parameter.grad, "gradients", bare_name(name))
@@ -211,7 +211,7 @@ def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
                     ledger.of(parameter, "optimizer", "float32 copies")
                     ledger.of(parameter.grad, "optimizer", "float32 copies")
 
-    def after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def after(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         for state in optimizer.state.values():
             for value in state.values():
                 if isinstance(value, torch.Tensor):

@@ -40,7 +40,7 @@ class Attempt:
 
 def attempts(record: RunRecord) -> list[Attempt]:
     result: list[Attempt] = []
-    steps: Any = None  # of the run, as the last start says
+    steps: object = None  # of the run, as the last start says
     for row in record.timeline:
         at = float(row["time"])
         step = row["step"]
@@ -55,7 +55,7 @@ def attempts(record: RunRecord) -> list[Attempt]:
     return result
 
 
-def _end(row: Row, steps: Any) -> str:
+def _end(row: Row, steps: object) -> str:
     if row.get("error"):
         return f"failed: {row['error']}"
     return FINISHED if isinstance(steps, int) and row["step"] >= steps else STOPPED

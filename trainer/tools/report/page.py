@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from base64 import b64encode
 from pathlib import Path
-from typing import Any
 
 from jinja2 import Environment
 
@@ -50,7 +49,7 @@ def html(record: RunRecord, parts: list[Chapter], pictures: dict[str, bytes]) ->
     return page.from_string(TEMPLATE.read_text()).render(record=record, parts=parts, pictures=shown)
 
 
-def _picture(part: Chapter, picture: bytes) -> dict[str, Any]:
+def _picture(part: Chapter, picture: bytes) -> dict[str, object]:
     assert part.figure is not None
     width, height = (round(size * DPI) for size in part.figure.get_size_inches())
     return {"width": width, "height": height, "source": b64encode(picture).decode()}

@@ -262,9 +262,9 @@ def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, flo
     """Read {"memory": {"peak_bytes": int, "by_kind": {kind: bytes}}}; other keys are ignored."""
     if plan is None or "memory" not in plan:
         return None
-    memory: dict[str, Any] = plan["memory"] if isinstance(plan["memory"], dict) else {}
+    memory: dict[str, object] = plan["memory"] if isinstance(plan["memory"], dict) else {}
     peak: Any = memory.get("peak_bytes")
-    kinds: Any = memory.get("by_kind", {})
+    kinds: object = memory.get("by_kind", {})
     if not isinstance(kinds, dict) or not all(map(_is_number, (peak, *kinds.values()))):
         notes.append(f"{PLAN}: its memory can't be read")
         return None

@@ -82,7 +82,7 @@ def bar(axes: Axes, left: float, width: float, colour: str, label: str) -> None:
 def legend_above(axes: Axes, columns: int = 6) -> None:
     handles, labels = axes.get_legend_handles_labels()
     if handles:
-        more: dict[str, Any] = {"borderaxespad": 0.2, "handlelength": 1.4, "columnspacing": 1.6}
+        more: dict[str, object] = {"borderaxespad": 0.2, "handlelength": 1.4, "columnspacing": 1.6}
         axes.legend(handles, labels, ncols=columns, loc="lower left", bbox_to_anchor=(0, 1), **more)
 
 

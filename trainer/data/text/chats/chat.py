@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from trainer.data.text.token_files import Encoded
 from trainer.data.text.tokenizer import tokens_of
 from trainer.errors import ConfigError, DataError, Problem, first_line, refused
 from trainer.models.door import LONGEST, MEMORY, SECONDS, TIMES, bounded
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 PLAIN = (
     "{% for message in messages %}"
@@ -42,7 +45,7 @@ Span = tuple[int, int]
 class Template:
     """A chat template, run in transformers' sandbox."""
 
-    tokenizer: Any
+    tokenizer: PreTrainedTokenizerBase
     text: str | None
     """The template itself; None: the tokenizer's own, which may be several."""
     origin: str
@@ -51,7 +54,9 @@ class Template:
     """The part of a chat that counts in the loss: trainer.data.loss_on."""
 
     @classmethod
-    def of(cls, tokenizer: Any, path: str | None, loss_on: str = "assistant") -> Template:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, path: str | None, loss_on: str = "assistant"
+    ) -> Template:
         """Return the template of this name or file, the tokenizer's own, or the plain one.
 
         Raises ConfigError.

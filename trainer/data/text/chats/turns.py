@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from trainer.data.sources.formats import Row, short
 from trainer.errors import DataError, Problem
-from trainer.storage import parse_json
+from trainer.storage import Json, parse_json
 
 _ROLES = {
     "human": "user",
@@ -25,14 +25,14 @@ _ROLES = {
 class Chat(NamedTuple):
     """Messages as chat templates take them: `role`, `content`, and other keys of the data."""
 
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None = None
+    messages: list[Json]
+    tools: list[Json] | None = None
     learned_from: int = 0
     """The index of the first message that may count in the loss: those of a prompt do not."""
     place: str = ""
 
 
-def messages_of(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
+def messages_of(row: Row, column: str, value: Any) -> list[Json]:
     place = f"{row.place}: {column}"
     value = _parsed(value)
     if not isinstance(value, list):
@@ -42,7 +42,7 @@ def messages_of(row: Row, column: str, value: Any) -> list[dict[str, Any]]:
     return [_message(f"{place}[{turn}]", message) for turn, message in enumerate(value)]
 
 
-def _message(place: str, given: Any) -> dict[str, Any]:
+def _message(place: str, given: Any) -> Json:
     if not isinstance(given, Mapping):
         raise DataError(Problem(place, short(repr(given)), 'a message with "role" and "content"'))
     message = {key: value for key, value in given.items() if value is not None}
@@ -75,7 +75,7 @@ def _content(place: str, content: Any) -> str:
     return checked_text(place, content)
 
 
-def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
+def _counts(place: str, message: Json) -> dict[str, bool]:
     """Return a turn's own mark that it counts in the loss: OpenAI's `weight`, Axolotl's `train`."""
     for key, values in (("weight", {0: False, 1: True}), ("train", {False: False, True: True})):
         if key in message:
@@ -86,7 +86,7 @@ def _counts(place: str, message: dict[str, Any]) -> dict[str, bool]:
     return {}
 
 
-def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
+def _calls(place: str, calls: Any) -> list[Json]:
     """Return tool calls with arguments as objects, which OpenAI's data has as JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))
@@ -100,7 +100,7 @@ def _calls(place: str, calls: Any) -> list[dict[str, Any]]:
     return result
 
 
-def tools_of(row: Row) -> list[dict[str, Any]] | None:
+def tools_of(row: Row) -> list[Json] | None:
     if not (tools := _parsed(row.columns.get("tools"))):
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -109,7 +109,7 @@ def tools_of(row: Row) -> list[dict[str, Any]] | None:
     return tools
 
 
-def check_turns(place: str, messages: list[dict[str, Any]]) -> None:
+def check_turns(place: str, messages: list[Json]) -> None:
     for turn, (one, other) in enumerate(pairwise(messages), 1):
         if one["role"] == other["role"] == "assistant":
             actual = f"the turns {turn - 1} and {turn} are both the assistant's"
@@ -118,7 +118,7 @@ def check_turns(place: str, messages: list[dict[str, Any]]) -> None:
             )
 
 
-def _parsed(value: Any) -> Any:
+def _parsed(value: object) -> Any:
     """Parse JSON text, as tables hold it; return anything else as it is."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         with suppress(ValueError):

@@ -11,6 +11,7 @@ from typing import Any
 from trainer.data.sources.formats import short
 from trainer.data.text.chats.turns import Chat
 from trainer.errors import DataError, Problem
+from trainer.storage import Json
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The keys of an answer's reasoning in the templates of different families."""
@@ -140,7 +141,7 @@ class _Comparison:
     def _same(self, other: Chat) -> bool:
         return self.renders(other) == self.text
 
-    def _with(self, turn: int, values: dict[str, Any]) -> Chat:
+    def _with(self, turn: int, values: Json) -> Chat:
         messages = list(self.chat.messages)
         changed = {**messages[turn], **values}
         messages[turn] = {key: value for key, value in changed.items() if value is not None}
@@ -156,7 +157,7 @@ def _is_further(key: str, value: Any) -> bool:
     return key not in _READ and value not in (None, "", [], {})
 
 
-def _words(message: dict[str, Any]) -> str:
+def _words(message: Json) -> str:
     """Return a content without the reasoning before it, and without space at its ends."""
     content: str = message["content"]
     if message["role"] == "assistant":
@@ -164,7 +165,7 @@ def _words(message: dict[str, Any]) -> str:
     return content.strip()
 
 
-def _thought(message: dict[str, Any]) -> str:
+def _thought(message: Json) -> str:
     return str(message["content"]).rpartition("</think>")[0].rpartition("<think>")[2].strip()
 
 
@@ -176,23 +177,23 @@ def _has(text: str, value: str) -> bool:
     return any(form in text for form in _forms(value))
 
 
-def _function(call: Any) -> dict[str, Any]:
+def _function(call: Any) -> Json:
     function = call.get("function", call) if isinstance(call, dict) else {}
     return function if isinstance(function, dict) else {}
 
 
-def _name(call: Any) -> str:
+def _name(call: object) -> str:
     return str(_function(call).get("name", ""))
 
 
-def _bare(call: dict[str, Any]) -> dict[str, Any]:
+def _bare(call: Json) -> Json:
     """Return the call without its arguments."""
     if "function" in call:
         return {**call, "function": {**_function(call), "arguments": {}}}
     return {**call, "arguments": {}}
 
 
-def _leaves(value: Any) -> Iterator[str]:
+def _leaves(value: object) -> Iterator[str]:
     """Yield the texts and numbers in the arguments of a call."""
     if isinstance(value, dict):
         for key, inner in value.items():

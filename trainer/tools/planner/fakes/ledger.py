@@ -9,12 +9,12 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -26,6 +26,9 @@ from torch.utils._pytree import tree_leaves
 from trainer.models.names import pattern_of
 from trainer.tasks.task import bare_name
 from trainer.tools.planner.fakes.pretend import resizes_reported
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 BLOCK = 512
 """Bytes to which the CUDA allocator rounds up (c10/cuda/CUDACachingAllocator: kMinBlockSize)."""
@@ -118,7 +121,7 @@ class Ledger(TorchDispatchMode):
         self._live: dict[int, Allocation] = {}  # by the address of the storage's Python object
         self._names: dict[nn.Module, str] = {}
         self._stack: list[str] = []
-        self._refs: dict[int, Any] = {}
+        self._refs: dict[int, object] = {}
 
     def begin(self, phase: str) -> None:
         """Begin `phase`: what follows belongs to it."""
@@ -153,7 +156,13 @@ class Ledger(TorchDispatchMode):
         with resizes_reported(self._resized), self:
             yield self
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented
         if func is torch.ops.prim.device.default:
@@ -216,10 +225,10 @@ class Ledger(TorchDispatchMode):
         made = torch.is_grad_enabled() and self.phases[-1][0] not in (BUILD, SAVE)
         return "activations" if made else "temporaries"
 
-    def _enter(self, module: nn.Module, arguments: Any) -> None:
+    def _enter(self, module: nn.Module, arguments: object) -> None:
         self._stack.append(self._names.get(module, self._module))
 
-    def _leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
+    def _leave(self, module: nn.Module, arguments: object, output: object) -> None:
         if self._stack:
             self._stack.pop()
 

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import ProcessGroup, _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
 
 _OPERATORS = {
     "all-reduce": "allreduce_ all_reduce all_reduce_ allreduce_coalesced_ all_reduce_coalesced",
@@ -78,7 +81,13 @@ class Messages(TorchDispatchMode):
         """Begin `phase`: what follows belongs to it."""
         self.phase = phase
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented
         library, _, name = func._schema.name.partition("::")
@@ -87,7 +96,7 @@ class Messages(TorchDispatchMode):
             self._note(NAMES[name], args, output)
         return output
 
-    def _note(self, name: str, args: Any, output: Any) -> None:
+    def _note(self, name: str, args: Any, output: object) -> None:
         group = _group(args)
         if len(group) == 1:
             return
@@ -101,7 +110,7 @@ class Messages(TorchDispatchMode):
         self.found.append(Message(name, group, dtype, size, self.phase, place(), peer))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
+def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 

@@ -66,11 +66,11 @@ def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch
     return parts
 
 
-def replacements() -> Iterator[tuple[Any, str, Any]]:
+def replacements() -> Iterator[tuple[object, str, object]]:
     """Yield owner, name and replacement of the function that gives parameters their `gather`."""
     plain = partition_parameters.Init._convert_to_deepspeed_param
 
-    def convert(init: Any, parameter: Any) -> None:
+    def convert(init: object, parameter: Any) -> None:
         plain(init, parameter)
         function: Any = parameter.all_gather_coalesced
         for name in CLOSURES:

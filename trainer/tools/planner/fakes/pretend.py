@@ -110,7 +110,9 @@ def pretending(
         yield PretendRanks(rank, world_size)
 
 
-def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tuple[Any, str, Any]]:
+def _replacements(
+    deepspeed: Callable[[], torch.Tensor] | None,
+) -> Iterator[tuple[object, str, object]]:
     """Yield owner, name and replacement of each function whose result depends on values."""
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
@@ -135,7 +137,7 @@ def _replacements(deepspeed: Callable[[], torch.Tensor] | None) -> Iterator[tupl
     yield dist, "barrier", lambda *_, **__: None
 
 
-def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> Any:
+def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> object:
     """Read how many rows go to each rank's experts: as many to each."""
     ranks = len(read(counts, theirs, rows)[0])
     return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
@@ -165,11 +167,11 @@ class _TiedTables:
         self._both = {f"model.{name}" for name in owners_kept}
         return self._plain(model, spec, boundary, blocks)
 
-    def on_both(self, pair: Any, names: Iterable[str]) -> list[str]:
+    def on_both(self, pair: object, names: Iterable[str]) -> list[str]:
         return sorted(self._both & set(names)) if pair is not None else []
 
 
-def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str, Any]]:
+def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[object, str, object]]:
     from deepspeed.accelerator import get_accelerator
     from deepspeed.comm.torch import build_shm_op
     from deepspeed.ops.op_builder.builder import OpBuilder
@@ -197,17 +199,17 @@ def _in_deepspeed(hidden: Callable[[], torch.Tensor]) -> Iterator[tuple[Any, str
     yield PipelineEngine, "_send_tensor_meta", lambda *_: None
 
 
-def _everywhere(function: Any, other: Any) -> Iterator[tuple[Any, str, Any]]:
+def _everywhere(function: object, other: object) -> Iterator[tuple[object, str, object]]:
     """Yield a replacement of `function` under each name by which a module refers to it."""
     for module in list(sys.modules.values()):
         known = getattr(module, "__dict__", {}).items()
         yield from [(module, name, other) for name, value in known if value is function]
 
 
-def _never(function: Callable[..., Any]) -> Callable[..., bool]:
+def _never(function: Callable[..., object]) -> Callable[..., bool]:
     """Wrap `function`, which asks the other ranks, so that the answer is always False."""
 
-    def answer(*arguments: Any, **options: Any) -> bool:
+    def answer(*arguments: object, **options: object) -> bool:
         function(*arguments, **options)
         return False
 
@@ -225,7 +227,7 @@ def _apply(
     return module
 
 
-def _all_gather_object(results: list[Any], value: Any, group: Any = None) -> None:
+def _all_gather_object(results: list[object], value: object, group: object = None) -> None:
     results[:] = [value] * len(results)
 
 
@@ -239,12 +241,12 @@ def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator
     plain = torch.UntypedStorage.resize_
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def resize(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize(storage: torch.UntypedStorage, size: int) -> object:
         resized = plain(storage, size)
         report(storage)
         return resized
 
-    def paused(*arguments: Any, **options: Any) -> Any:
+    def paused(*arguments: Any, **options: Any) -> object:
         with _disable_current_modes():
             return propagate(*arguments, **options)
 

@@ -18,10 +18,10 @@ from torch import nn
 class BucketedReplica(nn.Module):
     """A replacement of `DistributedDataParallel` for tensors without values."""
 
-    _ddp_init_helper: Any = None  # which `steady_buckets` replaces
+    _ddp_init_helper: object = None  # which `steady_buckets` replaces
 
     def __init__(
-        self, module: nn.Module, *_: Any, gradient_as_bucket_view: bool = False, **__: Any
+        self, module: nn.Module, *_: object, gradient_as_bucket_view: bool = False, **__: object
     ) -> None:
         super().__init__()
         self.module = module
@@ -46,10 +46,10 @@ class BucketedReplica(nn.Module):
         for parameter in learned:
             parameter.register_post_accumulate_grad_hook(self._arrived)
 
-    def forward(self, *arguments: Any) -> Any:
+    def forward(self, *arguments: object) -> object:
         return self.module(*arguments)
 
-    def register_comm_hook(self, *_: Any, **__: Any) -> None:
+    def register_comm_hook(self, *_: object, **__: object) -> None:
         self._sent = torch.bfloat16  # as the one hook does that engines take
 
     @contextmanager
