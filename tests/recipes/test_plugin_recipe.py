@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.messages import shows
 from tests.support.plugins import command
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -81,30 +82,33 @@ def test_it_is_planned(layout: str, tmp_path: Path, installed: Path) -> None:
     assert plan["needed"] > 0
 
 
-def test_its_keys_are_checked(tmp_path: Path, installed: Path) -> None:
-    asked = config("zero3", recipe={"labels": 1, "colour": "red"}, data={"tokenizer": "gpt2"})
-    found = command(tmp_path, asked, "train", beside=installed)
+WRONG: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
+    "its own keys": (
+        {"recipe": {"labels": 1, "colour": "red"}, "data": {"tokenizer": "gpt2"}},
+        True,
+        ("trainer.recipe.labels", "trainer.recipe.colour", "trainer.data.tokenizer"),
+    ),
+    "not installed": ({}, False, ("trainer.task", "labelling:tokens")),
+    "a recipe that ships": (
+        {"recipe": {"labels": 2}, "task": "causal_lm"},
+        False,
+        ("trainer.recipe",),
+    ),
+}
+"""Keys of the trainer, whether the package is installed, and the places of the error."""
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_keys_are_named(tmp_path: Path, request: pytest.FixtureRequest, name: str) -> None:
+    section, with_package, places = WRONG[name]
+    beside = request.getfixturevalue("installed") if with_package else tmp_path
+    asked = config("zero3", **section)
+    found = command(tmp_path, asked, "train", beside=beside)
     assert found.returncode == 64
-    for place in ("trainer.recipe.labels", "trainer.recipe.colour", "trainer.data.tokenizer"):
-        assert place in found.stderr
+    shows(found.stderr, *places)
 
 
 def test_a_key_that_it_honours_is_taken(tmp_path: Path, installed: Path) -> None:
     asked = config("zero3", data={"sequence_length": 4})
     found = command(tmp_path, asked, "train", "--dry-run", beside=installed)
     assert found.returncode == 0, found.stdout + found.stderr
-
-
-def test_a_recipe_that_is_not_installed_is_named(tmp_path: Path) -> None:
-    found = command(tmp_path, config("zero3"), "train", beside=tmp_path)
-    assert found.returncode == 64
-    assert "trainer.task" in found.stderr
-    assert "labelling:tokens" in found.stderr
-
-
-def test_a_shipped_recipe_has_no_keys_of_a_plugin(tmp_path: Path) -> None:
-    asked = config("zero3", recipe={"labels": 2}) | {}
-    asked["trainer"]["task"] = "causal_lm"
-    found = command(tmp_path, asked, "train", beside=tmp_path)
-    assert found.returncode == 64
-    assert "trainer.recipe" in found.stderr
