@@ -14,7 +14,7 @@ from trainer.supervise.signals import stopped_at, stopped_early
 @pytest.mark.parametrize(
     ("problem", "text"),
     [
-        (Problem("seed", "-1", "0 or more", "Leave it out"), "seed: -1; expected 0 or more. Leave"),
+        (Problem("seed", "-1", "0 or more", "Leave it out"), "seed: -1; expected 0 or more. "),
         (Problem("seed", "-1", "0 or more"), "seed: -1; expected 0 or more"),
         (Problem("rank 1", "a lost connection", hint="Look there"), "rank 1: a lost connection. L"),
         (Problem("rank 1", "a lost connection"), "rank 1: a lost connection"),

@@ -14,6 +14,19 @@ from tests.support.selection import ROOT, exists
 MOST_WORDS = 4
 """What a test checks has at most as many words; more make it a sentence."""
 HELPERS = ("shows", "shows_each", "raises")
+EXPECTED = {
+    "text",
+    "message",
+    "expected",
+    "seen",
+    "reason",
+    "last",
+    "words",
+    "keys",
+    "key",
+    "place",
+}
+"""Parameters of tests that hold what a user is to see."""
 
 
 @cache
@@ -26,7 +39,10 @@ def trees() -> dict[str, ast.Module]:
 
 
 def checked_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The lines and texts of what a test checks: in an assert, as `match=`, and as key words."""
+    """The lines and texts of what a test checks.
+
+    They stand in an assert, as `match=`, as key words, or in a table of `parametrize`.
+    """
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             checked: list[ast.AST] = [node]
@@ -34,12 +50,27 @@ def checked_texts(tree: ast.Module) -> Iterator[tuple[int, str]]:
             checked = [node.value]
         elif isinstance(node, ast.Call) and ast.unparse(node.func) in HELPERS:
             checked = list(node.args[1:])
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.parametrize":
+            checked = list(expected_cells(node))
         else:
             continue
         for part in checked:
             for text in ast.walk(part):
                 if isinstance(text, ast.Constant) and isinstance(text.value, str):
                     yield text.lineno, text.value
+
+
+def expected_cells(call: ast.Call) -> Iterator[ast.AST]:
+    """The cells of a table of `parametrize` that hold what a user is to see."""
+    names = ast.literal_eval(call.args[0])
+    columns = re.split(", *", names) if isinstance(names, str) else list(names)
+    rows = call.args[1].elts if isinstance(call.args[1], ast.List) else []
+    for row in rows:
+        cells = row.elts if isinstance(row, ast.Tuple) else getattr(row, "args", [])
+        if len(columns) == 1:
+            cells = [row]
+        if len(cells) == len(columns):
+            yield from (cells[n] for n, column in enumerate(columns) if column in EXPECTED)
 
 
 def is_sentence(text: str) -> bool:
@@ -63,9 +94,10 @@ assert error == "it is as it was", "so it is not yet"
 with pytest.raises(E, match="it is as it was"): ...
 shows(x, "it is as it was")
 y = "it is as it was"
+pytest.mark.parametrize(("x", "text"), [("not as it was, is it", "it is as it was")])
 """
     found = [text for _, text in checked_texts(ast.parse(source)) if is_sentence(text)]
-    assert len(found) == 4
+    assert len(found) == 5
 
 
 IMPORTED = re.compile(r"^ *(?:from|import) (tests(?:\.\w+)*)(?: import (\w+))?", re.M)

@@ -242,7 +242,7 @@ def test_what_is_found_of_a_module():
         ),
         (
             {"loss": lambda o, t: (loss(o, t)[0] / 0, 1)},
-            ("inf on the first samples", "a finite number"),
+            ("inf", "the first samples", "a finite number"),
         ),
         (
             {"loss": lambda o, t: (loss(o, t)[0], int((o != 0).sum()))},

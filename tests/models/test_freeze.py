@@ -232,21 +232,20 @@ def test_any_name_of_a_tied_parameter_will_do():
 
 
 @pytest.mark.parametrize(
-    "patterns, message",
+    "patterns, keys",
     [
         (
             ["*norm*", "model.embd_tokens.*"],
-            'trainer.freeze[1]: "model.embd_tokens.*" matches no parameter',
+            ('trainer.freeze[1]: "model.embd_tokens.*"', "matches no parameter"),
         ),
-        (["model.embd_tokens.*"], 'Did you mean "model.embed_tokens.*"'),
-        (["layers.0.self_attn.k_proj"], "matches no parameter"),
-        (["*"], "trainer.freeze: all 29 parameters; expected some that are left to train"),
+        (["model.embd_tokens.*"], ('Did you mean "model.embed_tokens.*"',)),
+        (["layers.0.self_attn.k_proj"], ("matches no parameter",)),
+        (["*"], ("trainer.freeze: all 29 parameters", "left to train")),
     ],
 )
-def test_what_fits_no_model_is_an_error(patterns, message):
-    with pytest.raises(ConfigError) as caught:
+def test_what_fits_no_model_is_an_error(patterns, keys):
+    with raises(ConfigError, *keys):
         frozen(spec_of(LLAMA), patterns)
-    assert message in str(caught.value)
 
 
 @pytest.mark.more

@@ -26,17 +26,17 @@ def check(spec: ModelSpec) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "change", "expected"),
+    ("model", "change", "keys"),
     [
-        (EXPERTS, {}, "it has none; expected a bias that chooses experts"),
-        (GLM, {"adapter": {"r": 4}}, "it has none"),
-        (ERNIE, {"freeze": ("*e_score_correction_bias",)}, "it has none"),
+        (EXPERTS, {}, ("it has none", "chooses experts")),
+        (GLM, {"adapter": {"r": 4}}, ("it has none",)),
+        (ERNIE, {"freeze": ("*e_score_correction_bias",)}, ("it has none",)),
     ],
     ids=["without one", "of an adapter's base", "frozen"],
 )
-def test_a_model_without_a_bias_to_move_is_refused(model, change, expected):
+def test_a_model_without_a_bias_to_move_is_refused(model, change, keys):
     spec = spec_in(replace(ONE, model=model, **change))
-    with pytest.raises(ConfigError, match="router_bias_update_rate: .*" + expected):
+    with raises(ConfigError, "router_bias_update_rate: ", *keys):
         check(spec)
 
 

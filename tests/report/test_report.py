@@ -25,7 +25,7 @@ from matplotlib.text import Text
 from PIL import Image
 
 from tests.support.commands import ROOT
-from tests.support.messages import shows
+from tests.support.messages import raises, shows
 from trainer.command.report import main
 from trainer.config import load
 from trainer.config.sections.trainer import ProfileSection
@@ -539,19 +539,19 @@ def test_a_real_run_leaves_what_is_drawn(real):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "keys"),
     [
-        ({"start": 9}, "trainer.profile.start: saw 9, in a run of 8 steps"),
-        ({"start": 0}, "trainer.profile.start"),
-        ({"steps": 101}, "trainer.profile.steps"),
-        ({"step": 1}, 'Did you mean "steps"'),
+        ({"start": 9}, ("trainer.profile.start: saw 9", "8 steps")),
+        ({"start": 0}, ("trainer.profile.start",)),
+        ({"steps": 101}, ("trainer.profile.steps",)),
+        ({"step": 1}, ('Did you mean "steps"',)),
     ],
 )
-def test_a_profile_that_can_not_be_made(tmp_path, given, words):
+def test_a_profile_that_can_not_be_made(tmp_path, given, keys):
     (tmp_path / "own.json").write_text(
         json.dumps({"train_batch_size": 8, "trainer": {"steps": 8, "profile": given}})
     )
-    with pytest.raises(ConfigError, match=re.escape(words)):
+    with raises(ConfigError, *keys):
         load(str(tmp_path / "own.json"), [])
 
 

@@ -42,7 +42,7 @@ KILLED = "os.kill(os.getpid(), 9)"
 ABORTED = "os.kill(os.getpid(), 6)"
 RANK_1 = r"rank 1 on \S+ \(process \d+, step 3, saving\) "
 RANK_0 = RANK_1.replace("rank 1", "rank 0")
-FULL = "says('rank 1: the disk is full', 74)"
+FULL = "says('rank 1: disk is full', 74)"
 
 
 @pytest.mark.first(
@@ -58,7 +58,7 @@ FULL = "says('rank 1: the disk is full', 74)"
     [
         (LOST, 0.5, KILLED, 128 + 9, RANK_1 + "was ended by SIGKILL"),
         (LOST, 3.0, KILLED, 128 + 9, RANK_1 + "was ended by SIGKILL"),
-        (LOST, 0.5, FULL, 74, "rank 1: the disk is full"),
+        (LOST, 0.5, FULL, 74, "rank 1: disk is full"),
         (LOST, 0.5, "os._exit(3)", 3, RANK_1 + "ended with exit code 3"),
         (
             LOST,
@@ -68,7 +68,7 @@ FULL = "says('rank 1: the disk is full', 74)"
             "rank 1:",
         ),
         (ABORTED, 0.5, KILLED, 128 + 9, RANK_1 + "was ended by SIGKILL"),
-        (ABORTED, 0.5, FULL, 74, "rank 1: the disk is full"),
+        (ABORTED, 0.5, FULL, 74, "rank 1: disk is full"),
         (KILLED, 0.5, "says('rank 1: who knows', 70)", 128 + 9, RANK_0 + "was ended by SIGKILL"),
         ("says('rank 0 failed', 70)", 0.5, KILLED, 70, "rank 0 failed"),
         (LOST, 600, "", 70, "rank 0 lost its connection"),
@@ -107,14 +107,14 @@ def test_the_cause_is_named_whatever_ends_first(
 @pytest.mark.parametrize(
     ("first", "second", "code", "last"),
     [
-        (LOST, FULL, 74, "rank 1: the disk is full"),
+        (LOST, FULL, 74, "rank 1: disk is full"),
         (ABORTED, KILLED, 128 + 9, RANK_1 + "was ended by SIGKILL"),
         ("time.sleep(600)", "os._exit(3)", 3, RANK_1 + "ended with exit code 3"),
         (
             "os.kill(os.getppid(), 15); time.sleep(600)",
             "time.sleep(600)",
             75,
-            "stopped by SIGTERM before the first step",
+            "stopped by SIGTERM before",
         ),
     ],
     ids=["an error", "a kill", "a code", "a signal to the launcher"],
