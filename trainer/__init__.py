@@ -62,7 +62,7 @@ def _with_keywords_of(
 class VerifyOptions:
     """The arguments of `verify`, which `train` has, too."""
 
-    config: str | Path | dict[str, object] = field(kw_only=False)
+    config: str | Path | dict[str, Any] = field(kw_only=False)
     model: Callable[[], nn.Module] | None = None
     data: object = None
     loss: Loss | None = None

@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -42,7 +42,7 @@ class HandedIn:
     """Objects of a script, in place of those that the config names."""
 
     model: Callable[[], nn.Module] | None = None
-    data: Any = None
+    data: object = None
     """Anything with `__len__` and `__getitem__`."""
     loss: Loss | None = None
     evaluation_data: object = None
