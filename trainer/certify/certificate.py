@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.certify.case import Case, Certified
 from trainer.certify.comparison import Comparison
@@ -133,7 +132,7 @@ def _of_probes(probes: Sequence[Answer]) -> Iterator[str]:
         yield f"{one.question:<{WIDTH}}{one.answer:<6}{one}".rstrip()
 
 
-def write(certificate: Certificate, path: Path, config: Any) -> None:
+def write(certificate: Certificate, path: Path, config: object) -> None:
     """Write the certificate as JSON, with the config as it was given, for which it was made."""
     content: Json = asdict(certificate)
     for finding in (*content["findings"], content["first_failure"] or {}):

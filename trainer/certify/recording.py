@@ -109,7 +109,7 @@ class Recorder:
         self._listener = Listener(modules, compiled)
         recording.states.append(state_of(engine))
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._engine, name)
 
     def step(self, step: int, micro_batches: Sequence[Batch], update: Update) -> Metrics:

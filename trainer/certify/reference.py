@@ -115,7 +115,7 @@ class Reference(ABC):
         """Return the logits, or whatever the loss of a user's module takes."""
 
     @abstractmethod
-    def _loss_sum(self, model: nn.Module, inputs: Any, targets: object) -> torch.Tensor: ...
+    def _loss_sum(self, model: nn.Module, inputs: object, targets: object) -> torch.Tensor: ...
 
     @abstractmethod
     def _counted(self, inputs: object, targets: object) -> int:

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ FAILED = 76
 
 
 def tiny_run_of(
-    config: str | Path | dict[str, Any], overrides: Sequence[str], processes: int | None
+    config: str | Path | dict[str, object], overrides: Sequence[str], processes: int | None
 ) -> Tiny:
     """Shrink a config to a few steps, for `processes`, a launcher's, or the fewest that serve."""
     launched = world_of(os.environ)

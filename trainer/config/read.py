@@ -43,7 +43,7 @@ def read(path: Path) -> Json:
     return raw
 
 
-def parse(path: Path, in_yaml: bool, wanted: str) -> Any:
+def parse(path: Path, in_yaml: bool, wanted: str) -> object:
     """Parse a YAML or JSON file, any value. `wanted`: what the file should be.
 
     Raises ConfigError as `read` does.

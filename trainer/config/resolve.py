@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from trainer.config.axes import mesh_sizes, nearest, ranks_inside
 from trainer.config.compiled import FILE, OVERRIDE, Config
@@ -34,7 +34,7 @@ class RuntimeFacts:
     """The number of processes on one machine."""
 
 
-Decisions = dict[str, tuple[Any, str]]
+Decisions = dict[str, tuple[object, str]]
 
 
 def resolve(config: Config, facts: RuntimeFacts) -> Config:

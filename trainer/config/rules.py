@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from trainer.config.check import UNSAID
 from trainer.config.keys import KEYS, PARAMETERS
@@ -151,7 +150,7 @@ def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
     return notes
 
 
-def _has_value(value: Any) -> bool:
+def _has_value(value: object) -> bool:
     return value is not None and value is not False and value != {}
 
 

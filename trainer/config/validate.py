@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
 
 from pydantic import ValidationError
 
@@ -19,7 +18,7 @@ from trainer.plugins import options_of
 from trainer.storage import Json
 
 
-def validate(raw: Any, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
+def validate(raw: object, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
     """Return the section and its problems; if there are any, the section is the default one.
 
     `folder`: that of the config's file.

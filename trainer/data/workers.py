@@ -123,5 +123,5 @@ def _end_with(parent: int) -> None:
     os._exit(1)
 
 
-def _do(one: Any) -> Any:
+def _do(one: object) -> Any:
     return _WORK[0](one)

@@ -259,7 +259,7 @@ def _outcome(work: Callable[[], object]) -> tuple[bool, object]:
         return True, error
 
 
-def _sendable(failed: bool, result: object) -> Any:
+def _sendable(failed: bool, result: object) -> object:
     """Return what is sent: other errors than this project's need not survive being pickled."""
     return repr(result) if failed and not isinstance(result, MeshloomError) else result
 

@@ -70,7 +70,7 @@ def opened_language_model(folder: Path, trust: bool) -> PreTrainedModel:
     return opened(folder, device_map=device, trust_remote_code=trust)
 
 
-def _pretrained(folder: Path, *, adapter: bool, **options: Any) -> nn.Module:
+def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
     place = f"open: {folder}"
     trust = bool(options.setdefault("trust_remote_code", False))
     if adapter:

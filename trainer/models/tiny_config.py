@@ -184,7 +184,7 @@ class _Resize:
             return {key: self.value(key, part) for key, part in value.items()}
         return self._list(name, value) if isinstance(value, (list, tuple)) else value
 
-    def _list(self, name: str, value: Any) -> Any:
+    def _list(self, name: str, value: Any) -> object:
         scale = self.scale
         kind = type(value)
         if re.search("token_id", name):

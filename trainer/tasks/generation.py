@@ -29,7 +29,7 @@ def continued(
     tokenizer: PreTrainedTokenizerBase,
     prompt: Any,
     tokens: int,
-    **options: Any,
+    **options: object,
 ) -> torch.Tensor:
     """Return the tokens [count] of a prompt (text, tokens, or turns of a chat that the model is to
     answer) and at most `tokens` that the model adds.

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,7 +24,7 @@ def check_tasks(names: Sequence[str]) -> None:
         tasks.TaskManager().load([*names])
 
 
-def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> Json:
+def results(folder: Path, trust: bool, names: Sequence[str], **options: object) -> Json:
     """Return lm-eval's results of a folder's model on tasks, by name or path of a YAML file.
 
     `trust`: the model's own code may run. Raises ConfigError where lm-eval's `options` do not fit.
@@ -36,7 +35,7 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
     class LimitedModel(HFLM):  # type: ignore[misc]
         """The model, whose chat template has the limits that it has in training."""
 
-        def apply_chat_template(self, chat: Any, *given: object, **options: object) -> str:
+        def apply_chat_template(self, chat: object, *given: object, **options: object) -> str:
             render = partial(super().apply_chat_template, chat, *given, **options)
             return limited(render, chat, str(folder))
 
@@ -47,7 +46,7 @@ def results(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> 
         return simple_evaluate(judged, tasks=[*names], log_samples=False, **options)  # type: ignore[return-value]
 
 
-def table(folder: Path, trust: bool, names: Sequence[str], **options: Any) -> str:
+def table(folder: Path, trust: bool, names: Sequence[str], **options: object) -> str:
     """Return lm-eval's table of its results; raises as `check_tasks` and `results` do."""
     check_tasks(names)
     from lm_eval.utils import make_table

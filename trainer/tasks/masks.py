@@ -69,7 +69,7 @@ class Masks:
     def _once(self, make: Callable[..., torch.Tensor | None], rows: _Rows) -> Callable[..., object]:
         documents = rows.documents
 
-        def made(*, mask_function: Any, config: PreTrainedConfig = None, **wanted: Any) -> Any:
+        def made(*, mask_function: Any, config: PreTrainedConfig = None, **wanted: Any) -> object:
             if rows.length is not None:
                 wanted = _of_whole_rows(wanted, rows.length)
             window = wanted.get("local_size")

@@ -132,7 +132,7 @@ def _of_model(small: Tiny, architecture: PreTrainedConfig) -> Iterator[Option]:
         yield Option("output_router_logits", small, _without_router_loss)
 
 
-def _parts(config: PreTrainedConfig) -> list[Any]:
+def _parts(config: PreTrainedConfig) -> list[object]:
     return [value for value in vars(config).values() if hasattr(value, "to_dict")]
 
 

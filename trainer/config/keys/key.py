@@ -174,7 +174,7 @@ FLAGS = {
 DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
 
 
-def coerce(value: Any, key: Values) -> Any:
+def coerce(value: Any, key: Values) -> object:
     """Convert `value` to the key's type as DeepSpeed does: 5e8 to an int, "1e-5" to a float.
 
     Raises ValueError if the value does not fit.
@@ -235,7 +235,7 @@ def _dtype(value: object) -> str:
 
 
 def _instance(kind: type) -> Callable[[object], object]:
-    def checked(value: object) -> Any:
+    def checked(value: object) -> object:
         if not isinstance(value, kind):
             raise ValueError
         return value

@@ -12,7 +12,7 @@ from contextlib import closing
 from dataclasses import astuple, replace
 from multiprocessing.sharedctypes import RawArray
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config import DataSection
 from trainer.data.cache import Check, cached_folder
@@ -266,7 +266,7 @@ def _content(location: Location, cache_folder: Path, progress: Progress) -> list
     return [location.format, *digests(location.files, cache_folder, looked_at)]
 
 
-def _settings(options: DataSection, work: Tokenising) -> list[list[Any]]:
+def _settings(options: DataSection, work: Tokenising) -> list[list[object]]:
     """Return the options on which the samples depend; newer ones only where they are set."""
     shape = [*astuple(work.cut), options.evaluation_fraction, options.name, options.split]
     pair = options.prompt_column, options.completion_column

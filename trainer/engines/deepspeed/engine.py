@@ -113,7 +113,7 @@ def _gather_once(model: nn.Module, spec: ModelSpec) -> None:
             module.register_forward_pre_hook(_with_gradient)
 
 
-def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> Any:
+def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> object:
     """Let a module's input have a gradient, by which ZeRO-3 sees when those of its parameters end.
 
     Behind frozen layers there is none, and parameters outside an `nn.Linear` are taken apart early.

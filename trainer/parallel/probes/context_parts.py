@@ -104,7 +104,7 @@ class _Recorded(ContextRanks):
 
     def attended(
         self, compute: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, object]:
         heads = query, key, value
         if len(self._ranks) > 1:
             if dropout := compute.keywords.get("dropout"):

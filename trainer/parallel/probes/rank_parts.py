@@ -193,7 +193,7 @@ class _Pass(TorchDispatchMode):
         self,
         func: OpOverload,
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if torch.Tag.nondeterministic_seeded not in func.tags:

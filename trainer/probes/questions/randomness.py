@@ -60,7 +60,7 @@ def watched_pass(model: nn.Module, spec: ModelSpec, drawn: float | None = None) 
     left = 0
     ran = list[str]()
 
-    def enter(*_: Any) -> None:
+    def enter(*_: object) -> None:
         nonlocal place
         place = "block"
 
@@ -99,7 +99,7 @@ class DrawWatch(TorchDispatchMode):
         self,
         func: OpOverload,
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}

@@ -234,7 +234,7 @@ class PackedReference(LanguageReference):
         packs = self._evaluated_samples()
         return self._judged([document for pack in packs for document in pack], 1)
 
-    def _prepared(self, documents: list[Encoded], longest: int) -> list[Any]:
+    def _prepared(self, documents: list[Encoded], longest: int) -> list[object]:
         packs = best_fit(documents, longest)
         return [[sample_of(document, longest) for document in pack] for pack in packs]
 

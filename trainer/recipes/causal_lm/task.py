@@ -282,7 +282,7 @@ def _head(model: nn.Module) -> LossHead:
 
 
 def _packed_logits(
-    model: PreTrainedModel, row: torch.Tensor, seal: Callable[..., Any]
+    model: PreTrainedModel, row: torch.Tensor, seal: Callable[..., object]
 ) -> torch.Tensor:
     """Return the logits of a row of two documents, under masks that `seal` replaces."""
     half = row.shape[1] // 2

@@ -92,7 +92,7 @@ def without_place(request: object) -> object:
     return keys
 
 
-def training_keys(request: object) -> Any:
+def training_keys(request: object) -> object:
     """Return a config as given, without keys that do not affect the numbers of training."""
     if not isinstance(request, dict) or not isinstance(section := request.get("trainer", {}), dict):
         return request

@@ -124,7 +124,7 @@ def _upload(address: str, folder: Path, ranks: Ranks) -> Upload:
     return upload
 
 
-def _taken(base: Path, raw: Any, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
+def _taken(base: Path, raw: object, request: Request, ranks: Ranks) -> tuple[Path, str, list[str]]:
     """Lock the run's folder on each machine; return it, the run's state, and lines for the user.
 
     A machine without the run follows those that have it. Collective; raises ConfigError if they

@@ -78,7 +78,7 @@ def put_mixture(draft: Draft, keys: Roles) -> None:
         put_sources(draft, entry, parts, [part["path"] for part in parts])
 
 
-def _sections_of(entry: Entry) -> tuple[Entry, Any]:
+def _sections_of(entry: Entry) -> tuple[Entry, object]:
     """Return what a section of the alignment handbook holds out, and its data sets."""
     given = entry.value if isinstance(entry.value, Mapping) else {}
     return Entry(entry.key, given.get("test_split_size") or 0), given.get("datasets")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 from trainer.engines.devices import DEVICES, GIB
 from trainer.tools.planner.cluster import RESERVED, gib
@@ -140,7 +139,7 @@ def in_seconds(time: float) -> str:
 
 
 def proposal_lines(
-    number: int, plan: Plan, changes: Mapping[str, Any], comparison: str
+    number: int, plan: Plan, changes: Mapping[str, object], comparison: str
 ) -> Iterator[str]:
     """Yield one proposal: if it fits, what differs from the present plan, and the config keys."""
     fits = "fits" if plan.fits else "does not fit"

@@ -32,7 +32,7 @@ class Chat(NamedTuple):
     place: str = ""
 
 
-def messages_of(row: Row, column: str, value: Any) -> list[Json]:
+def messages_of(row: Row, column: str, value: object) -> list[Json]:
     place = f"{row.place}: {column}"
     value = _parsed(value)
     if not isinstance(value, list):
@@ -42,7 +42,7 @@ def messages_of(row: Row, column: str, value: Any) -> list[Json]:
     return [_message(f"{place}[{turn}]", message) for turn, message in enumerate(value)]
 
 
-def _message(place: str, given: Any) -> Json:
+def _message(place: str, given: object) -> Json:
     if not isinstance(given, Mapping):
         raise DataError(Problem(place, short(repr(given)), 'a message with "role" and "content"'))
     message = {key: value for key, value in given.items() if value is not None}

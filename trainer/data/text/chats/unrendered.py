@@ -177,7 +177,7 @@ def _has(text: str, value: str) -> bool:
     return any(form in text for form in _forms(value))
 
 
-def _function(call: Any) -> Json:
+def _function(call: object) -> Json:
     function = call.get("function", call) if isinstance(call, dict) else {}
     return function if isinstance(function, dict) else {}
 
