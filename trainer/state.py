@@ -76,6 +76,8 @@ class StateTensor:
     """
     pieces: tuple[FileTensor, ...] = ()
     """The tensors in files that its bytes are, in order; empty: one, under its name."""
+    file_dtype: torch.dtype | None = None
+    """The dtype that it has in a model's files whatever that of the others; None: theirs."""
 
     def read(self, ranks: Ranks) -> torch.Tensor:
         """Return the whole tensor on the host of every rank. Collective; for small models."""

@@ -16,6 +16,7 @@ from tests.support.bases import (
     FAMILIES,
     FP8,
     changed_config,
+    count_reads,
     in_blocks_of_fp8,
     in_channels_of_fp8,
     in_mxfp4,
@@ -28,7 +29,6 @@ from trainer.models import huggingface
 from trainer.models.language import model_config
 from trainer.models.language.auto_class import auto_class
 from trainer.models.materialise import on_host
-from trainer.models.pretrained import named_base
 
 
 def options(folder: Path) -> ModelSection:
@@ -67,37 +67,9 @@ def test_a_base_is_read_by_value(tmp_path, family):
     assert_read_as_transformers_does(write_base(tmp_path, family))
 
 
-class Counted:
-    """Stored tensors that count the bytes that are read at once for one tensor of the model."""
-
-    def __init__(self, stored: Any) -> None:
-        self._stored, self.read = stored, 0
-
-    def names(self) -> set[str]:
-        return self._stored.names()
-
-    def like(self, name: str) -> torch.Tensor:
-        return self._stored.like(name)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        value = self._stored[name]
-        self.read += value.nbytes
-        return value
-
-    def release(self) -> None:
-        self._stored.release()
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_is_read_from_its_own_sources_alone(tmp_path, family, monkeypatch):
-    opened = named_base.stored_tensors
-    counted: list[Counted] = []
-
-    def counting(*arguments: Any) -> Any:
-        counted.append(Counted(opened(*arguments)))
-        return counted[-1]
-
-    monkeypatch.setattr(named_base, "stored_tensors", counting)
+    counted = count_reads(monkeypatch)
     spec = spec_of(write_base(tmp_path, family))
     stored = counted[-1]
     stored.read = 0

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -16,6 +17,7 @@ from tests.support.bases import (
     FP8,
     MULTIMODAL,
     changed_config,
+    count_reads,
     in_blocks_of_fp8,
     rewritten,
     write_base,
@@ -27,8 +29,10 @@ from trainer.errors import ConfigError, DiskError
 from trainer.models import huggingface
 from trainer.models.finetuning.lora import adapted
 from trainer.models.language import model_config
-from trainer.models.pretrained import way_back
+from trainer.models.opened import opened
+from trainer.models.pretrained import named_base, way_back
 from trainer.models.spec import ModelSpec, exported, given_tensors
+from trainer.state import CARRIED
 
 SETTINGS = {"eos_token_id": [2, 7], "temperature": 0.7, "do_sample": True}
 
@@ -162,7 +166,160 @@ def test_codes_that_are_not_trained_are_an_error(tmp_path):
     assert spec_of(base, keep_untrained=False)
 
 
+WIDE = {"deepseek_v3": "e_score_correction_bias", "qwen3_next": "A_log", "qwen3_5": "A_log"}
+
+
+@pytest.mark.parametrize("family", WIDE)
+def test_what_a_base_in_16_bits_has_in_32_is_not_narrowed(tmp_path, family):
+    def widened(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {n: v.float() * 1.0001 if WIDE[family] in n else v for n, v in values.items()}
+
+    base = rewritten(write_base(tmp_path / "base", family), widened)
+    assert_equal_files(base, written(spec_of(base), tmp_path / "final"))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_5", "mistral3"])
+def test_a_tied_head_that_is_stored_twice_comes_back_twice(tmp_path, family):
+    more = {"text_config": {"tie_word_embeddings": True}} if family in MULTIMODAL else {}
+    base = write_base(tmp_path / "base", family, tie_word_embeddings=True, **more)
+
+    def twice(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        table = next(name for name in values if name.endswith("embed_tokens.weight"))
+        return values | {"lm_head.weight": values[table].clone()}
+
+    assert_equal_files(rewritten(base, twice), final := written(spec_of(base), tmp_path / "final"))
+    kind = getattr(transformers, json_in(final / "config.json")["architectures"][0])
+    assert not kind.from_pretrained(final, output_loading_info=True)[1]["unexpected_keys"]
+
+
+def test_any_dtype_and_shape_comes_along(tmp_path):
+    more = {
+        "mtp.codes": torch.randn(4, 4).to(torch.float8_e4m3fn),
+        "mtp.scale": torch.arange(4, dtype=torch.uint8).view(torch.float8_e8m0fnu),
+        "mtp.words": torch.tensor(7),
+        "mtp.empty": torch.empty(0, 3),
+        "mtp.mask": torch.tensor([True, False]),
+        "mtp.turns": torch.randn(2, dtype=torch.complex64),
+    }
+    base = rewritten(write_base(tmp_path / "base", "llama"), lambda values: values | more)
+    written(spec_of(base), tmp_path / "final")
+    after = load_file(tmp_path / "final" / "model.safetensors")
+    for name, value in more.items():
+        assert after[name].shape == value.shape and after[name].dtype == value.dtype
+        bytes_of = [one.reshape(-1).view(torch.uint8) for one in (after[name], value)]
+        assert torch.equal(*bytes_of), name
+
+
+def test_numbers_of_four_bits_are_an_error(tmp_path):
+    more = torch.zeros(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    base = rewritten(write_base(tmp_path, "llama"), lambda values: values | {"mtp.codes": more})
+    with pytest.raises(ConfigError, match=r"mtp\.codes.*F4"):
+        spec_of(base)
+
+
+def test_tensors_that_only_transformers_names_so_are_noted(tmp_path):
+    base = write_base(tmp_path / "base", "sarvam_moe")
+    assert any("query_key_value" in name for name in load_file(base / "model.safetensors"))
+    spec = spec_of(base)
+    assert any("query_key_value" in note and "alone reads" in note for note in spec.notes)
+    final = written(spec, tmp_path / "final")
+    kind = transformers.AutoModelForCausalLM
+    theirs = kind.from_pretrained(base).state_dict()
+    for name, value in kind.from_pretrained(final).state_dict().items():
+        assert torch.equal(theirs[name], value), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_tensor_is_written_from_its_own_sources_alone(tmp_path, family, monkeypatch):
+    counted = count_reads(monkeypatch)
+    base = rewritten(write_base(tmp_path, family), with_mtp)
+    spec = spec_of(base)
+    given = given_tensors(spec, ALONE)
+    stored = counted[-1]
+    spec.building.weights.release()
+    stored.read = 0
+    entries = exported(spec, given, ALONE)
+    assert stored.read == 0
+    assert {name for name in with_mtp({})} <= {entry.name for entry in entries}
+    for entry in entries:
+        values = [part.value for part in entry.parts()]
+        own = 1 if entry.key == CARRIED else 3  # one source may hold several of the model's
+        assert stored.read <= own * sum(value.nbytes for value in values), entry.name
+        stored.read = 0
+
+
 # Settings
+
+
+def with_head(folder: Path, kind: Any, **more: Any) -> Path:
+    """A base that its own class saved with another head, or none."""
+    write_base(folder / "first", "llama", tie_word_embeddings=True, **more)
+    model = kind.from_pretrained(folder / "first", dtype=torch.bfloat16)
+    model.save_pretrained(folder / "base")
+    return folder / "base"
+
+
+HEADS = ["AutoModel", "AutoModelForSequenceClassification"]
+
+
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_base_with_another_head_comes_back_as_what_was_trained(tmp_path, kind):
+    base = with_head(tmp_path, getattr(transformers, kind))
+    spec = spec_of(base)
+    final = written(spec, tmp_path / "final")
+    assert_equal_files(base, final)
+    assert json_in(final / "config.json")["architectures"] == ["LlamaForCausalLM"]
+    model = transformers.AutoModelForCausalLM.from_pretrained(final)
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base)
+    ids = torch.arange(10, 22)[None]
+    assert torch.equal(model.eval()(ids).logits, theirs.eval()(ids).logits)
+    pytest.importorskip("peft")
+    files = adapted(spec, AdapterSection(r=2, alpha=4)).files.exported()
+    assert files.opens == "peft.AutoPeftModelForCausalLM.from_pretrained"
+
+
+def test_code_and_templates_in_folders_come_along(tmp_path):
+    base = write_base(tmp_path / "base", "llama")
+    kept = {
+        "custom_generate/generate.py",
+        "modeling_more.py",
+        "layers/deep/attention.py",
+        "additional_chat_templates/tools.jinja",
+        "tokenizer.model.v3",
+    }
+    others = {"original/params.json", ".cache/more.py", "onnx/model.txt"}
+    for name in (*kept, *others):
+        (base / name).parent.mkdir(parents=True, exist_ok=True)
+        (base / name).write_text("x")
+    spec = spec_of(base)
+    final = written(spec, tmp_path / "final")
+    assert spec.files.base is not None
+    spec.files.base.save_tokenizer_files(final)
+    names = {path.relative_to(final).as_posix() for path in final.rglob("*") if path.is_file()}
+    assert names & (kept | others) == kept
+
+
+def test_the_hub_is_asked_for_weights_once_and_for_what_comes_along(tmp_path, monkeypatch):
+    base = write_base(tmp_path, "llama")
+    asked: dict[str, Any] = {}
+
+    def download(name: str, **options: Any) -> str:
+        asked.update(options)
+        return str(base)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    named_base.folder_of(ModelSection(name_or_path="me/tiny"))
+    patterns = {key: asked[f"{key}_patterns"] for key in ("allow", "ignore")}
+    names = [
+        *("model.safetensors-00001-of-00002.safetensors", "model.safetensors.index.json"),
+        *("tokenizer.model.v3", "chat_template.jinja", "custom_generate/generate.py"),
+        *("processor_config.json", "additional_chat_templates/tools.jinja"),
+        *("original/model.safetensors", "consolidated.safetensors", "metal/model.bin"),
+    ]
+    filtered = huggingface_hub.utils.filter_repo_objects(
+        names, allow_patterns=patterns["allow"], ignore_patterns=patterns["ignore"]
+    )
+    assert list(filtered) == names[:-3]
 
 
 def test_what_training_changes_in_a_config_is_all_that_changes(tmp_path):
@@ -226,6 +383,31 @@ def test_a_file_without_what_comes_along_is_an_error(tmp_path):
 
 
 # Adapters
+
+
+@pytest.mark.parametrize("family", ["mistral3", "qwen3_vl", "glm4v", "llava"])
+def test_an_adapter_opens_on_a_class_that_exists_with_images_alone(tmp_path, family):
+    peft = pytest.importorskip("peft")
+    base = write_base(tmp_path / "base", family)
+    spec = adapted(spec_of(base), AdapterSection(r=2, alpha=4))
+    files = spec.files.exported()
+    assert files.opens == "peft.AutoPeftModel.from_pretrained"
+    final = tmp_path / "final"
+    model = peft.get_peft_model(
+        transformers.AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32),
+        peft.LoraConfig(task_type="CAUSAL_LM", target_modules=r".*language_model.*\.q_proj"),
+    )
+    model.save_pretrained(final)
+    ids = torch.arange(10, 22)[None]
+    for task in ("CAUSAL_LM", None):  # as PEFT writes it with a task, and as we do
+        if task is None:
+            saved = json_in(final / "adapter_config.json")
+            files.save_config(final, None)
+            config = json_in(final / "adapter_config.json")
+            own = {key: config[key] for key in ("task_type", "auto_mapping")}
+            (final / "adapter_config.json").write_text(json.dumps(saved | own))
+        again = opened(final, dtype=torch.float32)
+        assert torch.equal(again(ids).logits, model.eval()(ids).logits)
 
 
 @pytest.mark.parametrize("family", ["qwen3_5", "llama4", "qwen3_5_moe"])

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from trainer.models.pretrained import named_base
+
 SMALL: dict[str, Any] = dict(
     vocab_size=96,
     hidden_size=32,
@@ -25,7 +27,11 @@ SMALL: dict[str, Any] = dict(
 )
 ROUTED = dict(num_experts_per_tok=2, moe_intermediate_size=16)
 GATED = dict(
-    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=8
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=8,
+    layer_types=["linear_attention", "full_attention"],
 )
 VISION = dict(
     hidden_size=32,
@@ -102,12 +108,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         image_token_index=5,
     ),
 }
+DIVIDED = {"sarvam_moe": SMALL | ROUTED | dict(n_routed_experts=TWELVE)}
+"""Families whose files have tensors that transformers divides among several of the model."""
 MULTIMODAL = {name for name, values in FAMILIES.items() if "vision_config" in values}
 
 
 def write_base(folder: Path, family: str, **more: Any) -> Path:
     """Save a tiny model with drawn values in bfloat16, by transformers, under its names on disk."""
-    values = FAMILIES[family]
+    values = (FAMILIES | DIVIDED)[family]
     if family in MULTIMODAL:
         text = values["text_config"] | more.pop("text_config", {})
         values = {**values, "text_config": text}
@@ -204,3 +212,37 @@ def in_mxfp4(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         found[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
         found[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
     return found
+
+
+class Counted:
+    """Stored tensors that count the bytes that are read at once for one tensor of the model."""
+
+    def __init__(self, stored: Any) -> None:
+        self._stored, self.read = stored, 0
+
+    def names(self) -> set[str]:
+        return self._stored.names()
+
+    def like(self, name: str) -> torch.Tensor:
+        return self._stored.like(name)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        value = self._stored[name]
+        self.read += value.nbytes
+        return value
+
+    def release(self) -> None:
+        self._stored.release()
+
+
+def count_reads(monkeypatch: Any) -> list[Counted]:
+    """Count what is read of each base that is opened from now on."""
+    opened = named_base.stored_tensors
+    counted: list[Counted] = []
+
+    def counting(*arguments: Any) -> Any:
+        counted.append(Counted(opened(*arguments)))
+        return counted[-1]
+
+    monkeypatch.setattr(named_base, "stored_tensors", counting)
+    return counted

@@ -46,11 +46,12 @@ _NAMES = {
     "torch.float8_e4m3fn": "F8_E4M3",
     "torch.float8_e5m2": "F8_E5M2",
     "torch.float8_e8m0fnu": "F8_E8M0",
+    "torch.complex64": "C64",
 }
 """The format's name of each dtype, by name: checkpoints are verified without torch."""
 _DTYPES = {name: dtype.removeprefix("torch.") for dtype, name in _NAMES.items()}
 _ITEMSIZES = {
-    name: 1 if name == "BOOL" else int(name.partition("_")[0].lstrip("BFIU")) // 8
+    name: 1 if name == "BOOL" else int(name.partition("_")[0].lstrip("BFIUC")) // 8
     for name in _DTYPES
 }
 

@@ -104,7 +104,7 @@ def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> Sa
         exact = TensorType(entry.shape, entry.dtype)
         stored = exact
         if entry.key == WEIGHT and form.dtype and entry.dtype.is_floating_point:
-            stored = TensorType(entry.shape, form.dtype)
+            stored = TensorType(entry.shape, entry.file_dtype or form.dtype)
         if entry.key in OF_MODEL:
             locations.append((entry, MODEL, stored))
         if entry.key not in OF_MODEL or (resumable and stored != exact):

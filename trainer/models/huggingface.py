@@ -104,7 +104,7 @@ def _of_base(
     """Return the spec with how its base is read and written again; `stated`: the base's classes."""
     base = whole_base(weights, model, stated, options) if options.keep_untrained else None
     save_config = partial(_save_config, model, base=folder_of(options))
-    notes = base_notes(weights, model, spec.name, options.keep_untrained)
+    notes = base_notes(weights, model, spec.name, base)
     files = replace(spec.files, save_config=save_config, base=base)
     return replace(spec, files=files, notes=(*spec.notes, *notes))
 
@@ -124,9 +124,9 @@ def _class_notes(
     """Yield a note if another class is trained than the folder or the config says."""
     kind = type(model).__name__
     if stated and kind not in stated:
-        yield f"{name} says that it is a {stated[0]}; a {kind} is trained and saved"
+        yield f"{name} says that it is a {stated[0]}; a {kind} is trained"
     elif type(model.config) is not type(config):
-        yield f"of {config.model_type} the text model alone is trained and saved, a {kind}"
+        yield f"of {config.model_type} the text model alone is trained, a {kind}"
 
 
 def _built_untied(

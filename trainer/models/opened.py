@@ -87,13 +87,20 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
     required("peft", f"{place}: an adapter", "lora")
     import peft
 
+    from trainer.models.language.auto_class import CAUSAL
+
     stated = object_in(folder / "adapter_config.json")
-    _checked_class(stated.get("base_model_name_or_path"), trust, place)
+    name = stated.get("base_model_name_or_path")
+    base = _checked_class(name, trust, place)
     # without a task, the config names the class of the base's whole model
     whole = stated.get("task_type") is None and stated.get("auto_mapping")
     kind: Any = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
     with opening(place, EXPECTED):
-        return kind.from_pretrained(folder, **options).eval()  # type: ignore[no-any-return]
+        if whole or base is CAUSAL:
+            return kind.from_pretrained(folder, **options).eval()  # type: ignore[no-any-return]
+        # PEFT takes each causal language model to be one of AutoModelForCausalLM
+        model = base.from_pretrained(name, revision=stated.get("revision"), **options)
+        return peft.PeftModel.from_pretrained(model, str(folder)).eval()
 
 
 def _checked_class(source: Any, trust: bool, place: str) -> Any:

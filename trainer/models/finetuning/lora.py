@@ -20,7 +20,16 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
-from trainer.models.finetuning.lora_folder import PREFIX, STEM, completed, opened_values, started
+from trainer.models.finetuning.lora_folder import (
+    OPENS_ANY,
+    OPENS_CAUSAL,
+    PREFIX,
+    STEM,
+    completed,
+    opened_as,
+    opened_values,
+    started,
+)
 from trainer.models.finetuning.lora_opening import (
     Adapters,
     check_folder,
@@ -197,7 +206,7 @@ def _files(
         published=published,
         merged=merged if options.merge else None,
         stem=STEM,
-        opens="peft.AutoPeftModelForCausalLM.from_pretrained",
+        opens=OPENS_CAUSAL if config.task_type else OPENS_ANY,
         save_config=save_config,
         check=check,
         base=base,
@@ -220,7 +229,7 @@ def _peft_config(spec: ModelSpec, options: AdapterSection, targets: Sequence[str
         use_rslora=options.rslora,
         use_dora=options.dora,
         fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
-        task_type="CAUSAL_LM",
+        **opened_as(model),
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else spec.name,
         revision=None if folder.is_dir() else spec.files.revision,
     )

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 
 from safetensors import SafetensorError
+from torch import nn
 
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused, show
 from trainer.models.door import check_folder
+from trainer.models.language.auto_class import CAUSAL, auto_class
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import Json, parse_json, read_file
 
@@ -20,6 +22,9 @@ STEM = "adapter_model"
 PREFIX = "base_model.model."
 """The beginning of the names of an adapter's tensors."""
 PLACE = "trainer.adapter.path"
+OPENS_CAUSAL = "peft.AutoPeftModelForCausalLM.from_pretrained"
+OPENS_ANY = "peft.AutoPeftModel.from_pretrained"
+"""The functions that open an adapter, on a causal language model or on the class it names."""
 WEIGHT = ".weight"
 """The end of the name of a linear layer's matrix, as `target_parameters` name it."""
 _SAME = {
@@ -86,6 +91,22 @@ def completed(options: AdapterSection) -> AdapterSection:
     if problems:
         raise ConfigError(*problems)
     return options.model_copy(update=completed)
+
+
+def opened_as(model: nn.Module) -> Json:
+    """Return PEFT's keys that say what the adapter of a transformers model is opened on.
+
+    PEFT opens the base of a causal language model by AutoModelForCausalLM, any other by its class.
+    """
+    if auto_class(model.config) is CAUSAL:
+        return {"task_type": "CAUSAL_LM"}
+    return opened_by_class(model)
+
+
+def opened_by_class(model: nn.Module) -> Json:
+    """Return PEFT's keys that say that an adapter is opened on the class of this model."""
+    kind = {"base_model_class": type(model).__name__, "parent_library": "transformers"}
+    return {"task_type": None, "auto_mapping": kind}
 
 
 def _with_layers(given: Json) -> Json:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
-from trainer.models.finetuning.lora_folder import PREFIX
+from trainer.models.finetuning.lora_folder import OPENS_ANY, PREFIX, opened_by_class
 from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
 from trainer.models.patches import saved_adapter_config
 from trainer.models.spec import BaseFolder
@@ -82,9 +82,7 @@ class WholeAdapter(BaseFolder):
         self._shapes = {self._files[name]: shape for name, shape in shapes.items()}
         scalings = {names.whole(name): factor for name, factor in trained.scalings.items()}
         tensors = {names.whole(name): self._files[file] for name, file in trained.tensors.items()}
-        kind = type(base.whole())
-        opened_as = {"base_model_class": kind.__name__, "parent_library": "transformers"}
-        whole = replace(config, task_type=None, auto_mapping=opened_as)
+        whole = replace(config, **opened_by_class(base.whole()))
         targets = list(scalings)
         adapters = Adapters(scalings, tensors)
         self._config = saved_adapter_config(
@@ -93,7 +91,7 @@ class WholeAdapter(BaseFolder):
 
     @property
     def opens(self) -> str:
-        return "peft.AutoPeftModel.from_pretrained"
+        return OPENS_ANY
 
     @property
     def is_part(self) -> bool:

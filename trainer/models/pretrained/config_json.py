@@ -27,7 +27,7 @@ def architecture(config: PreTrainedConfig) -> dict[str, Any]:
 def _set_dtype(values: dict[str, Any], name: str) -> None:
     """Set the dtype of a config, and of its parts that state one."""
     for key, value in values.items():
-        if key in _DTYPES:
+        if key in _DTYPES and value is not None:
             values[key] = name
         elif isinstance(value, dict):
             _set_dtype(value, name)

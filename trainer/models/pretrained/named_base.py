@@ -20,6 +20,9 @@ from trainer.models.pretrained.files import stored_tensors
 from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.whole import MODEL_FILES, WholeBase
 
+OTHER_FORMATS = ["*/*.safetensors", "consolidated*.safetensors"]
+"""The patterns of weights that hub repositories have a second time, for other libraries."""
+
 
 def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
     """Open the weights of the folder or hub id for a model on the meta device.
@@ -41,7 +44,8 @@ def folder_of(options: Any) -> Path:
     from huggingface_hub import snapshot_download
 
     download = partial(snapshot_download, options.name_or_path, revision=options.revision)
-    folder = Path(download(allow_patterns=[*MODEL_FILES, "*.safetensors"]))
+    patterns = [*MODEL_FILES, "*.safetensors"]
+    folder = Path(download(allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
     if not any(folder.glob("*.safetensors")):
         download(allow_patterns=["pytorch_model*.bin"])
     return folder
@@ -56,12 +60,12 @@ def whole_base(
     """
     kind = getattr(transformers, next(iter(stated), ""), type(model))
     config = pretrained_config(options)
+    place = config_json.path_to_part(config, type(model.config))
 
     def build() -> PreTrainedModel:
         whole = pretrained_config(options)
         quantised.remove_config(whole)
-        place = config_json.path_to_part(whole, type(model.config))
-        if place is not None and not model.config.tie_word_embeddings:
+        if not model.config.tie_word_embeddings:
             untie(whole)
         with (
             opening(f"trainer.model: {options.name_or_path}", "the class that it names"),
@@ -72,11 +76,8 @@ def whole_base(
         correct_prefix(built)
         return built
 
-    is_whole = (
-        issubclass(type(model), kind)
-        or config_json.path_to_part(config, type(model.config)) is None
-    )
-    return WholeBase(folder_of(options), weights, model, config, None if is_whole else build)
+    is_part = bool(place) and not issubclass(type(model), kind)
+    return WholeBase(folder_of(options), weights, model, config, build if is_part else None)
 
 
 def untied(model: PreTrainedModel, weights: ConvertedWeights) -> str:
@@ -96,16 +97,25 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def base_notes(
-    weights: ConvertedWeights, model: PreTrainedModel, name: str, keeps: bool
+    weights: ConvertedWeights, model: PreTrainedModel, name: str, base: WholeBase | None
 ) -> Iterator[str]:
-    """Yield notes on how a base is stored, and on tensors that the model has no place for."""
+    """Yield notes on how a base is stored, and on tensors that come back otherwise or not at all.
+
+    `base`: the folder as it is written again; None if the model alone is.
+    """
     if method := weights.quantised_by:
         how = f"{name} is quantised by {method}: its values are dequantised as they are read"
         yield f"{how}; what is saved is not quantised, and has no quantization_config"
     kind = type(model).__name__
     strangers = weights.strangers()
     others = sorted(weights.unread.keys() - set(strangers))
-    kept = "are not trained: they are saved as they are" if keeps else "are left out"
+    kept = "are left out"
+    if base is not None:
+        kept = "are not trained: they are saved as they are"
+        if other := base.renamed:
+            shown = in_short(other, weights.stored.names() - {*other})
+            saved = "are saved under the names and in the shapes that transformers gives them"
+            yield f"{len(other)} tensors of {name} {saved}, which it alone reads: {shown}"
     for keys, result in ((strangers, kept), (others, "are left out")):
         if keys:
             shown = in_short(keys, model.state_dict().keys())

@@ -21,7 +21,7 @@ from trainer.models.pretrained.quantised import (
     conversion_errors,
     is_code,
 )
-from trainer.models.pretrained.way_back import pieces_of
+from trainer.models.pretrained.way_back import pieces_of, values_of
 from trainer.models.spec import Weights
 from trainer.state import FileTensor
 
@@ -87,6 +87,20 @@ class ConvertedWeights(Weights):
             for name, conversion in self._conversions.items()
             if made[id(conversion)] == 1
         }
+
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """Return the dtype in the files of each of the model's tensors that has one source there.
+
+        Those of quantised weights are the dtypes of codes.
+        """
+        return {
+            name: self._stored.like(conversion.sources[0][0]).dtype
+            for name, conversion in self._conversions.items()
+        }
+
+    def values(self) -> set[str]:
+        """Return the names in the files of all that is read, without the scales of codes."""
+        return {name for one in self._conversions.values() for name in values_of(one)}
 
     def strangers(self) -> list[str]:
         """List the tensors of the files that the model has no place for.

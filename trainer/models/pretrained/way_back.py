@@ -19,7 +19,7 @@ from trainer.state import FileTensor
 LONGEST = 3
 """The most entries of a dimension when an order of bytes is tried out."""
 _CODES = re.compile(r"(_packed|_blocks)$")
-"""The ends of the names of codes, which a value in 16 bits does not have."""
+"""The ends of the patterns of codes, which the name of a value in 16 bits does not have."""
 
 
 def pieces_of(
@@ -31,16 +31,17 @@ def pieces_of(
     one after the other: where transformers permutes values, or divides a tensor.
     """
     keys = _in_order(conversion, stored, model)
+    names = {key: _value_name(key, pattern) for key, pattern in conversion.sources}
     if len(keys) == 1:
-        return (FileTensor(_value_name(keys[0]), tuple(like.shape)),)
-    pieces = tuple(FileTensor(_value_name(key), tuple(stored.like(key).shape)) for key in keys)
+        return (FileTensor(names[keys[0]], tuple(like.shape)),)
+    pieces = tuple(FileTensor(names[key], tuple(stored.like(key).shape)) for key in keys)
     count = sum(math.prod(piece.shape) for piece in pieces)
     return pieces if count == like.numel() else ()
 
 
 def values_of(conversion: Conversion) -> list[str]:
     """Return the names of a conversion's sources in 16 bits: no scales, and values for codes."""
-    return [_value_name(key) for key, _ in _matched(conversion)]
+    return [_value_name(key, pattern) for key, pattern in _matched(conversion)]
 
 
 def _matched(conversion: Conversion) -> list[tuple[str, str | None]]:
@@ -49,8 +50,9 @@ def _matched(conversion: Conversion) -> list[tuple[str, str | None]]:
     return [(key, pattern) for key, pattern in sources if pattern is None or not is_scale(pattern)]
 
 
-def _value_name(key: str) -> str:
-    return _CODES.sub("", key)
+def _value_name(key: str, pattern: str | None) -> str:
+    """Return the name in 16 bits of a tensor that matches a pattern of transformers' converter."""
+    return _CODES.sub("", key) if pattern and _CODES.search(pattern) else key
 
 
 def _in_order(conversion: Conversion, stored: StoredTensors, model: PreTrainedModel) -> list[str]:

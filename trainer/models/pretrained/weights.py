@@ -51,6 +51,11 @@ class SafetensorsFolder(Weights):
         """Return a tensor of the same shape and dtype on the meta device; reads no values."""
         part = self._file(self._file_of[name]).get_slice(name)
         shape = part.get_shape()
+        if part.get_dtype().startswith("F4"):  # two numbers in a byte, which torch does not read
+            place = f"{self._folder / self._file_of[name]}: {name}"
+            actual = f"a tensor of the type {part.get_dtype()}"
+            hint = "Take the base in 16 bits"
+            raise ConfigError(Problem(place, actual, "a type of a byte or more", hint))
         first = part[:0] if shape else self[name]
         return torch.empty(shape, dtype=first.dtype, device="meta")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
@@ -10,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
@@ -31,14 +33,17 @@ from trainer.storage import to_json
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+TEMPLATES = "additional_chat_templates"
+FOLDERS = (TEMPLATES, "custom_generate")
+"""The folders inside a model's that transformers reads."""
 MODEL_FILES = (
-    *("*.json", "*.jinja", "*.py", "*.txt", "*.model", "*.tiktoken"),
+    *("*.json", "*.jinja", "*.py", "*.txt", "*.model", "*.tiktoken", "tokenizer*"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
 )
 """The patterns of files that belong to a model: settings, templates, code, licences."""
 TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
-    *("*.model", "*.tiktoken", "chat_template*"),
+    *("*.model", "*.tiktoken", "chat_template*", f"{TEMPLATES}/*"),
 )
 """The patterns of a tokenizer's files, which come along with the base's own tokenizer alone."""
 NOT_KEPT = (
@@ -75,6 +80,7 @@ class WholeBase:
         self._config = config
         self._build_whole = build_whole
         self._stated = object_in(folder / CONFIG)
+        self._check_part()
         self._check_carried()
         self._check_complete()
 
@@ -114,15 +120,18 @@ class WholeBase:
 
         Each rank reads a share of the latter.
         """
-        return [*map(self._in_files, entries), *self._carried_entries(ranks)]
+        trained = [place for entry in entries for place in self._in_files(entry)]
+        return [*trained, *self._carried_entries(ranks)]
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Write the base's config with what has changed, and its other files but a tokenizer's."""
         trained = self._model.config
         stated = config_json.changed(self._stated, self._config, trained, dtype)
+        if self._is_other_class:
+            stated["architectures"] = [type(self._model).__name__]
         (folder / CONFIG).write_bytes(to_json(stated))
-        for path in self._others(TOKENIZER):
-            shutil.copyfile(path, folder / path.name)
+        for name in self._others(TOKENIZER):
+            self._copy(name, folder)
         generation = self._model.generation_config
         if not (folder / GENERATION).exists() and generation is not None:
             generation.save_pretrained(folder)
@@ -142,19 +151,26 @@ class WholeBase:
     def save_tokenizer_files(self, folder: Path) -> None:
         """Copy those files of the base's tokenizer that its library has not written itself."""
         template = any(folder.glob("chat_template*"))
-        for path in self._others(()):
-            name = path.name
-            stale = template and name.startswith("chat_template")
+        for name in self._others(()):
+            stale = template and name.startswith(("chat_template", TEMPLATES))
             if _matches(name, TOKENIZER) and not stale and not (folder / name).exists():
-                shutil.copyfile(path, folder / name)
+                self._copy(name, folder)
 
-    def _others(self, without: Sequence[str]) -> Iterator[Path]:
-        for path in sorted(self._folder.iterdir()):
-            name = path.name
-            if _matches(name, (*NOT_KEPT, *without)):
-                continue
-            if _matches(name, MODEL_FILES) and path.is_file():
-                yield path
+    def _copy(self, name: str, folder: Path) -> None:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(self._folder / name, folder / name)
+
+    def _others(self, without: Sequence[str]) -> Iterator[str]:
+        """Yield the paths in the folder of files that belong to the model, but for `without`."""
+        paths = [*self._folder.iterdir()]
+        for name in FOLDERS:
+            paths += (self._folder / name).rglob("*")
+        if any(path.suffix == ".py" for path in paths):  # code of its own may be in packages
+            paths += self._folder.glob("[!.]*/**/*.py")
+        names = (path.relative_to(self._folder).as_posix() for path in paths if path.is_file())
+        for name in sorted({*names}):
+            if _matches(name, MODEL_FILES) and not _matches(name, (*NOT_KEPT, *without)):
+                yield name
 
     @cached_property
     def _whole(self) -> PreTrainedModel:
@@ -167,8 +183,11 @@ class WholeBase:
         return plan(weights.stored.names(), self._whole, weights.quantiser)[0]
 
     @cached_property
-    def _pieces(self) -> dict[str, tuple[FileTensor, ...]]:
-        """The tensors of the files that each trained tensor is; else the whole model's name."""
+    def _places(self) -> dict[str, list[tuple[FileTensor, ...]]]:
+        """The tensors of the files that each trained tensor is; else the whole model's name.
+
+        A tied tensor that the files have under each of its names has several places.
+        """
         own = self.names()
         pieces = self._weights.pieces()
         aliases: dict[str, list[str]] = {}
@@ -179,12 +198,27 @@ class WholeBase:
         for name, like in self._model.state_dict().items():
             if name not in tied:
                 names = [name, *aliases.get(name, ())]
-                known = next((pieces[one] for one in names if pieces.get(one)), ())
-                result[name] = known or (FileTensor(own.get(name, name), tuple(like.shape)),)
+                known = [pieces[one] for one in names if pieces.get(one)]
+                plain = (FileTensor(own.get(name, name), tuple(like.shape)),)
+                result[name] = list(dict.fromkeys(known)) or [plain]
         return result
 
-    def _in_files(self, entry: StateTensor) -> StateTensor:
-        return replace(entry, pieces=self._pieces.get(entry.name, ()))
+    def _in_files(self, entry: StateTensor) -> Iterator[StateTensor]:
+        dtype = self._wide.get(entry.name)
+        for pieces in self._places.get(entry.name, [()]):
+            yield replace(entry, pieces=pieces, file_dtype=dtype)
+
+    @cached_property
+    def _wide(self) -> dict[str, torch.dtype]:
+        """The dtypes of trained tensors that a base in 16 bits has in more: biases of routers."""
+        stored = self._weights.dtypes()
+        sizes: Counter[torch.dtype] = Counter()
+        for name, like in self._model.state_dict().items():
+            sizes[stored.get(name, like.dtype)] += like.numel()
+        usual = max(sizes, key=sizes.__getitem__)
+        if usual.itemsize > 2:
+            return {}
+        return {n: d for n, d in stored.items() if d.is_floating_point and d.itemsize > 2}
 
     def _carried_entries(self, ranks: Ranks) -> Iterator[StateTensor]:
         stored = self._weights.stored
@@ -198,15 +232,41 @@ class WholeBase:
             shape = tuple(like.shape)
             yield StateTensor(name, CARRIED, shape, like.dtype, owner, parts, lambda value: None)
 
+    @property
+    def _is_other_class(self) -> bool:
+        """True if the trained model is no part of what the config names: that has another head."""
+        stated = self._stated.get("architectures") or ()
+        kind = getattr(transformers, next(iter(stated), ""), None)
+        kinds = type(self._model)
+        other = isinstance(kind, type) and not issubclass(kinds, kind)
+        return other and not self.is_part and kinds.__name__ not in stated
+
+    @property
+    def renamed(self) -> list[str]:
+        """The tensors of the files that come back under other names, divided or turned."""
+        return sorted(self._weights.values() - self._written)
+
+    def _check_part(self) -> None:
+        """Raise ConfigError if the config of what is trained is no part of the base's."""
+        kind = type(self._model.config)
+        if config_json.path_to_part(self._config, kind) is None:
+            actual = f"a {type(self._config).__name__} without a {kind.__name__}"
+            hint = f"Set {WHOLE_KEY} to false to save a {type(self._model).__name__} alone"
+            place = f"trainer.model: {self._folder}"
+            raise ConfigError(Problem(place, actual, "a config that has that of its text", hint))
+
     def _check_carried(self) -> None:
-        """Raise ConfigError for codes that nothing dequantises: the result is not quantised."""
+        """Raise ConfigError for what can't be carried: numbers of four bits, and codes.
+
+        Nothing dequantises the codes of a quantised base, and the result is not quantised.
+        """
+        likes = {name: self._weights.stored.like(name) for name in self.carried}
         if not self._weights.quantised_by:
             return
-        stored = self._weights.stored
         codes = [
             name
-            for name in self.carried
-            if is_code(stored.like(name)) or COMPANION.search(name.rpartition(".")[2])
+            for name, like in likes.items()
+            if is_code(like) or COMPANION.search(name.rpartition(".")[2])
         ]
         if codes:
             actual = f"{len(codes)} quantised tensors that are not trained: {listed(codes, 3)}"
@@ -217,8 +277,8 @@ class WholeBase:
     @cached_property
     def _written(self) -> set[str]:
         """The names of the tensors in the files."""
-        pieces = [piece.name for each in self._pieces.values() for piece in each]
-        return {*pieces, *self.carried}
+        places = [place for each in self._places.values() for place in each]
+        return {*(piece.name for place in places for piece in place), *self.carried}
 
     def _check_complete(self) -> None:
         """Raise ConfigError if the whole model would miss a tensor that it has from the base."""
