@@ -216,8 +216,9 @@ class SampleCost:
     """The properties of a sample that the planner's closed forms use."""
 
     unit: str
-    """The unit of rates, of which a sample has so many: "token", "image"."""
+    """The unit of rates, in the plural: "tokens", "images", "stories"."""
     units: int
+    """The number of them in a sample."""
     kind: str
     """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float

@@ -171,7 +171,7 @@ def workload(
         deepspeed=case.deepspeed(),
         undecayed=spared("norms_and_biases", spec),
         schedule=lambda step: Update(1e-2),
-        sample=SampleCost("sample", 1, "", 0.0, 0),
+        sample=SampleCost("samples", 1, "", 0.0, 0),
         batch=batch,
     )
 

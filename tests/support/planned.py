@@ -47,7 +47,7 @@ def subject_of(
         deepspeed=case.deepspeed(),
         undecayed=spared(case.weight_decay_excludes, spec),
         schedule=lambda step: Update(1e-2),
-        sample=SampleCost("sample", 1, "", 0.0, 0),
+        sample=SampleCost("samples", 1, "", 0.0, 0),
         batch=batch,
     )
 

@@ -102,8 +102,16 @@ class PairsCase:
         loss: Loss,
         tops: Sequence[int] = (),
     ) -> None:
-        """`tops`: for each measure of the task, the number of highest scores among which a correct
-        target is."""
+        """`tops`: for each measure of the task, none fewer, the number of highest scores among
+        which a correct target is.
+
+        Raises ConfigError for another number of them, and for a model that is too large.
+        """
+        if len(tops) != len(subject.task.measures):
+            names = ", ".join(subject.task.measures) or "none"
+            actual = f"a certificate with {len(tops)} tops, and a task with the measures {names}"
+            hint = "It compares no metrics: leave Supervised.measuring to the recipe's subject."
+            raise ConfigError(Problem("trainer.task", actual, "one for each measure", hint))
         self.small = small
         self.subject = subject
         self.loss = loss

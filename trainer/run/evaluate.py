@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from trainer.data.loader import Batching, evaluation_batches
 from trainer.data.mixture import Source
 from trainer.engines.engine import Engine
+from trainer.errors import ConfigError, Problem
 from trainer.tasks.supervised import NUMBER
-from trainer.tasks.task import Batch
+from trainer.tasks.task import Batch, Task
+from trainer.trackers import MEASURES, Evaluation
+
+TAKEN = ("step", "loss", "targets")
+"""The names under which an evaluation logs its other values."""
 
 
 class HeldOut(NamedTuple):
@@ -22,11 +27,32 @@ class HeldOut(NamedTuple):
     measures: dict[str, float]
     """The task's other measures, as shares of the targets."""
 
-    def split(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the task's own measures, and a script's metrics: the sums over their numbers."""
+    def figures(self) -> dict[str, float]:
+        """Return the measures by name; one with a number of its own is the sum over that number."""
         own = dict(self.measures)
         names = [name for name in own if name + NUMBER in own]
-        return own, {name: own.pop(name) / (own.pop(name + NUMBER) or math.nan) for name in names}
+        sums = {name: own.pop(name) / (own.pop(name + NUMBER) or math.nan) for name in names}
+        return own | sums
+
+    def evaluation(
+        self, step: int, by_source: dict[str, float], more: Mapping[str, float]
+    ) -> Evaluation:
+        """Return the result after `step` steps as trackers get it, with `more` figures by name.
+
+        Figures that no field of `Evaluation` has are its metrics.
+        """
+        every = self.figures() | dict(more)
+        named: dict[str, Any] = {name: every.pop(name) for name in MEASURES if name in every}
+        named |= {"by_source": by_source, "metrics": every}
+        return Evaluation(step, self.loss, self.targets, **named)
+
+
+def check_measures(task: Task) -> None:
+    """Raise ConfigError for a measure of a task whose name is that of another value."""
+    for name in task.measures:
+        if name in TAKEN:
+            actual = f'{type(task).__name__} has a measure called "{name}"'
+            raise ConfigError(Problem("trainer.task", actual, "the name of no other value"))
 
 
 def held_out_loss(engine: Engine, source: Source, samples: int, workers: int = 0) -> HeldOut:

@@ -35,7 +35,7 @@ from trainer.run.vote import Vote
 from trainer.state import RunState, StateTensor
 from trainer.supervise.stall import Phase
 from trainer.tasks.harness import scores
-from trainer.trackers import Epoch, Evaluation, JsonLines, open_trackers
+from trainer.trackers import Epoch, JsonLines, open_trackers
 from trainer.trackers.callbacks import Callbacks
 
 
@@ -154,10 +154,8 @@ class RunHooks(Hooks):
         if math.isfinite(result.loss):
             self._held_out[state.step] = result.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
-        own, metrics = result.split()
-        named: dict[str, Any] = {**own, **subject.measures(result.loss), "by_source": losses}
-        metrics |= self._scores()
-        evaluation = Evaluation(state.step, result.loss, result.targets, **named, metrics=metrics)
+        more = subject.measures(result.loss) | self._scores()
+        evaluation = result.evaluation(state.step, losses, more)
         for tracker in self._trackers:
             tracker.evaluation(evaluation)
         ends = self._patience.ends(state.step, result.loss)

@@ -34,6 +34,7 @@ from trainer.parallel.compilation import refusal
 from trainer.plugins import NAMED
 from trainer.recipe import HandedIn, Subject, open_subject
 from trainer.run.compose import Composed, compose
+from trainer.run.evaluate import check_measures
 from trainer.run.loop import LoopPlan
 from trainer.supervise.process import share_of_cores
 from trainer.trackers import require
@@ -152,6 +153,7 @@ def prepare(
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
     subject = open_subject(config, given, layout, ranks, progress, order)
+    ranks.try_on_first(lambda: check_measures(subject.task))
     machine.signs.at("trying a tiny copy of the model")
     subject, model_notes = _tried(subject, section, layout, engine, ranks)
     if builds:

@@ -11,10 +11,10 @@ from rich.console import Console as Terminal
 from trainer.trackers.console import Console, progress_line, say
 from trainer.trackers.jsonl import JsonLines
 from trainer.trackers.services import Opened, require
-from trainer.trackers.tracker import Epoch, Evaluation, Record, Speed, Tracker
+from trainer.trackers.tracker import MEASURES, Epoch, Evaluation, Record, Speed, Tracker
 
-__all__ = ["Console", "Epoch", "Evaluation", "JsonLines", "Record", "Speed", "Tracker"]
-__all__ += ["open_trackers", "progress_line", "require", "say"]
+__all__ = ["MEASURES", "Console", "Epoch", "Evaluation", "JsonLines", "Record", "Speed"]
+__all__ += ["Tracker", "open_trackers", "progress_line", "require", "say"]
 
 
 def open_trackers(

@@ -63,7 +63,11 @@ class Evaluation(Logged):
     perplexity: float | None = None
     """exp(loss), of a language model."""
     metrics: dict[str, float] = field(default_factory=dict, kw_only=True)
-    """A script's metrics, and scores on tasks of lm-eval, by name."""
+    """A script's metrics, a recipe's other measures, and scores on tasks of lm-eval, by name."""
+
+
+MEASURES = ("accuracy", "accuracy_top5", "perplexity")
+"""The measures that are fields of an evaluation; all others are metrics."""
 
 
 @dataclass(frozen=True)

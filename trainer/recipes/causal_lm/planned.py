@@ -36,5 +36,5 @@ def planned_language_model(section: TrainerSection) -> PlannedModel:
 
     flops = flops_per_token(spec, length) * length
     hidden = length * (spec.language.hidden_size or 0)
-    sample = SampleCost("token", length, f"samples of {length:,} tokens", flops, hidden)
+    sample = SampleCost("tokens", length, f"samples of {length:,} tokens", flops, hidden)
     return PlannedModel(spec, task, batch, sample)

@@ -44,7 +44,7 @@ def planned_classifier(section: TrainerSection, layout: Layout) -> PlannedModel:
         shapes = [task.hidden_shape(batch(1), block) for block in range(len(spec.blocks))]
         hidden = min([hidden, *map(math.prod, shapes)])
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
-    sample = SampleCost("image", 1, kind, _flops_of_an_image(spec, task, batch), hidden)
+    sample = SampleCost("images", 1, kind, _flops_of_an_image(spec, task, batch), hidden)
     return PlannedModel(spec, lambda spec: task, batch, sample)
 
 

@@ -95,7 +95,7 @@ def _time(plan: Plan) -> str:
     return (
         f"an optimistic estimate from data sheets: {in_seconds(time.least)} a step if all "
         f"messages are hidden, {in_seconds(time.most)} if none is ({', '.join(parts)}); "
-        f"at most {rate:,.0f} {sample.unit}s/s"
+        f"at most {rate:,.0f} {sample.unit}/s"
     )
 
 

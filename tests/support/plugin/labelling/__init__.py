@@ -77,7 +77,7 @@ class SequenceLabelling:
         two = {name: value.to("meta") for name, value in batch(2).items()}
         flops = counted_flops(spec, lambda model: task.loss_sum(model, two)) / 2
         kind = f"sequences of {options.length} tokens"
-        cost = SampleCost("label", options.length, kind, flops, options.length * options.width)
+        cost = SampleCost("labels", options.length, kind, flops, options.length * options.width)
         return PlannedModel(spec, lambda spec: task, batch, cost)
 
     def case(self, small: Tiny, handed_in: HandedIn, machine: Machine, folder: Path) -> PairsCase:

@@ -102,7 +102,7 @@ class Sketch:
             return task.collate([samples[number % 4] for number in range(count)])
 
         return PlannedModel(
-            spec, lambda spec: task, batch, SampleCost("sample", 1, "sketches", 1.0, 0)
+            spec, lambda spec: task, batch, SampleCost("samples", 1, "sketches", 1.0, 0)
         )
 
     def case(self, small: Tiny, handed_in: HandedIn, machine: Machine, folder: Path) -> PairsCase:

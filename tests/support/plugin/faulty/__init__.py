@@ -1,0 +1,39 @@
+"""Recipes with a mistake each, which an error names."""
+
+from __future__ import annotations
+
+from sketches.body import HeadSketch
+from torch import nn
+
+from trainer.models.spec import ModelSpec
+from trainer.plugins import register
+from trainer.tasks.supervised import Supervised
+from trainer.tasks.task import Batch
+
+
+def loss_and_half(self: Supervised, model: nn.Module, batch: Batch):  # type: ignore[no-untyped-def]
+    total = self.loss_sum(model, batch)
+    return total.new_tensor([float(total), float(batch["count"]) / 2])
+
+
+class Measuring(Supervised):
+    """Each evaluation finds half of the targets "ordered"."""
+
+    measures = ("ordered",)
+    measured = loss_and_half
+
+
+class Taken(Measuring):
+    measures = ("targets",)
+
+
+def of_kind(kind: type[Supervised]) -> object:
+    def task(spec: ModelSpec) -> Supervised:
+        plain = HeadSketch.task(spec)
+        return kind(plain._loss, spec.build, spec.blocks)
+
+    return type(kind.__name__, (HeadSketch,), {"task": task})()
+
+
+register("recipe", "faulty:measuring")(of_kind(Measuring))
+register("recipe", "faulty:taken")(of_kind(Taken))
