@@ -4,7 +4,9 @@ nothing hangs.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.support.messages import shows
-from tests.support.pool import machine_here
+from tests.support.pool import Pools, machine_here
 
 
 class Small(nn.Module):
@@ -59,6 +61,52 @@ class WeightUsedTwice(Small):
         return super().forward(F.linear(x.repeat(1, 2), self.blocks[0][0].weight)[:, :4])  # type: ignore[index]
 
 
+class Ranker(nn.Module):
+    """A score for each of five items, with biases that shift all scores alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(64, 32)
+        self.blocks = nn.ModuleList(Mixing(32) for _ in range(3))
+        self.score = nn.Linear(32, 1)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        """Return scores [batch, items] of words [batch, items, length]."""
+        x = self.table(words).flatten(1, 2)
+        for block in self.blocks:
+            x = block(x)
+        return self.score(x.unflatten(1, (words.shape[1], -1)).mean(2))[..., 0]
+
+
+class Mixing(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, 3 * width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(self.norm(x)).chunk(3, -1)
+        x = x + F.scaled_dot_product_attention(query, key, value)
+        return x + self.down(self.up(x).tanh())
+
+
+def order(scores: torch.Tensor, places: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """ListMLE, Xia et al., ICML 2008: the same for scores that are all larger by one number."""
+    ranked = scores.gather(1, places.argsort(1))
+    left = ranked.flip(1).logcumsumexp(1).flip(1)
+    return (left - ranked).sum(), places.numel()
+
+
+def shuffled(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    return [
+        (torch.randint(0, 64, (5, 6), generator=draw), torch.randperm(5, generator=draw))
+        for _ in range(count)
+    ]
+
+
 def classes(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(output, target, reduction="sum"), len(target)
 
@@ -97,6 +145,31 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
         return table(certify(small, machine_here(), given)).splitlines()[-1]
     except ConfigError as error:
         return str(error)
+
+
+def ranked(seed: int, shift: float) -> str:
+    """The last line of the table of a ranker; `shift` is added to the gradient of its last bias."""
+    from trainer.certify.certificate import certify, table
+    from trainer.certify.worker import tiny_run_of
+    from trainer.recipe import HandedIn
+    from trainer.tasks.supervised import Supervised
+
+    real = Supervised.loss_sum
+
+    def shifted(self: Supervised, model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        name = "blocks.2.down.bias"
+        bias = dict(model.named_parameters())[name]
+        return real(self, model, batch) + shift * batch["count"] * (bias - bias.detach()).sum()
+
+    config: dict[str, Any] = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "trainer": {"engine": "mesh", "seed": seed},
+    }
+    given = HandedIn(Ranker, shuffled(64), order, blocks="blocks.*")
+    with mock.patch.object(Supervised, "loss_sum", shifted) if shift else nullcontext():
+        return table(certify(tiny_run_of(config, [], 2), machine_here(), given))
 
 
 PASS = ("PASS: trains",)
@@ -146,6 +219,22 @@ def test_it_passes_or_is_refused_with_the_reason(pools, case):
         certified, timeout=100, model=model, loss=loss, engine=engine, stage=stage
     ):
         shows(text, *CASES[case])
+
+
+@pytest.mark.parametrize(
+    ("shift", "verdict"),
+    [
+        pytest.param(0.0, ("PASS", "trains as"), id="healthy"),
+        pytest.param(1e-4, ("FAIL", "gradient blocks.2.down.bias"), id="wrong"),
+    ],
+)
+def test_a_gradient_that_is_zero_by_symmetry(
+    pools: Pools, shift: float, verdict: tuple[str, ...]
+) -> None:
+    """A shift of all scores changes no order: the last bias of the blocks gets rounding alone, of
+    which two processes and one differ by more than the tolerance. A wrong gradient still shows."""
+    for text in pools[2].run(ranked, timeout=100, seed=1234, shift=shift):
+        shows(text.splitlines()[-1], *verdict)
 
 
 def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import nn
@@ -103,6 +104,13 @@ class Loads:
 
     def begin(self) -> None:
         self._found: dict[str, torch.Tensor] = {}
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Keep the counts of the step while other forward passes run."""
+        found = self._found
+        yield
+        self._found = found
 
     def move(self) -> None:
         for name, load in self._found.items():

@@ -20,6 +20,8 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.certify.finding import Order
+from trainer.certify.one_process.cancelled import cancelled
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.expected import (
     EXACT,
@@ -29,6 +31,7 @@ from trainer.certify.one_process.expected import (
     Rounding,
     norm_of,
     right_of,
+    rounding_of,
 )
 from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
 from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of, state_of_optimizer
@@ -166,10 +169,18 @@ class Reference(ABC):
         counted = self._count(parts)
         loss, own = self._gradients(self.model, step, parts, counted)
         outputs = self._outputs
-        rounding = EXACT
-        if measures and (self.small.low_precision or self._layout.float8 != "none"):
-            rounding = self._rounding(step, parts, counted, loss, own)
-        return Expected(loss, norm_of(own), own, {}, counted, rounding, outputs)
+        exact = Expected(loss, norm_of(own), own, {}, counted, EXACT, outputs)
+        if not measures:
+            return exact
+        if self.small.low_precision or self._layout.float8 != "none":
+            return replace(exact, rounding=self._rounding(step, parts, counted, loss, own))
+
+        def again(seed: int) -> Tensors:
+            return self._gradients(shaken(self.model, seed), step, parts, counted)[1]
+
+        with self._loads.aside():
+            order = Order(self.order, self._spec.blocks)
+            return replace(exact, cancelled=cancelled(own, order, again))
 
     def norms(self, steps: int) -> list[float]:
         """Return the gradient norms of the first steps: the engine's, up to rounding."""
@@ -264,18 +275,7 @@ class Reference(ABC):
         repeats = REPEATS if step < CLIPPED_STEPS else FEWER
         for seed in range(repeats if self._layout.float8 != "none" else 0):
             repeat(shaken(low, seed))
-        gradients = {
-            n: max(float((of[n] - value).abs().max()) for _, of in runs) for n, value in own.items()
-        }
-        return Rounding(
-            max(abs(low_loss - loss) for low_loss, _ in runs) / loss,
-            max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
-            gradients,
-            outputs,
-            torch.finfo(dtype).eps / 2,
-            tuple(of for _, of in runs),
-            dtype != torch.float32,
-        )
+        return rounding_of((loss, own), runs, outputs, dtype)
 
     # Samples
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from trainer.certify.finding import TOLERANCES, CheckResult, Order
-from trainer.certify.one_process.expected import Expected
+from trainer.certify.one_process.expected import Expected, largest_value
 from trainer.certify.recording import State
 from trainer.state import MASTER, WEIGHT
 
@@ -76,7 +76,3 @@ def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.numel() != theirs.numel():
         return math.inf
     return largest_value(ours.reshape(theirs.shape).double() - theirs)
-
-
-def largest_value(values: torch.Tensor) -> float:
-    return float(values.abs().max()) if values.numel() else 0.0

@@ -11,7 +11,6 @@ from trainer.certify.comparisons.differences import (
     distance,
     exact_value,
     first_finding,
-    largest_value,
     one_sided,
     relative_error,
     states_finding,
@@ -19,14 +18,17 @@ from trainer.certify.comparisons.differences import (
     wrong,
 )
 from trainer.certify.finding import TOLERANCES, CheckResult, Order
-from trainer.certify.one_process.expected import Expected, Judged, norm_of
+from trainer.certify.one_process.cancelled import largest_in_layers
+from trainer.certify.one_process.expected import Expected, Judged, largest_value, norm_of
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Recording, Tensors
 from trainer.state import MASTER, WEIGHT
 
 LEAST_SHARE = 1e-2
-"""The share of its layer's largest entry below which a gradient is not measured against its own:
-one that is zero by symmetry (a key's bias without rotary positions) is rounding alone."""
+"""The share of its layer's largest entry below which a gradient is not measured against its own.
+
+One that is zero by symmetry is rounding alone, and is measured against its layer's: a key's bias
+without rotary positions, or the last bias before scores whose loss ignores a shift of them all."""
 
 
 def compare_step(
@@ -81,14 +83,12 @@ def compare_gradients(
         last = max(odd, key=order.place)
         return one_sided("gradient", step, last, last in ours, rank)
     theirs = {name: value for name, value in one.gradients.items() if name in ours}
-    of_layer: dict[str, float] = {}
-    for name, value in theirs.items():
-        layer = order.layer(name)
-        of_layer[layer] = max(of_layer.get(layer, 0.0), largest_value(value))
+    of_layer = largest_in_layers(theirs, order)
     errors = dict[str, float]()
     bands = dict[str, float]()
     for name, value in theirs.items():
-        scale = max(largest_value(value), LEAST_SHARE * of_layer[order.layer(name)], 1e-30)
+        share = 1.0 if name in one.cancelled else LEAST_SHARE
+        scale = max(largest_value(value), share * of_layer[order.layer(name)], 1e-30)
         errors[name] = distance(ours[name], value) / scale
         bands[name] = one.rounding.gradients.get(name, 0.0) / scale
     usual = sum(bands.values()) / max(len(bands), 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -62,6 +63,8 @@ class Expected:
     outputs: Outputs = field(default_factory=dict)
     biases: Tensors = field(default_factory=dict)
     """The biases of routers after the step, which in low precision follow rounding."""
+    cancelled: frozenset[str] = frozenset()
+    """The gradients that are zero by symmetry, and here rounding alone."""
 
     @property
     def weights(self) -> Tensors:
@@ -103,5 +106,34 @@ def right_of(
     return int((own > others).sum()), int(unsure.sum())
 
 
+def largest_value(values: torch.Tensor) -> float:
+    return float(values.abs().max()) if values.numel() else 0.0
+
+
 def norm_of(gradients: Tensors) -> float:
     return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())
+
+
+def rounding_of(
+    exact: tuple[float, Tensors],
+    runs: Sequence[tuple[float, Tensors]],
+    outputs: dict[tuple[int, int, str], float],
+    dtype: torch.dtype,
+) -> Rounding:
+    """Return how far the loss and the gradients of `runs` in a dtype are from the exact ones.
+
+    `outputs`: the differences of modules' outputs.
+    """
+    loss, own = exact
+    gradients = {
+        n: max(float((of[n] - value).abs().max()) for _, of in runs) for n, value in own.items()
+    }
+    return Rounding(
+        max(abs(low_loss - loss) for low_loss, _ in runs) / loss,
+        max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
+        gradients,
+        outputs,
+        torch.finfo(dtype).eps / 2,
+        tuple(of for _, of in runs),
+        dtype != torch.float32,
+    )
