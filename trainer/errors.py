@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import traceback
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -184,6 +186,13 @@ def first_line(error: BaseException) -> str:
 def named_line(error: BaseException, most: int = 300) -> str:
     """Return the first line of a library's error, after its class, shortened."""
     return f"{type(error).__name__}: {error}".splitlines()[0][:most]
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the last line outside PyTorch at which an error was raised: "model.py, line 12"."""
+    inside = os.sep + "torch" + os.sep
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if inside not in f.filename]
+    return f"{os.path.basename(frames[-1].filename)}, line {frames[-1].lineno}" if frames else ""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ValidationInfo, WithJsonSchema
 
-from trainer.errors import named_line
+from trainer.errors import listed, named_line, suggestion
 
 RECIPES = {
     "causal_lm": "trainer.recipes.causal_lm",
@@ -106,7 +106,7 @@ def _known_task(name: str) -> str:
         return name
     points = entry_points(group="meshloom.recipes", name=name)
     if ":" not in name or not points:
-        raise ValueError("a task of trainer.plugins")
+        raise ValueError(_tasks(name))
     try:
         if len(points) > 1:
             raise ValueError("several packages have one of this name")
@@ -116,9 +116,29 @@ def _known_task(name: str) -> str:
     return name
 
 
+def _tasks(name: str) -> str:
+    """Say which tasks and recipes of plug-ins there are, and which of them a name is close to."""
+    installed = {point.name for point in entry_points(group="meshloom.recipes")}
+    names = sorted({*installed, *NAMED["recipe"], *NAMED["task"]})
+    known = f" ({listed(names)})" if names else ""
+    hint = suggestion(name, names)
+    kinds = "a task of trainer.plugins, or an entry point of meshloom.recipes"
+    return f"{kinds}{known}" + (f". {hint}" if hint else "")
+
+
 def honours(task: str, key: str) -> bool:
     """Return True if a plug-in's recipe honours a key that not every recipe does."""
-    return key in getattr(NAMED["recipe"].get(task), "keys", ())
+    return key in keys_of(task)
+
+
+def keys_of(task: str) -> tuple[str, ...]:
+    """Return the keys that a plug-in's recipe lists; none for another."""
+    return tuple(getattr(NAMED["recipe"].get(task), "keys", ()))
+
+
+def is_recipe(task: str) -> bool:
+    """Return True for the name of a plug-in's recipe."""
+    return task in NAMED["recipe"]
 
 
 def options_of(task: str) -> type[BaseModel] | None:

@@ -8,7 +8,7 @@ what the protocol says, and nobody else asks which recipe it is. The certificate
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
@@ -24,17 +24,21 @@ from trainer.data.mixture import Source
 from trainer.data.order import KEYED, SampleOrder
 from trainer.data.progress import QUIET, Progress
 from trainer.data.sources.remote import fetched
-from trainer.distributed.ranks import Ranks
+from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Engine, Machine, Metrics
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import ConfigError, MeshloomError, Problem, named_line, raised_at, refused
 from trainer.layout import Layout
 from trainer.models.finetuning.changed import changed_spec
+from trainer.models.flops import counted_flops
 from trainer.models.spec import ModelSpec
 from trainer.plugins import DEFAULT, HANDED_IN, NAMED, RECIPES
 from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 from trainer.tasks.supervised import Loss
 from trainer.tasks.task import Batch, Sample, Task
+
+METHODS = ("subject", "planned")
+"""The methods that every recipe has."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ class HandedIn:
             return handed_in
         expected = "the arguments of trainer.train for what is trained"
         # whatever the plug-in's own code raises
-        with refused("trainer.task", expected, named=True):
+        with refused("trainer.task", expected, named=True, start=f"{section.task}: "):
             return replace(handed_in or HandedIn(), **task(section))
 
 
@@ -88,7 +92,8 @@ class RunContext:
     def changed(self, spec: ModelSpec) -> ModelSpec:
         """Apply the config's adapter, frozen parameters and groups to a spec. Collective.
 
-        Raises ConfigError for changes that do not fit the model.
+        They are applied to the spec of every subject that is opened; a recipe calls this only if it
+        needs the changed spec before. Raises ConfigError for changes that do not fit the model.
         """
         return changed_spec(spec, self.section, self.ranks)
 
@@ -222,9 +227,12 @@ class SampleCost:
     kind: str
     """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float
-    """FLOPs to train on it, forward and backward, without recomputation."""
+    """FLOPs to train on it, forward and backward, without recomputation; see `flops_of_sample`."""
     hidden: int
-    """The number of values in the smallest hidden state that enters a block; 0 if unknown."""
+    """The number of values in the smallest hidden state that enters a block; 0 if unknown.
+
+    For example sequence length x hidden size.
+    """
 
 
 class PlannedModel(NamedTuple):
@@ -235,16 +243,35 @@ class PlannedModel(NamedTuple):
     """Builds the task of the model, or of it with fewer blocks."""
     batch: Callable[[int], Batch]
     """Makes a micro-batch of that many samples, of the trained length."""
-    sample: SampleCost
+    cost: Callable[[ModelSpec], SampleCost]
+    """Gives the cost of a sample, of the model with the config's changes (`trainer.freeze`)."""
+
+
+def flops_of_sample(spec: ModelSpec, task: Task, batch: Callable[[int], Batch]) -> float:
+    """Count the FLOPs of training on one sample, on the meta device.
+
+    It is half of two samples' FLOPs, as batch norm has no statistics of one. Raises ConfigError for
+    a model that does not run so.
+    """
+    two = {name: part.to("meta") for name, part in batch(2).items()}
+    expected = "a forward and a backward pass in training that read no values"
+    start = "its training fails on the meta device: "
+    # whatever the model's own code raises
+    with refused(f"trainer.model: {spec.name}", expected, named=True, start=start):
+        return counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
 
 
 class Recipe(Protocol):
     """All that is particular to one thing that is trained.
 
     A plug-in's recipe has a name with a colon, from `trainer.plugins.register("recipe", ...)` or
-    an entry point of the group `meshloom.recipes`. It may have two attributes more: `keys`, those
-    that only some recipes honour and it does ("trainer.data.path"), and `options`, the pydantic
-    model of its own keys, `trainer.recipe`.
+    an entry point of the group `meshloom.recipes`. It may have two attributes more. `keys` lists
+    the keys of `trainer.model` and `trainer.data` that it reads ("trainer.data.path"), and those
+    of others whose mark in `trainer/config/sections/` has `recipes=`; all others are refused.
+    `options` is the pydantic model of its own keys, `trainer.recipe`.
+
+    No method applies the config's adapter, frozen parameters and groups: that is done to each spec
+    that a recipe returns. Whatever a plug-in's recipe raises becomes a ConfigError with its name.
     """
 
     def subject(self, context: RunContext) -> Subject:
@@ -261,14 +288,36 @@ class Recipe(Protocol):
 
 
 def recipe_named(name: str) -> Recipe:
-    """Return the recipe of a task's name. Raises ConfigError for none of that name."""
+    """Return the recipe of a task's name.
+
+    Raises ConfigError for none of that name, and for one that lacks a method.
+    """
     if name in NAMED["task"]:
         return recipe_named(HANDED_IN)
     if (module := RECIPES.get(name)) is not None:
         return import_module(module).RECIPE  # type: ignore[no-any-return]
     if (recipe := NAMED["recipe"].get(name)) is None:
         raise ConfigError(Problem("trainer.task", name, "a recipe's name"))
+    lacks = [method for method in METHODS if not callable(getattr(recipe, method, None))]
+    if lacks or isinstance(recipe, type):
+        actual = f"{name} is a class" if isinstance(recipe, type) else f"{name} has no {lacks[0]}"
+        expected = f"an object with the methods {' and '.join(METHODS)}"
+        raise ConfigError(Problem("trainer.task", actual, expected))
     return recipe  # type: ignore[no-any-return]
+
+
+@contextmanager
+def of_recipe(name: str) -> Iterator[None]:
+    """Turn what the code of a plug-in's recipe raises into a ConfigError with the recipe's name."""
+    try:
+        yield
+    except MeshloomError:
+        raise
+    except Exception as error:  # whatever the recipe's own code raises
+        if name not in NAMED["recipe"]:
+            raise
+        actual = f"{name}: {named_line(error)} ({raised_at(error)})"
+        raise ConfigError(Problem("trainer.task", actual, "a recipe whose code runs")) from error
 
 
 def recipe_of(section: TrainerSection, handed_in: HandedIn | None) -> Recipe:
@@ -297,4 +346,16 @@ def open_subject(
     data = fetched(config.trainer.data, cache_folder(), ranks, progress)
     config = replace(config, trainer=config.trainer.model_copy(update={"data": data}))
     context = RunContext(config, handed_in or HandedIn(), layout, ranks, progress, order)
-    return recipe_of(config.trainer, handed_in).subject(context)
+    with of_recipe(config.trainer.task):
+        subject = recipe_of(config.trainer, handed_in).subject(context)
+    return replace(subject, spec=context.changed(subject.spec))
+
+
+def planned_model(section: TrainerSection, layout: Layout) -> PlannedModel:
+    """Describe the model that a config names, with the config's changes, and its samples.
+
+    Raises ConfigError where the config does not name what is trained.
+    """
+    with of_recipe(section.task):
+        planned = recipe_named(section.task).planned(section, layout)
+    return planned._replace(spec=changed_spec(planned.spec, section, ALONE))

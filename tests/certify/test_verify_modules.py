@@ -163,7 +163,7 @@ def ranked(seed: int, shift: float) -> str:
 
     config: dict[str, Any] = {
         "train_batch_size": 8,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 0 if shift else 3},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "trainer": {"engine": "mesh", "seed": seed},
     }

@@ -34,15 +34,64 @@ def test_a_measure_of_its_own_is_a_metric(tmp_path: Path) -> None:
     [
         ("faulty:taken", "train", ("trainer.task", '"targets"', "no other value")),
         ("faulty:measuring", "verify", ("trainer.task", "0 tops", "ordered")),
+        (
+            "faulty:raising",
+            "train",
+            ("trainer.task", "faulty:raising: KeyError", "own file", "line"),
+        ),
+        ("faulty:kind", "train", ("trainer.task", "faulty:kind is a class", "subject")),
+        ("faulty:unplanned", "plan", ("trainer.task", "faulty:unplanned has no planned")),
+        ("faulty:raisin", "train", ("trainer.task", 'Did you mean "faulty:raising"')),
     ],
 )
 def test_its_mistake_is_named_at_the_start(
     task: str, verb: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    one = "--processes" if verb == "train" else "--world-size"
+    one = {"train": "--processes", "verify": "--world-size", "plan": "--gpus"}[verb]
     found = command(tmp_path, config(task), verb, one, "1")
     shown = found.stdout + found.stderr
     assert found.returncode == 64, shown
     for word in words:
         assert word in shown
     assert "Traceback" not in shown
+
+
+@pytest.mark.parametrize(
+    ("layout", "words"),
+    [
+        (
+            {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
+            ("pipeline.stages", "the stage of blocks.", ".py, line", "such a module"),
+        ),
+        ({"tensor_parallel": {"autotp_size": 2}}, ("your own module", "tensor_plan=")),
+    ],
+    ids=["pipeline", "tensor"],
+)
+def test_an_error_says_what_a_layout_asks_of_its_model(
+    layout: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    found = command(tmp_path, config("faulty:sliced") | layout, "train", "--processes", "2")
+    shown = found.stdout + found.stderr
+    assert found.returncode == 64, shown
+    for word in words:
+        assert word in shown
+
+
+def test_a_key_that_it_does_not_read_is_refused(tmp_path: Path) -> None:
+    named = {"model": {"name_or_path": "gpt2"}, "data": {"path": "x", "evaluation_fraction": 0.1}}
+    found = command(tmp_path, config("sketch:head", **named), "train", "--processes", "1")
+    assert found.returncode == 64, found.stdout + found.stderr
+    for key in ("model.name_or_path", "data.path", "data.evaluation_fraction"):
+        assert f"trainer.{key}" in found.stdout + found.stderr
+
+
+def test_its_frozen_parameters_are_those_of_the_config(tmp_path: Path) -> None:
+    """In training and in its plan, though no method of the recipe asks for them."""
+    frozen = config("sketch:head", freeze=["score.*"])
+    found = command(tmp_path, frozen, "train", "--dry-run", "--processes", "1")
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "are frozen (trainer.freeze)" in found.stdout
+    wrong = config("sketch:head", freeze=["scores.*"])
+    found = command(tmp_path, wrong, "plan", "--gpus", "1")
+    assert found.returncode == 64, found.stdout + found.stderr
+    assert "trainer.freeze" in found.stdout + found.stderr

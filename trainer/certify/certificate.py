@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainer.certify.case import Case, Certified
@@ -17,12 +17,13 @@ from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
 from trainer.config import TrainerSection
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
+from trainer.models.finetuning.changed import changed_spec
 from trainer.parallel import float8
 from trainer.parallel.checks import answers, checked
 from trainer.probes.answers import Answer
 from trainer.probes.dispatch_modes import Alone
 from trainer.probes.question import Probed
-from trainer.recipe import HandedIn, recipe_of
+from trainer.recipe import HandedIn, of_recipe, recipe_of
 from trainer.run.describe import versions
 from trainer.storage import Json
 from trainer.supervise.stall import Phase
@@ -61,6 +62,7 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         case = _case_of(section, handed_in, small, machine, folder)
         small = case.small
         subject = case.subject
+        subject = replace(subject, spec=changed_spec(subject.spec, section, ranks))
         spec, _ = checked(subject.spec, subject.task, small.layout, ranks, subject.packed)
         sources, reference = case.rehearse(spec)
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
@@ -102,7 +104,8 @@ def _case_of(
     if not isinstance(recipe, Certified):
         actual = f"{section.task}, whose recipe brings no certificate"
         raise ConfigError(Problem("trainer.task", actual, "a recipe with a `case`"))
-    return recipe.case(small, handed_in or HandedIn(), machine, folder)
+    with of_recipe(section.task):
+        return recipe.case(small, handed_in or HandedIn(), machine, folder)
 
 
 def table(certificate: Certificate) -> str:

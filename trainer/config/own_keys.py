@@ -13,7 +13,7 @@ from trainer.config.keys.key import Key
 from trainer.config.sections.section import Section, mark_of
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem, show
-from trainer.plugins import honours
+from trainer.plugins import honours, is_recipe, keys_of
 
 _NAMES = {int: "whole number", float: "number", str: "text", bool: "true, false", Any: "number"}
 _KINDS = {int: "int", float: "float", Any: "float", bool: "bool", str: "str"}
@@ -107,8 +107,13 @@ OWN_KEYS: dict[str, Key] = dict(_keys(TrainerSection, "trainer"))
 
 
 def honoured(path: str, recipe: str) -> bool:
-    """Return True if a recipe honours a key of the section."""
+    """Return True if a recipe honours a key of the section.
+
+    A plug-in's recipe lists those of the model and of the data that it reads.
+    """
     recipes = OWN_KEYS[path].recipes
+    if is_recipe(recipe) and path.startswith(("trainer.model.", "trainer.data.")):
+        return honours(recipe, path)
     return recipes is None or recipe in recipes.names or honours(recipe, path)
 
 
@@ -116,10 +121,17 @@ def unhonoured(section: TrainerSection, recipe: str) -> Iterator[Problem]:
     """Yield the problems of keys that are set, and that `recipe` does not honour."""
     default = TrainerSection()
     for path, key in OWN_KEYS.items():
-        if key.recipes is None or honoured(path, recipe):
+        if honoured(path, recipe):
             continue
         value = _value(section, path)
-        if value == _value(default, path) or key.recipes.accepts(value):
+        if value == _value(default, path):
+            continue
+        if is_recipe(recipe):
+            known = f'a key that the recipe "{recipe}" lists in `keys`'
+            yield Problem(path, f"saw {show(value)}", known, _of_keys(recipe))
+            continue
+        assert key.recipes is not None
+        if key.recipes.accepts(value):
             continue
         other = f'the task "{key.recipes.names[0]}"; this one is "{recipe}"'
         if isinstance(value, Section):
@@ -127,6 +139,12 @@ def unhonoured(section: TrainerSection, recipe: str) -> Iterator[Problem]:
             yield Problem(path, "saw keys", expected, "Set trainer.task.")
         else:
             yield Problem(path, f"saw {show(value)}", key.recipes.accepted or other)
+
+
+def _of_keys(recipe: str) -> str:
+    """Return the keys that a plug-in's recipe lists, as a hint."""
+    keys = keys_of(recipe)
+    return f"It lists {', '.join(keys)}." if keys else "It lists none."
 
 
 def _value(section: Section, path: str) -> object:

@@ -13,7 +13,7 @@ from trainer.config.keys.key import NOUNS
 from trainer.config.own_keys import OWN_KEYS, unhonoured
 from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
 from trainer.config.sections.trainer import TrainerSection
-from trainer.errors import MOST_SHOWN, Problem, show
+from trainer.errors import MOST_SHOWN, Problem, listed, show, suggestion
 from trainer.plugins import options_of
 from trainer.storage import Json
 
@@ -53,7 +53,13 @@ def _of_recipe(section: TrainerSection) -> Iterator[Problem]:
     except ValidationError as error:
         for item in error.errors(include_url=False):
             place = ".".join(["trainer.recipe", *map(str, item["loc"])])
-            yield Problem(place, f"saw {show(item['input'])}", _expectation(dict(item)))
+            expected = _expectation(dict(item))
+            hint = ""
+            if item["type"] == "extra_forbidden" and len(item["loc"]) == 1:
+                names = list(options.model_fields)
+                expected = f"a key that the recipe has: {listed(names, most=12)}"
+                hint = suggestion(str(item["loc"][0]), names)
+            yield Problem(place, f"saw {show(item['input'])}", expected, hint)
 
 
 def _of_images(images: ImagesSection) -> Iterator[Problem]:

@@ -146,6 +146,8 @@ class Training:
     """Parameters that pretrained weights need not have: they get initial values."""
     unsaved: frozenset[str] = frozenset()
     """Frozen tensors that no checkpoint holds: those of an adapter's base."""
+    changed: bool = False
+    """True once the config's adapter, frozen parameters and groups are in the spec."""
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,6 @@ def prepare(
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
     subject = open_subject(config, given, layout, ranks, progress, order)
-    ranks.try_on_first(lambda: check_measures(subject.task))
     machine.signs.at("trying a tiny copy of the model")
     subject, model_notes = _tried(subject, section, layout, engine, ranks)
     if builds:
@@ -207,6 +206,7 @@ def _tried(
 
     Raises ConfigError for a model, a layout or an engine that do not go together.
     """
+    ranks.try_on_first(lambda: check_measures(subject.task))
     spec, notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
     ranks.try_on_first(lambda: subject.trained(spec, section))

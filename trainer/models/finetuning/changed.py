@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainer.config import TrainerSection
 from trainer.distributed.ranks import Ranks
 from trainer.models.finetuning.frozen import frozen
@@ -13,15 +15,23 @@ from trainer.models.spec import ModelSpec
 def changed_spec(
     spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False
 ) -> ModelSpec:
-    """Apply the config's changes to a model's spec; `copied` if the config means a larger model.
-    Collective.
+    """Apply the config's changes to a model's spec, unless it has them; `copied` if the config
+    means a larger model. Collective.
 
     Raises ConfigError for changes that do not fit the model.
     """
+
+    if spec.training.changed:
+        return spec
 
     def changed() -> ModelSpec:
         partly_frozen = frozen(adapted(spec, section.adapter), section.freeze, copied=copied)
         return tuned(partly_frozen, section.parameter_groups, copied=copied)
 
     ranks.try_on_first(changed)  # an error is reported once
-    return changed()
+    return with_changes(changed())
+
+
+def with_changes(spec: ModelSpec) -> ModelSpec:
+    """Mark a spec as one that has the config's changes."""
+    return replace(spec, training=replace(spec.training, changed=True))

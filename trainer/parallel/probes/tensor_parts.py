@@ -57,7 +57,12 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     model = spec.build()
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    if not plan:
+    if not plan and spec.tiny.input is not None:
+        yield (
+            "your own module has no tensor plan",
+            "a recipe whose spec has one: LanguageModel(tensor_plan=...)",
+        )
+    elif not plan:
         lacks = "its blocks have no linear layers to make one of"
         actual = f"its family has no tensor plan in transformers, and {lacks}"
         yield actual, "a model with `base_model_tp_plan`"

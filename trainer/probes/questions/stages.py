@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, Problem, Raised, attempt, raised_at
 from trainer.models.cut import StageBoundary, cut
 from trainer.models.materialise import materialise, on_host
 from trainer.models.names import differing, gradients_of, outermost
@@ -21,6 +22,11 @@ from trainer.probes.question import Need, Probed, Question
 KEY = "pipeline.stages"
 HINT = "Set pipeline.stages to 1."
 EXPECTED = "the same logits and gradients"
+RULE = (
+    "Each stage runs the whole forward pass, without other stages' modules that have parameters or "
+    "no children: such a module should do what follows the blocks (docs/models.md)"
+)
+"""The rule that a model's own code most often breaks."""
 
 
 def check_cut(spec: ModelSpec, stages: int) -> StageBoundary:
@@ -86,7 +92,11 @@ def _forward(spec: ModelSpec, boundary: StageBoundary, trial: Trial) -> list[_St
         hidden = passes[-1].output.detach().requires_grad_() if passes else None
         stage_input.put(hidden)
         last = index + 1 == len(spec.blocks)
-        output = trial.output(stage.eval()) if last else trial.hidden(stage.eval())
+        run = trial.output if last else trial.hidden
+        output = attempt(partial(run, stage.eval()))
+        if isinstance(output, Raised):
+            where = f"the stage of {spec.blocks[index]} fails at {raised_at(output.error)}"
+            raise Differs(f"{where}: {output.reason}. {RULE}")
         if not isinstance(output, torch.Tensor):
             actual = f"what it gives is a {type(output).__name__}"
             raise Differs(f"{actual}, and a stage sends one tensor")

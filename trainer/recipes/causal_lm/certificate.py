@@ -26,7 +26,7 @@ from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
-from trainer.models.finetuning.changed import changed_spec
+from trainer.models.finetuning.changed import changed_spec, with_changes
 from trainer.models.language import model_config
 from trainer.models.materialise import on_host
 from trainer.models.pretrained.named_base import untie, weights_of
@@ -91,6 +91,7 @@ class LanguageCase:
         )
         assert whole.tiny.copy is not None
         spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
+        spec = with_changes(spec)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
         config = copy.build().config
         heads = copy.language.attention.heads

@@ -20,7 +20,7 @@ def planned_language_model(section: TrainerSection) -> PlannedModel:
     """Describe the language model that a config names. Raises ConfigError."""
     architecture = model_config.read_config(section.model)
     plain = huggingface.spec_of(architecture, section.model, weights=False)
-    spec = changed_spec(plain, section, ALONE)
+    spec = changed_spec(plain, section, ALONE)  # its task depends on the changes
     length = section.data.sequence_length
 
     def batch(count: int) -> Batch:
@@ -34,7 +34,9 @@ def planned_language_model(section: TrainerSection) -> PlannedModel:
         plain = CausalLM.of(spec, 0, lambda: attention)
         return plain.regularised(spec, section.label_smoothing, section.neftune_alpha)
 
-    flops = flops_per_token(spec, length) * length
-    hidden = length * (spec.language.hidden_size or 0)
-    sample = SampleCost("tokens", length, f"samples of {length:,} tokens", flops, hidden)
-    return PlannedModel(spec, task, batch, sample)
+    def cost(spec: ModelSpec) -> SampleCost:
+        flops = flops_per_token(spec, length) * length
+        hidden = length * (spec.language.hidden_size or 0)
+        return SampleCost("tokens", length, f"samples of {length:,} tokens", flops, hidden)
+
+    return PlannedModel(spec, task, batch, cost)

@@ -50,6 +50,7 @@ def image_case(small: Tiny, handed_in: HandedIn, machine: Machine) -> PairsCase:
         named = ranks.on_first(lambda: classifiers.named(name, arguments_of(section)))
         classifier = ranks.on_first(lambda: tiny_classifier(named, small.layout.stages))
         spec = spec_of(section, images, classifier)
+        spec = changed_spec(spec, section, ranks, copied=True)
         task = ImageClassification(CLASSES, spec.build, spec.blocks)
         note = (
             f"a small one of its kind: {spec.parameters / 1e6:.1f} M parameters, made-up "
@@ -58,7 +59,6 @@ def image_case(small: Tiny, handed_in: HandedIn, machine: Machine) -> PairsCase:
     build = partial(on_host, spec)
     if handed_in.model is not None:
         build = partial(constructed, handed_in.model)
-    spec = changed_spec(spec, section, ranks, copied=True)
     samples = made_up(images, small.layout.train_batch * 3 // 2 + small.held_out + 3)
     subject = Subject(spec.tried_on(task.trial(samples[:4])), task, Pairs(samples, None, ""))
     tops = (1, TOP)[: len(task.measures)]

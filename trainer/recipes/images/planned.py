@@ -10,14 +10,10 @@ from dataclasses import replace
 import torch
 
 from trainer.config import TrainerSection
-from trainer.distributed.ranks import ALONE
-from trainer.errors import refused
 from trainer.layout import Layout
 from trainer.models.classifiers import Images
-from trainer.models.finetuning.changed import changed_spec
-from trainer.models.flops import counted_flops
 from trainer.models.spec import ModelSpec
-from trainer.recipe import PlannedModel, SampleCost
+from trainer.recipe import PlannedModel, SampleCost, flops_of_sample
 from trainer.recipes.images import classifier
 from trainer.recipes.images.task import ImageClassification
 from trainer.supervise.process import cache_folder
@@ -36,7 +32,7 @@ def planned_classifier(section: TrainerSection, layout: Layout) -> PlannedModel:
     plain = ImageClassification(classes, spec.build, spec.blocks)
     first = [(torch.zeros(shape), 0)] * 2
     classifier.check(spec, plain, known, str(section.data.path or section.task), layout, first)
-    spec = changed_spec(spec, section, ALONE).tried_on(plain.trial(first))
+    spec = spec.tried_on(plain.trial(first))
     task = plain.regularised(spec, section.label_smoothing, section.neftune_alpha)
     batch = batches_of(known)
     hidden = math.prod(shape)
@@ -44,20 +40,11 @@ def planned_classifier(section: TrainerSection, layout: Layout) -> PlannedModel:
         shapes = [task.hidden_shape(batch(1), block) for block in range(len(spec.blocks))]
         hidden = min([hidden, *map(math.prod, shapes)])
     kind = f"images of {' x '.join(map(str, shape))}, {classes:,} classes"
-    sample = SampleCost("images", 1, kind, _flops_of_an_image(spec, task, batch), hidden)
-    return PlannedModel(spec, lambda spec: task, batch, sample)
 
+    def cost(spec: ModelSpec) -> SampleCost:
+        return SampleCost("images", 1, kind, flops_of_sample(spec, task, batch), hidden)
 
-def _flops_of_an_image(
-    spec: ModelSpec, task: ImageClassification, batch: Callable[[int], Batch]
-) -> float:
-    """Count FLOPs on the meta device, of two images: batch norm has no statistics of one."""
-    two = {name: part.to("meta") for name, part in batch(2).items()}
-    expected = "scores of these images in training, as in an evaluation"
-    start = "its training fails on the meta device: "
-    # whatever the model's own code raises
-    with refused(f"trainer.model: {spec.name}", expected, named=True, start=start):
-        return counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
+    return PlannedModel(spec, lambda spec: task, batch, cost)
 
 
 def batches_of(images: Images) -> Callable[[int], Batch]:

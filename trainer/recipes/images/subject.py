@@ -90,4 +90,4 @@ def open_classifier(context: RunContext) -> ImageSubject:
     checked = (spec, task, data.images, data.path, context.layout, first)
     ranks.on_first(lambda: classifier.check(*checked))
     task = task.measuring(handed_in.metrics, first)
-    return ImageSubject(context.changed(spec.tried_on(task.trial(first))), task, data)
+    return ImageSubject(spec.tried_on(task.trial(first)), task, data)

@@ -25,7 +25,7 @@ from trainer.parallel import float8
 from trainer.parallel.checks import check_blocks
 from trainer.parallel.probes.context_parts import QUESTION
 from trainer.probes.question import Probed, ask
-from trainer.recipe import recipe_named
+from trainer.recipe import of_recipe, planned_model
 from trainer.run.compose import Composed, compose
 from trainer.tasks.task import Task
 from trainer.tools.planner.cluster import Cluster
@@ -98,12 +98,14 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     section = composed.config.trainer
     layout = composed.layout
     name, engine = composed.engine()
-    trained = recipe_named(section.task).planned(section, layout)
+    trained = planned_model(section, layout)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     if layout.context > 1:
         task = trained.task(trained.spec)
         ask(QUESTION, Probed(trained.spec, task, layout, packed=section.data.packs))
+    with of_recipe(section.task):
+        sample = trained.cost(trained.spec)
     spec = _of_shapes(trained.spec)
     config = composed.knowing(
         hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS
@@ -117,7 +119,7 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
         deepspeed=config.deepspeed,
         undecayed=spared(section.weight_decay_excludes, spec),
         schedule=schedule_of(config.settings),
-        sample=trained.sample,
+        sample=sample,
         batch=trained.batch,
     )
     return ModelOnCluster(config, full, trained.task)

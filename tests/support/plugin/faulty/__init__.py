@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+import torch
 from sketches.body import HeadSketch
+from sketches.sketch import Body
 from torch import nn
 
 from trainer.models.spec import ModelSpec
 from trainer.plugins import register
+from trainer.recipe import RunContext, Subject
 from trainer.tasks.supervised import Supervised
 from trainer.tasks.task import Batch
 
@@ -37,3 +42,33 @@ def of_kind(kind: type[Supervised]) -> object:
 
 register("recipe", "faulty:measuring")(of_kind(Measuring))
 register("recipe", "faulty:taken")(of_kind(Taken))
+
+
+class Raising(HeadSketch):
+    def subject(self, context: RunContext) -> Subject:
+        raise KeyError("my own file is missing")
+
+
+class Unplanned(HeadSketch):
+    planned = None  # type: ignore[assignment]
+
+
+class WritesAfterItsBlocks(Body):
+    """What follows the blocks, a slice, runs on each stage of a pipeline."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.table(tokens)
+        for block in self.blocks:
+            hidden = block(hidden)
+        return self.head(hidden[:, -1])  # type: ignore[no-any-return]
+
+
+class Sliced(HeadSketch):
+    build = partial(WritesAfterItsBlocks, 3)
+    blocks = "blocks.*"
+
+
+register("recipe", "faulty:raising")(Raising())
+register("recipe", "faulty:unplanned")(Unplanned())
+register("recipe", "faulty:kind")(HeadSketch)
+register("recipe", "faulty:sliced")(Sliced())

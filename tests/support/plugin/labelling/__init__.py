@@ -19,14 +19,18 @@ from labelling.samples import Labelled
 from labelling.task import Labelling
 from trainer.config import TrainerSection
 from trainer.data.dataset import Pairs, pairs_of
-from trainer.distributed.ranks import ALONE
 from trainer.engines import Machine
 from trainer.layout import Layout
-from trainer.models.finetuning.changed import changed_spec
-from trainer.models.flops import counted_flops
 from trainer.models.own import module
 from trainer.models.spec import LanguageModel, ModelSpec
-from trainer.recipe import HandedIn, PlannedModel, RunContext, SampleCost, Subject
+from trainer.recipe import (
+    HandedIn,
+    PlannedModel,
+    RunContext,
+    SampleCost,
+    Subject,
+    flops_of_sample,
+)
 from trainer.tasks.task import Batch
 
 if TYPE_CHECKING:
@@ -53,31 +57,34 @@ class Options(BaseModel):
 class SequenceLabelling:
     """The recipe: a tagger, made-up sequences, and cross entropy over the labelled tokens."""
 
-    keys = ("trainer.data.sequence_length",)
+    keys = ("trainer.data.sequence_length", "trainer.data.evaluation_fraction")
     options = Options
 
     def subject(self, context: RunContext) -> Subject:
         options = options_of(context.section)
-        data = pairs_of(Labelled(options.samples, options.length, options.labels), None, 0.25)
+        samples = Labelled(options.samples, options.length, options.labels)
+        data = pairs_of(samples, None, context.section.data.evaluation_fraction)
         spec = spec_of(options, context.section.seed)
         task = Labelling(spec.build, spec.blocks)
         tried = spec.tried_on(task.trial(context.first_samples(data.train)))
-        return Subject(context.changed(tried), task, data)
+        return Subject(tried, task, data)
 
     def planned(self, section: TrainerSection, layout: Layout) -> PlannedModel:
         options = options_of(section)
         spec = spec_of(options, section.seed)
         task = Labelling(spec.build, spec.blocks)
         samples = Labelled(64, options.length, options.labels)
-        spec = changed_spec(spec, section, ALONE).tried_on(task.trial([samples[0], samples[1]]))
+        spec = spec.tried_on(task.trial([samples[0], samples[1]]))
 
         def batch(count: int) -> Batch:
             return task.collate([samples[number % 64] for number in range(count)])
 
-        two = {name: value.to("meta") for name, value in batch(2).items()}
-        flops = counted_flops(spec, lambda model: task.loss_sum(model, two)) / 2
-        kind = f"sequences of {options.length} tokens"
-        cost = SampleCost("labels", options.length, kind, flops, options.length * options.width)
+        def cost(spec: ModelSpec) -> SampleCost:
+            flops = flops_of_sample(spec, task, batch)
+            kind = f"sequences of {options.length} tokens"
+            hidden = options.length * options.width
+            return SampleCost("labels", options.length, kind, flops, hidden)
+
         return PlannedModel(spec, lambda spec: task, batch, cost)
 
     def case(self, small: Tiny, handed_in: HandedIn, machine: Machine, folder: Path) -> PairsCase:
@@ -89,7 +96,6 @@ class SequenceLabelling:
         task = Labelling(spec.build, spec.blocks)
         count = small.layout.train_batch * 3 // 2 + small.held_out + 3
         samples = Labelled(count, options.length, options.labels)
-        spec = changed_spec(spec, small.config.trainer, machine.ranks)
         tried = spec.tried_on(task.trial([samples[number] for number in range(4)]))
         subject = Subject(tried, task, Pairs(samples, None, ""))
         build: Callable[..., nn.Module] = partial(constructed, options.build)

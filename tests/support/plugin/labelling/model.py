@@ -20,7 +20,9 @@ class Tagger(nn.Module):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Score the labels of tokens [batch, sequence]: [batch, sequence, labels]."""
-        hidden = self.table(tokens) + self.places.weight[: tokens.shape[1]]
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        # by a call, as the stages of a pipeline but the first have no table to index
+        hidden = self.table(tokens) + self.places(places)
         for block in self.blocks:
             hidden = block(hidden)
         return self.head(self.norm(hidden))  # type: ignore[no-any-return]

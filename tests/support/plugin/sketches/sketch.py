@@ -16,10 +16,8 @@ from trainer.certify.tiny_run import Tiny
 from trainer.config import TrainerSection
 from trainer.data.dataset import Pairs, pairs_of
 from trainer.data.mixture import Source
-from trainer.distributed.ranks import ALONE
 from trainer.engines import Machine
 from trainer.layout import Layout
-from trainer.models.finetuning.changed import changed_spec
 from trainer.models.own import module
 from trainer.models.spec import ModelSpec
 from trainer.recipe import HandedIn, PlannedModel, RunContext, SampleCost, Subject
@@ -86,7 +84,7 @@ class Sketch:
     def subject(self, context: RunContext) -> Subject:
         data = pairs_of(type(self).samples(48), None, 0.25)
         spec, task = self.tried(context.section, context.first_samples(data.train))
-        return Subject(context.changed(spec), task, data)
+        return Subject(spec, task, data)
 
     def tried(self, section: TrainerSection, first: list[object]) -> tuple[ModelSpec, Supervised]:
         spec = module.spec_of(type(self).build, self.blocks, section.seed)
@@ -96,21 +94,18 @@ class Sketch:
     def planned(self, section: TrainerSection, layout: Layout) -> PlannedModel:
         samples = type(self).samples(4)
         spec, task = self.tried(section, [samples[number] for number in range(4)])
-        spec = changed_spec(spec, section, ALONE)
 
         def batch(count: int) -> Batch:
             return task.collate([samples[number % 4] for number in range(count)])
 
-        return PlannedModel(
-            spec, lambda spec: task, batch, SampleCost("samples", 1, "sketches", 1.0, 0)
-        )
+        cost = SampleCost("samples", 1, "sketches", 1.0, 0)
+        return PlannedModel(spec, lambda spec: task, batch, lambda spec: cost)
 
     def case(self, small: Tiny, handed_in: HandedIn, machine: Machine, folder: Path) -> PairsCase:
         count = small.layout.train_batch * 3 // 2 + small.held_out + 3
         samples = type(self).samples(count)
         first = [samples[number] for number in range(4)]
         spec, task = self.tried(small.config.trainer, first)
-        spec = changed_spec(spec, small.config.trainer, machine.ranks)
         subject = Subject(spec, task, Pairs(samples, None, ""))
         build: Callable[..., nn.Module] = partial(constructed, type(self).build)
         return self.case_kind(small, subject, build, task._loss)
