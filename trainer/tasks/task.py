@@ -26,7 +26,11 @@ Sample = Any
 
 class Task(Protocol):
     measures: tuple[str, ...]
-    """Names of what an evaluation counts besides the loss (accuracy: the correct targets)."""
+    """Names of what an evaluation counts besides the loss (accuracy: the correct targets).
+
+    Those that no field of `trainer.trackers.Evaluation` has are logged as metrics, shares of the
+    targets; `Supervised.measuring` adds metrics with denominators of their own.
+    """
 
     @property
     def draws(self) -> bool:
