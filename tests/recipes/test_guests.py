@@ -95,3 +95,11 @@ def test_its_frozen_parameters_are_those_of_the_config(tmp_path: Path) -> None:
     found = command(tmp_path, wrong, "plan", "--gpus", "1")
     assert found.returncode == 64, found.stdout + found.stderr
     assert "trainer.freeze" in found.stdout + found.stderr
+
+
+def test_its_rate_is_in_its_own_plural(tmp_path: Path) -> None:
+    found = command(
+        tmp_path, config("faulty:stories"), "plan", "--gpus", "1", "--device", "h100-80gb"
+    )
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "stories/s" in found.stdout

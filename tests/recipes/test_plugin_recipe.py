@@ -112,3 +112,18 @@ def test_a_key_that_it_honours_is_taken(tmp_path: Path, installed: Path) -> None
     asked = config("zero3", data={"sequence_length": 4})
     found = command(tmp_path, asked, "train", "--dry-run", beside=installed)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_it_is_cut_into_stages_whatever_its_sequences(tmp_path: Path, installed: Path) -> None:
+    """Its later stages have no table of places: with fewer tokens than samples, reading one's
+    weight was seen to fail, and with more it was luck."""
+    asked = config("pipeline_zero2", recipe={"length": 2})
+    found = command(tmp_path, asked, "train", "--dry-run", "--processes", "2", beside=installed)
+    assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_its_share_of_held_out_samples_is_the_config_s(tmp_path: Path, installed: Path) -> None:
+    asked = config("zero3", recipe={"samples": 40}, data={"evaluation_fraction": 0.5})
+    found = command(tmp_path, asked, "train", "--dry-run", "--processes", "1", beside=installed)
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert "20 samples, 20 held out" in found.stdout

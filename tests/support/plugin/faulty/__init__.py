@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -9,9 +10,11 @@ from sketches.body import HeadSketch
 from sketches.sketch import Body
 from torch import nn
 
+from trainer.config import TrainerSection
+from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.plugins import register
-from trainer.recipe import RunContext, Subject
+from trainer.recipe import PlannedModel, RunContext, Subject
 from trainer.tasks.supervised import Supervised
 from trainer.tasks.task import Batch
 
@@ -53,6 +56,12 @@ class Unplanned(HeadSketch):
     planned = None  # type: ignore[assignment]
 
 
+class Stories(HeadSketch):
+    def planned(self, section: TrainerSection, layout: Layout) -> PlannedModel:
+        planned = super().planned(section, layout)
+        return planned._replace(cost=lambda spec: replace(planned.cost(spec), unit="stories"))
+
+
 class WritesAfterItsBlocks(Body):
     """What follows the blocks, a slice, runs on each stage of a pipeline."""
 
@@ -68,6 +77,7 @@ class Sliced(HeadSketch):
     blocks = "blocks.*"
 
 
+register("recipe", "faulty:stories")(Stories())
 register("recipe", "faulty:raising")(Raising())
 register("recipe", "faulty:unplanned")(Unplanned())
 register("recipe", "faulty:kind")(HeadSketch)
