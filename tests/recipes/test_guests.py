@@ -61,7 +61,7 @@ def test_its_mistake_is_named_at_the_start(
     [
         (
             {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
-            ("pipeline.stages", "the stage of blocks.", ".py, line", "such a module"),
+            ("pipeline.stages", "the stage of blocks.", ".py, line", "a module without children"),
         ),
         ({"tensor_parallel": {"autotp_size": 2}}, ("your own module", "tensor_plan=")),
     ],
