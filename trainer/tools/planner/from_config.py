@@ -99,13 +99,13 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     layout = composed.layout
     name, engine = composed.engine()
     trained = planned_model(section, layout)
+    with of_recipe(section.task):
+        sample = trained.cost(trained.spec)
     check_blocks(trained.spec, layout)
     engine.check(trained.spec, layout)
     if layout.context > 1:
         task = trained.task(trained.spec)
         ask(QUESTION, Probed(trained.spec, task, layout, packed=section.data.packs))
-    with of_recipe(section.task):
-        sample = trained.cost(trained.spec)
     spec = _of_shapes(trained.spec)
     config = composed.knowing(
         hidden_size=spec.language.hidden_size, total_steps=section.steps or STEPS
