@@ -29,7 +29,6 @@ from trainer.engines import Engine, Machine, Metrics
 from trainer.errors import ConfigError, MeshloomError, Problem, named_line, raised_at, refused
 from trainer.layout import Layout
 from trainer.models.finetuning.changed import changed_spec
-from trainer.models.flops import counted_flops
 from trainer.models.spec import ModelSpec
 from trainer.plugins import DEFAULT, HANDED_IN, NAMED, RECIPES
 from trainer.storage import Json
@@ -227,7 +226,7 @@ class SampleCost:
     kind: str
     """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float
-    """FLOPs to train on it, forward and backward, without recomputation; see `flops_of_sample`."""
+    """FLOPs to train on it, forward and backward, without recomputation; see `tasks.sample_cost`."""
     hidden: int
     """The number of values in the smallest hidden state that enters a block; 0 if unknown.
 
@@ -245,20 +244,6 @@ class PlannedModel(NamedTuple):
     """Makes a micro-batch of that many samples, of the trained length."""
     cost: Callable[[ModelSpec], SampleCost]
     """Gives the cost of a sample, of the model with the config's changes (`trainer.freeze`)."""
-
-
-def flops_of_sample(spec: ModelSpec, task: Task, batch: Callable[[int], Batch]) -> float:
-    """Count the FLOPs of training on one sample, on the meta device.
-
-    It is half of two samples' FLOPs, as batch norm has no statistics of one. Raises ConfigError for
-    a model that does not run so.
-    """
-    two = {name: part.to("meta") for name, part in batch(2).items()}
-    expected = "a forward and a backward pass in training that read no values"
-    start = "its training fails on the meta device: "
-    # whatever the model's own code raises
-    with refused(f"trainer.model: {spec.name}", expected, named=True, start=start):
-        return counted_flops(spec, lambda model: task.loss_sum(task.prepare(model), two)) / 2
 
 
 class Recipe(Protocol):

@@ -108,9 +108,9 @@ class Loads:
     @contextmanager
     def aside(self) -> Iterator[None]:
         """Keep the counts of the step while other forward passes run."""
-        found = self._found
+        counts = self._found
         yield
-        self._found = found
+        self._found = counts
 
     def move(self) -> None:
         for name, load in self._found.items():

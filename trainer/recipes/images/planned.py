@@ -13,10 +13,11 @@ from trainer.config import TrainerSection
 from trainer.layout import Layout
 from trainer.models.classifiers import Images
 from trainer.models.spec import ModelSpec
-from trainer.recipe import PlannedModel, SampleCost, flops_of_sample
+from trainer.recipe import PlannedModel, SampleCost
 from trainer.recipes.images import classifier
 from trainer.recipes.images.task import ImageClassification
 from trainer.supervise.process import cache_folder
+from trainer.tasks.sample_cost import flops_of_sample
 from trainer.tasks.task import Batch
 
 

@@ -29,8 +29,8 @@ from trainer.recipe import (
     RunContext,
     SampleCost,
     Subject,
-    flops_of_sample,
 )
+from trainer.tasks.sample_cost import flops_of_sample
 from trainer.tasks.task import Batch
 
 if TYPE_CHECKING:
