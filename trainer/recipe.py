@@ -226,7 +226,7 @@ class SampleCost:
     kind: str
     """The kind of sample, for the user: "samples of 4,096 tokens"."""
     flops: float
-    """FLOPs to train on it, forward and backward, without recomputation; see `tasks.sample_cost`."""
+    """FLOPs to train on it, forward and backward, without recomputation (`tasks.sample_cost`)."""
     hidden: int
     """The number of values in the smallest hidden state that enters a block; 0 if unknown.
 
