@@ -12,6 +12,7 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
+from tests.support import whole_table
 from tests.support.bases import (
     FAMILIES,
     FP8,
@@ -98,6 +99,11 @@ def test_the_class_of_the_base_opens_it_and_sees_images_as_before(tmp_path, fami
     text = model.eval()(ids, use_cache=False).logits
     alone = huggingface.auto_class(model.config).from_pretrained(final)
     assert torch.equal(alone.eval()(ids, use_cache=False).logits, text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_page_of_families_says_what_comes_back(tmp_path, family):
+    assert whole_table.row(family, tmp_path) in whole_table.PAGE.read_text().splitlines()
 
 
 # What the trained class has no place for

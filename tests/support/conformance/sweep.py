@@ -17,6 +17,7 @@ from typing import Any
 
 from tests.support.commands import ROOT
 from tests.support.pool import Pool, machine_here
+from tests.support.whole_table import section
 
 TABLE = Path(__file__).with_name("table.json")
 PAGE = ROOT / "docs" / "families.md"
@@ -187,6 +188,7 @@ def page(table: dict[str, dict[str, str]]) -> str:
             "",
             *(f"{number}. {reason}" for reason, number in reasons.items()),
             "",
+            section(),
         ]
     )
 

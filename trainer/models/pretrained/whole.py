@@ -144,9 +144,9 @@ class WholeBase:
             for path in folder.glob("*.safetensors"):
                 with safe_open(path, "pt") as file:
                     written += file.keys()
-        if odd := sorted({*written} ^ self._written):
+        if odd := sorted({*written} ^ self.written):
             actual = f"{len(written)} tensors, of which {listed(odd, 2)} should not be so"
-            raise DiskError(Problem(place, actual, f"the {len(self._written)} of the base"))
+            raise DiskError(Problem(place, actual, f"the {len(self.written)} of the base"))
 
     def save_tokenizer_files(self, folder: Path) -> None:
         """Copy those files of the base's tokenizer that its library has not written itself."""
@@ -244,7 +244,7 @@ class WholeBase:
     @property
     def renamed(self) -> list[str]:
         """The tensors of the files that come back under other names, divided or turned."""
-        return sorted(self._weights.values() - self._written)
+        return sorted(self._weights.values() - self.written)
 
     def _check_part(self) -> None:
         """Raise ConfigError if the config of what is trained is no part of the base's."""
@@ -275,8 +275,8 @@ class WholeBase:
             raise ConfigError(Problem(f"trainer.model: {self._folder}", actual, expected, hint))
 
     @cached_property
-    def _written(self) -> set[str]:
-        """The names of the tensors in the files."""
+    def written(self) -> set[str]:
+        """The names of the tensors in the files that are written."""
         places = [place for each in self._places.values() for place in each]
         return {*(piece.name for place in places for piece in place), *self.carried}
 
@@ -285,7 +285,7 @@ class WholeBase:
         complete = {
             name
             for name, conversion in self._planned.items()
-            if name in self._written or {*values_of(conversion)} <= self._written
+            if name in self.written or {*values_of(conversion)} <= self.written
         }
         tied = aliases_of(self._whole)
         complete |= {alias for alias, first in tied.items() if first in complete}

@@ -1,0 +1,84 @@
+"""What comes back of a base: the table of docs/families.md for the families of bases.py.
+
+    python -m tests.support.whole_table        # writes that section of docs/families.md anew
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+
+from tests.support.bases import FAMILIES, write_base
+from tests.support.commands import ROOT
+from trainer.config.sections.model_and_data import ModelSection
+from trainer.models import huggingface
+from trainer.models.door import object_in
+from trainer.models.language import model_config
+from trainer.models.materialise import on_host
+from trainer.models.names import in_short
+
+PAGE = ROOT / "docs" / "families.md"
+TITLE = "## What comes back of a base"
+HEAD = "| family | trained | no gradient from text | carried | dropped |"
+TEXT = """
+Tiny bases of these families, as transformers saves them, fine-tuned on text. `final/` has every
+tensor of the base under the base's names ([fine-tuning](finetuning.md#a-base-comes-back-whole)).
+*Trained* is the class that gets the gradients, and the class of the base if that is another.
+Parameters without a *gradient from text* belong to that class, but no token reaches them: they
+stay as they are, without moments or weight decay. *Carried* tensors have no place in it, and come
+back byte for byte. Heads that predict later tokens (`mtp.*`, DeepSeek's last layer), which
+transformers does not build, are carried as well. Made by `python -m tests.support.whole_table`;
+`tests/models/test_whole.py` compares.
+"""
+
+
+def row(family: str, folder: Path) -> str:
+    """Return the row of a family, of a base that is written to a folder."""
+    base = write_base(folder, family)
+    section = ModelSection(name_or_path=str(base))
+    spec = huggingface.spec_of(model_config.read_config(section), section)
+    whole = spec.files.base
+    assert whole is not None
+    stated = object_in(base / "config.json")["architectures"][0]
+    kind = type(spec.build()).__name__
+    trained = f"`{kind}`" if kind == stated else f"`{kind}` of `{stated}`"
+    model = on_host(spec)
+    ids = torch.arange(10, 22).reshape(2, 6)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    moved = {name for name, value in model.named_parameters() if value.grad is not None}
+    unmoved = {name for name, _ in model.named_parameters()} - moved
+    stored = load_file(base / "model.safetensors").keys()
+    back = whole.written
+    carried = stored & {*whole.carried}
+    cells = [
+        _short(unmoved, moved),
+        _short(carried, stored - carried),
+        _short(stored - back, stored & back),
+    ]
+    return f"| {family} | {trained} | {' | '.join(cells)} |"
+
+
+def _short(names: Collection[str], others: Collection[str]) -> str:
+    return f"`{in_short(sorted(names), others)}`" if names else ""
+
+
+def section() -> str:
+    """Return the section of the page."""
+    transformers.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [row(family, Path(folder) / family) for family in FAMILIES]
+    return "\n".join([TITLE, TEXT, HEAD, "| --- | --- | --- | --- | --- |", *rows, ""])
+
+
+def main() -> None:
+    first, _, _ = PAGE.read_text().partition(TITLE)
+    PAGE.write_text(f"{first.rstrip()}\n\n{section()}")
+
+
+if __name__ == "__main__":
+    main()
