@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,22 @@ def test_a_tensor_that_is_lost_on_the_way_back_is_an_error(tmp_path, monkeypatch
     monkeypatch.setattr("trainer.models.pretrained.reader.pieces_of", without_one)
     with pytest.raises(ConfigError, match=r"mlp\.experts"):
         written(spec_of(base), tmp_path / "final")
+
+
+def test_a_base_that_is_gone_at_the_end_is_said(tmp_path):
+    base = write_base(tmp_path / "base", "qwen3_5")
+    spec = spec_of(base)
+    entries = exported(spec, [], ALONE)
+    spec.building.weights.release()
+    shutil.rmtree(base)
+    with pytest.raises(DiskError, match=r"base.*visual.*start of the run"):
+        checkpoint.export(tmp_path / "final", entries, checkpoint.ModelFolder(), ALONE)
+
+
+@pytest.mark.parametrize("stated", ["pipeline", "AutoConfig", "NoSuchModel"])
+def test_a_name_that_is_no_model_is_not_called(tmp_path, stated):
+    base = changed_config(write_base(tmp_path / "base", "qwen3_5"), architectures=[stated])
+    assert_equal_files(base, written(spec_of(base), tmp_path / "final"))
 
 
 def test_a_file_without_what_comes_along_is_an_error(tmp_path):

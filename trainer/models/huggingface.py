@@ -219,7 +219,10 @@ def describe(
             save_config=partial(_save_config, model),
         ),
     )
-    return spec if blocks or tiny_copy else replace(spec, blocks=blocks_by_run(spec))
+    if blocks or tiny_copy:
+        return spec
+    blocks = blocks_by_run(spec)
+    return replace(spec, blocks=blocks, language=language_model.language_of(model, blocks))
 
 
 def _initialise(root: nn.Module, name: str) -> None:

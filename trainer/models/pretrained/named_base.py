@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from trainer.models.door import BUILD_MEMORY, BUILD_SECONDS, bounded, opening
@@ -18,7 +17,7 @@ from trainer.models.patches import correct_prefix
 from trainer.models.pretrained import config_json, quantised
 from trainer.models.pretrained.files import stored_tensors
 from trainer.models.pretrained.reader import ConvertedWeights
-from trainer.models.pretrained.whole import MODEL_FILES, WholeBase
+from trainer.models.pretrained.whole import MODEL_FILES, WholeBase, class_named
 
 OTHER_FORMATS = ["*/*.safetensors", "consolidated*.safetensors"]
 """The patterns of weights that hub repositories have a second time, for other libraries."""
@@ -58,7 +57,7 @@ def whole_base(
 
     Raises ConfigError if something of it would be lost.
     """
-    kind = getattr(transformers, next(iter(stated), ""), type(model))
+    kind = class_named(stated) or type(model)
     config = pretrained_config(options)
     place = config_json.path_to_part(config, type(model.config))
 

@@ -227,7 +227,7 @@ class WholeBase:
             owner = index % ranks.world_size
 
             def parts(name: str = name, owner: int = owner) -> list[Part]:
-                return [Part(stored[name])] if ranks.rank == owner else []
+                return [Part(self._carried(name))] if ranks.rank == owner else []
 
             shape = tuple(like.shape)
             yield StateTensor(name, CARRIED, shape, like.dtype, owner, parts, lambda value: None)
@@ -236,15 +236,21 @@ class WholeBase:
     def _is_other_class(self) -> bool:
         """True if the trained model is no part of what the config names: that has another head."""
         stated = self._stated.get("architectures") or ()
-        kind = getattr(transformers, next(iter(stated), ""), None)
-        kinds = type(self._model)
-        other = isinstance(kind, type) and not issubclass(kinds, kind)
-        return other and not self.is_part and kinds.__name__ not in stated
+        kind = class_named(stated)
+        trained = type(self._model)
+        other = kind is not None and not issubclass(trained, kind)
+        return other and not self.is_part and trained.__name__ not in stated
 
     @property
     def renamed(self) -> list[str]:
         """The tensors of the files that come back under other names, divided or turned."""
         return sorted(self._weights.values() - self.written)
+
+    def _carried(self, name: str) -> torch.Tensor:
+        """Read a tensor that comes along. Raises DiskError if the base's folder is gone."""
+        expected = f"{name}, as at the start of the run"
+        with refused(str(self._folder), expected, OSError, SafetensorError, raises=DiskError):
+            return self._weights.stored[name]
 
     def _check_part(self) -> None:
         """Raise ConfigError if the config of what is trained is no part of the base's."""
@@ -296,6 +302,13 @@ class WholeBase:
             hint = f"Set {WHOLE_KEY} to false to save a {type(self._model).__name__} alone"
             place = f"trainer.model: {self._folder}"
             raise ConfigError(Problem(place, f"{actual}: {listed(lost, 3)}", expected, hint))
+
+
+def class_named(stated: Sequence[str]) -> type[PreTrainedModel] | None:
+    """Return transformers' class of the first name in `architectures`; None if it has none."""
+    kind = getattr(transformers, next(iter(stated), ""), None)
+    is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
+    return kind if is_model else None
 
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
