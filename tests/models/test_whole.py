@@ -255,6 +255,14 @@ def test_a_tensor_is_written_from_its_own_sources_alone(tmp_path, family, monkey
         stored.read = 0
 
 
+@pytest.mark.parametrize("family", sorted(MULTIMODAL))
+def test_a_tiny_copy_has_the_tensor_plan_of_the_blocks_that_it_runs(tmp_path, family):
+    small = spec_of(write_base(tmp_path, family)).tiny.copy
+    assert small is not None
+    copy = small(2, 2)
+    assert copy.blocks and copy.language.tensor_plan
+
+
 # Settings
 
 

@@ -213,7 +213,9 @@ ALIKE = {
     r"^[\w.*]+ (draws random numbers)": r"a part of its blocks \1",
     r"^(not causal): .*": r"\1: a token moves the logits of an earlier one",
     r"(a hidden state of shape) \[.*\], and.*": r"\1 other than [batch, sequence, width]",
-    r"(cut into stages): the stage of .*: AttributeError: .*": r"\1: the model reads an attribute of its blocks",
+    r"(cut into stages): (the stage of .*: )?AttributeError: .*": (
+        r"\1: the model reads an attribute of its blocks"
+    ),
     r", and [\w.]+ is one with [\w.]+": ", and its blocks share parameters",
 }
 """Pattern of a reason's words -> those of all families that are refused alike; table.json has them
