@@ -33,6 +33,8 @@ RUNS = {
     "mistral3, mesh, zero3": ("mistral3", "mesh", 3, []),
     "glm4v, accelerate, zero3": ("glm4v", "accelerate", 3, []),
     "qwen3_vl, mesh, zero3": ("qwen3_vl", "mesh", 3, []),
+    "qwen3_vl, mesh, tensor": ("qwen3_vl", "mesh", 0, ["tensor_parallel.autotp_size=2"]),
+    "gemma4, mesh, zero3": ("gemma4", "mesh", 3, []),
 }
 
 
@@ -104,7 +106,11 @@ def test_what_is_trained_comes_back_in_its_base(pools, tmp_path, name):
 
 @pytest.mark.first("qwen3_5, mesh, zero3")
 @pytest.mark.parametrize(
-    "name", ["qwen3_5, mesh, zero3", "qwen3_5, mesh, pipeline", "qwen3_5, deepspeed, zero2"]
+    "name",
+    [
+        *("qwen3_5, mesh, zero3", "qwen3_5, mesh, pipeline", "qwen3_5, deepspeed, zero2"),
+        "glm4v, accelerate, zero3",
+    ],
 )
 def test_an_adapter_opens_on_the_whole_model(pools, tmp_path, name):
     peft = pytest.importorskip("peft")

@@ -88,7 +88,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         text_config=SMALL
         | dict(global_head_dim=8, num_global_key_value_heads=2, hidden_size_per_layer_input=0)
         | dict(vocab_size_per_layer_input=96, num_kv_shared_layers=0)
-        | dict(layer_types=["sliding_attention", "full_attention"]),
+        | dict(num_hidden_layers=4, layer_types=["sliding_attention", "full_attention"] * 2),
         vision_config=VISION | dict(num_key_value_heads=4, head_dim=8),
         audio_config=None,
     ),
