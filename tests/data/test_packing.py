@@ -35,6 +35,7 @@ from trainer.data.text.packing import pack
 from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.errors import ConfigError
 from trainer.layout import Recompute
+from trainer.parallel.recompute import activation_checkpointing
 from trainer.parallel.recompute import activation_checkpointing as recompute
 from trainer.probes.questions.language import isolation
 from trainer.tasks.attention import documents_of
@@ -296,11 +297,30 @@ APART: dict[str, dict[str, Any]] = {
     },
     **{"bloom": ALIBI, "mpt": MPT, "opt": OPT, "gpt2 with dropout": GPT2},
 }
-LEAKING = {
-    name: {**SMALL, "model_type": name}
-    for name in ("mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next")
+HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
+MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
+STATEFUL = {
+    **{
+        name: {**SMALL, "model_type": name}
+        for name in ("mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "falcon_h1")
+    },
+    "mamba2": {**SMALL, **MAMBA2, "model_type": "mamba2"},
+    "bamba": {
+        **SMALL,
+        **HEADS,
+        "model_type": "bamba",
+        "attn_layer_indices": [1],
+        "attention_dropout": 0.0,
+    },
+    "granitemoehybrid": {
+        **SMALL,
+        **HEADS,
+        "model_type": "granitemoehybrid",
+        "layer_types": ["mamba", "attention", "mamba"],
+    },
+    "lfm2": {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
 }
-LEAKING["lfm2"] = {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]}
+LEAKING = {"xlstm": {**SMALL, "model_type": "xlstm"}}
 
 
 @pytest.mark.first("mistral", "bloom")
@@ -310,15 +330,35 @@ def test_attention_stops_at_borders(name):
     ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
 
 
-@pytest.mark.first("mamba")
+@pytest.mark.first("lfm2", "qwen3_next")
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_stops_at_borders(name):
+    spec = spec_of(STATEFUL[name])
+    ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
+
+
 @pytest.mark.parametrize("name", LEAKING)
-def test_a_family_that_leaks_is_refused_with_the_numbers(name):
+def test_a_family_that_leaks_is_unsupported(name):
+    """Its layers return a state beside the tokens."""
     spec = spec_of(LEAKING[name])
-    with pytest.raises(ConfigError) as caught:
+    with raises(ConfigError, f"trainer.data.documents: {name}", "state", "tensor of shape"):
         ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
-    shows(caught.value, f"trainer.data.documents: {LEAKING[name]['model_type']}", "tiny copy")
-    shows(caught.value, "those alone")
-    shows(caught.value, "attend to one another")
+
+
+def test_layers_with_state_that_are_not_found_are_unsupported(monkeypatch):
+    monkeypatch.setattr("trainer.recipes.causal_lm.task.mixers_of", lambda *_: frozenset())
+    spec = spec_of(STATEFUL["lfm2"])
+    with raises(ConfigError, "trainer.data.documents: lfm2", "those alone"):
+        ask_about(isolation.QUESTION, spec, task_of(spec), packed=True)
+
+
+def test_a_recomputed_block_knows_its_documents(pools, monkeypatch):
+    """In the backward pass of an earlier micro-batch, too: without them, its state goes on."""
+    case = CASES["mesh pipeline, lfm2, full"]
+    outcomes = pools[case.world_size].run(packed_by_engine, case=case, forgets=True)
+    with pytest.raises(AssertionError, match="conv"):
+        for outcome in outcomes:
+            assert_same(outcome, one_process(case), 2e-6)
 
 
 def test_a_routers_loss_is_refused():
@@ -383,18 +423,37 @@ CASES = {
     "mesh pipeline, full": replace(STAGES, engine="mesh", model=LLAMA_4 | DRY, recompute="full"),
     "mesh tensor": replace(SPLIT, engine="mesh", recompute="selective"),
     "mesh hsdp": replace(HSDP, engine="mesh", zero_stage=3, model=LLAMA | DRY),
+    # layers with state along the sequence
+    "deepspeed zero3, lfm2": replace(DATA, zero_stage=3, model=STATEFUL["lfm2"], recompute="full"),
+    "accelerate fsdp, mamba": replace(
+        DATA, engine="accelerate", zero_stage=3, model=STATEFUL["mamba"]
+    ),
+    "mesh zero3, qwen3_next": replace(
+        DATA, engine="mesh", zero_stage=3, model=STATEFUL["qwen3_next"]
+    ),
+    "mesh zero2, bamba, selective": replace(
+        DATA, engine="mesh", zero_stage=2, model=STATEFUL["bamba"], recompute="selective"
+    ),
+    "mesh pipeline, lfm2, full": replace(
+        STAGES, engine="mesh", model=STATEFUL["lfm2"], recompute="full"
+    ),
+    "mesh pipeline, bamba": replace(STAGES, engine="mesh", model=STATEFUL["bamba"]),
 }
 
 
-def packed_by_engine(case: Case) -> Outcome:
-    """One step and one evaluation. Runs on each rank of a pool."""
+def packed_by_engine(case: Case, forgets: bool = False) -> Outcome:
+    """One step and one evaluation. Runs on each rank of a pool; `forgets`: a planted fault."""
+    if forgets:
+        with mock.patch.object(activation_checkpointing, "kept_apart", lambda forward: forward):
+            return packed_by_engine(case)
     import torch.distributed as dist
 
     from tests.support.training import build, data_rank_of
     from trainer.optim.lr_schedules import Update
 
     rank = dist.get_rank()
-    engine, task = build(case, rank), task_of(spec_of(case.model))
+    engine = build(case, rank, packs=True)
+    task = engine.job.task
     samples, gradients = packed_samples(0), dict[str, torch.Tensor]()
     starts = [
         (m * case.data_ranks + data_rank_of(case, rank)) * case.micro_batch

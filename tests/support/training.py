@@ -263,8 +263,9 @@ def build(
     values_seed: int = 5,
     device: torch.device | None = None,
     change: Callable[[Any], Any] = lambda spec: spec,
+    packs: bool = False,
 ) -> Any:
-    """Build the engine of a case; `change` alters its spec."""
+    """Build the engine of a case; `change` alters its spec; `packs`: its samples are packed."""
     from trainer.distributed.ranks import Ranks
     from trainer.engines import ENGINES, Job, Machine
     from trainer.optim.decay import spared
@@ -278,9 +279,9 @@ def build(
         compilation.BACKEND = case.compiler
     machine = Machine(device or device_here(), Ranks(rank, case.world_size))
     undecayed = spared(case.weight_decay_excludes, spec)
-    return kind.build(
-        Job(layout, spec, task_of(spec, case), case.deepspeed(), 5, machine, undecayed, values_seed)
-    )
+    task = task_of(spec, case)
+    task = task.packing() if packs else task
+    return kind.build(Job(layout, spec, task, case.deepspeed(), 5, machine, undecayed, values_seed))
 
 
 def collated(task: Any, samples: list[dict[str, np.ndarray]]) -> dict[str, torch.Tensor]:

@@ -27,6 +27,7 @@ from trainer.parallel.recompute import tiles
 from trainer.parallel.splits.expert_ranks import stacks
 from trainer.probes.questions.stages import check_cut
 from trainer.storage import Json, installed
+from trainer.tasks.mixers import runs_by_document
 from trainer.tasks.task import ModelWithLoss
 
 OLDEST = Version("0.19")
@@ -103,11 +104,17 @@ def build(job: Job) -> DeepSpeedEngine:
     return DeepSpeedEngine(runner, job, builder.notes)
 
 
-def _gather_once(model: nn.Module, spec: ModelSpec) -> None:
-    """Let ZeRO-3 gather an MLP as a whole: once a pass, however many tiles a rank's rows have."""
+def _gather_once(model: nn.Module, spec: ModelSpec, tiled: bool) -> None:
+    """Let ZeRO-3 gather a module as a whole: once a pass, however often a rank calls its parts.
+
+    Those are MLPs in tiles, and blocks in which layers with state run a document at a time.
+    """
     from deepspeed.utils import set_z3_leaf_module
 
-    for module in map(model.get_submodule, tiles.mlps(model, spec)):
+    mlps = tiles.mlps(model, spec) if tiled else []
+    blocks = [model.get_submodule(name) for name in spec.blocks]
+    stateful = [block for block in blocks if any(map(runs_by_document, block.modules()))]
+    for module in (*map(model.get_submodule, mlps), *stateful):
         set_z3_leaf_module(module, True)
         if any(parameter.requires_grad for parameter in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)
@@ -118,7 +125,7 @@ def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> object:
 
     Behind frozen layers there is none, and parameters outside an `nn.Linear` are taken apart early.
     """
-    missing = torch.is_grad_enabled() and not inputs[0].requires_grad
+    missing = inputs and torch.is_grad_enabled() and not inputs[0].requires_grad
     return (inputs[0].detach().requires_grad_(), *inputs[1:]) if missing else None
 
 
@@ -137,8 +144,8 @@ def _whole(job: Job, config: Json) -> AccumulatedStep:
         mesh if layout.expert > 1 else None,
         say=job.machine.signs.applied,
     )
-    if layout.zero_stage == 3 and layout.recompute.tile:
-        _gather_once(model, job.spec)
+    if layout.zero_stage == 3:
+        _gather_once(model, job.spec, tiled=bool(layout.recompute.tile))
     if layout.zero_stage == 3 and stacks(model, job.spec):
         model.get_submodule(job.spec.blocks[0]).register_forward_pre_hook(_with_gradient)
 

@@ -25,6 +25,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.parallel.recompute import tiles
 from trainer.parallel.recompute.offload import on_host
+from trainer.tasks.mixers import kept_apart
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -67,6 +68,7 @@ def _recomputed(
 ) -> object:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
+    forward = kept_apart(forward)
     contexts: dict[str, Any] = {}
     if recompute.mode == "selective":
         # compiled code writes nothing over

@@ -98,7 +98,9 @@ class LanguageCase:
         self.edges: Sequence[Edge] = edges_of(small, config, heads, self._size[2].positions - 1)
         self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
         without = Pairs((), None, "")  # `rehearse` has the documents
-        self.subject = Subject(spec, CausalLM.of(spec), without, packed=small.packed)
+        task = CausalLM.of(spec)
+        task = task.packing() if small.packed else task
+        self.subject = Subject(spec, task, without, packed=small.packed)
 
     def _plain(self, architecture: PreTrainedConfig) -> ModelSpec:
         """Return the spec of the model itself, without weights."""

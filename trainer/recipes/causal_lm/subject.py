@@ -154,6 +154,7 @@ def open_language_model(context: RunContext) -> LanguageSubject:
 
     form = arranged(section.data, refusal, ranks)
     settled = section.data.model_copy(update={"documents": form.documents})
+    task = task.packing() if settled.packs else task
     source = (cache_folder(), ranks, context.sample_order, context.progress)
     data = open_data(settled, tokenizer, *source)
     if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained

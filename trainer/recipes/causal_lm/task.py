@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from trainer.tasks.cross_entropy import (
 from trainer.tasks.kernel_probes import attention_of
 from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
+from trainer.tasks.mixers import Lengths, Mixers, lengths_of, mixers_of, run_by_document, within
 from trainer.tasks.patches import divide_rows, register_attention, replace_loss
 from trainer.tasks.task import IGNORED, Batch, changed
 
@@ -48,14 +50,22 @@ class CausalLM:
     measures: tuple[str, ...] = ("accuracy",)
 
     def __init__(
-        self, model: LanguageModel, padding: int = 0, attention: Callable[[], Attention] = Attention
+        self,
+        model: LanguageModel,
+        padding: int = 0,
+        attention: Callable[[], Attention] = Attention,
+        mixers: Callable[[], Mixers] = frozenset,
     ) -> None:
+        """`mixers`: finds the layers that carry state from one document to the next."""
         self._fused_head = model.head.plain
         self._own_loss = model.own_loss
         self._hidden_size = model.hidden_size
         self._padding_id = padding
         self.attention = cache(attention)
         self._masks = Masks()
+        self._mixers = cache(mixers)
+        self._by_document: WeakSet[nn.Module] = WeakSet()
+        self._packs = False
         self._smoothing = 0.0
         self._trains = False
         self._noise: EmbeddingNoise | None = None
@@ -69,7 +79,8 @@ class CausalLM:
     ) -> CausalLM:
         """Build the task of training this model; without `attention`, a tiny copy is tried."""
         tried = partial(attention_of, spec, _packed_logits)
-        return cls(spec.language, padding_id, attention or tried)
+        mixers = partial(mixers_of, spec, partial(_packed_logits, seal=lambda _, mask: mask))
+        return cls(spec.language, padding_id, attention or tried, mixers)
 
     def regularised(
         self, spec: ModelSpec, label_smoothing: float, neftune_alpha: float
@@ -84,6 +95,10 @@ class CausalLM:
             raise ConfigError(Problem("trainer.neftune_alpha", actual, "a model with one"))
         noise = EmbeddingNoise(neftune_alpha) if neftune_alpha else None
         return changed(self, _smoothing=label_smoothing, _noise=noise)
+
+    def packing(self) -> CausalLM:
+        """Return the same task, whose samples are several documents that are kept apart."""
+        return changed(self, _packs=True)
 
     @property
     def draws(self) -> bool:
@@ -119,6 +134,8 @@ class CausalLM:
             replace_loss(model, self._mean)
         if self._context is not None:
             divide_rows(model, self._context)
+        if self._packs:
+            run_by_document(model, self._mixers())
         return model
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
@@ -243,8 +260,18 @@ class CausalLM:
             lengths = documents.lengths if documents else batch["lengths"]
             self._noise.start(lengths, self._context)
         kernels = kernel_chooser(self.attention, ids.device, self._context)
-        with self._masks.of(documents, self._context, kernels):
+        apart = self._kept_apart(model, batch, row) if documents else None
+        with self._masks.of(documents, self._context, kernels), within(apart):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
+
+    def _kept_apart(self, model: nn.Module, batch: Batch, row: int) -> Lengths | None:
+        """Return the documents if the model has layers with state, which then run by document."""
+        if not (mixers := self._mixers()):
+            return None
+        if model not in self._by_document:
+            run_by_document(model, mixers)
+            self._by_document.add(model)
+        return lengths_of(batch["documents"], row)
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

@@ -1,0 +1,223 @@
+"""Layers that carry state along a sequence, run a document at a time (Mamba, gated delta nets).
+
+Masks keep packed documents apart in attention alone. A recurrence or a convolution along the
+sequence takes no mask: it starts anew only where it is called anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from trainer.models.names import outermost, pattern_of
+from trainer.models.spec import ModelSpec
+from trainer.probes.inputs import sequence_of
+from trainer.probes.probe import TOLERANCE, Finding, observe, tiny
+from trainer.tasks.attention import CuSeqlens
+from trainer.tasks.patches import replace_mixer
+
+Lengths = Sequence[Sequence[int]]
+"""The lengths of the documents of each row of a micro-batch; they fill the row."""
+DOCUMENTS: ContextVar[Lengths | None] = ContextVar("DOCUMENTS", default=None)
+"""The documents of the forward pass that runs; None: a row is one."""
+
+
+@contextmanager
+def within(documents: Lengths | None) -> Iterator[None]:
+    """Let layers with state know the documents of a forward pass."""
+    token = DOCUMENTS.set(documents)
+    try:
+        yield
+    finally:
+        DOCUMENTS.reset(token)
+
+
+def kept_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward that knows the documents of now also when it runs again, in backward."""
+    documents = DOCUMENTS.get()
+    return forward if documents is None else partial(_among, documents, forward)
+
+
+def _among(documents: Lengths, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with within(documents):
+        return forward(*args, **kwargs)
+
+
+def lengths_of(documents: torch.Tensor, row: int) -> Lengths:
+    """List the lengths of documents, [batch, most] with zeros, and of each row's padding."""
+    lengths = [[length for length in own if length] for own in documents.tolist()]
+    rest = [row - sum(own) for own in lengths]
+    return [own + [more] if more else own for own, more in zip(lengths, rest, strict=True)]
+
+
+class Mixer(NamedTuple):
+    """A kind of layer with state: some families call those without state by the same name."""
+
+    pattern: str
+    kind: str
+    """The name of its class."""
+
+
+Mixers = frozenset[Mixer]
+
+
+def run_by_document(model: nn.Module, mixers: Mixers) -> None:
+    """Run layers of these kinds a document at a time, in place."""
+    for name, module in model.named_modules():
+        kind = Mixer(pattern_of(name), type(module).__name__)
+        if kind in mixers and not runs_by_document(module):
+            replace_mixer(module, partial(_by_document, module.forward))
+
+
+def runs_by_document(module: nn.Module) -> bool:
+    """Return True for a layer that may be called another number of times on each rank."""
+    forward = module.forward
+    return isinstance(forward, partial) and forward.func is _by_document
+
+
+@torch.compiler.disable
+def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    documents = DOCUMENTS.get()
+    if documents is None or all(len(own) == 1 for own in documents):
+        return forward(*args, **kwargs)
+    rows = []
+    with within(None):
+        for row, lengths in enumerate(documents):
+            ends = [sum(lengths[: count + 1]) for count in range(len(lengths))]
+            parts = []
+            for length, end in zip(lengths, ends, strict=True):
+                part = partial(_part, (len(documents), ends[-1]), row, slice(end - length, end))
+                own, named = tree_map(part, (args, kwargs))
+                parts.append(forward(*own, **named))
+                _check(parts[-1], length)
+            rows.append(_joined(parts, dim=1))
+    return _joined(rows, dim=0)
+
+
+def _check(output: Any, length: int) -> None:
+    """Raise ValueError for a result that is not one of each token: a state, a cache."""
+    for value in tree_flatten(output)[0]:
+        if torch.is_tensor(value) and value.shape[:2] != (1, length):
+            raise ValueError(f"a layer with state returns a tensor of shape {list(value.shape)}")
+
+
+def _part(shape: tuple[int, int], row: int, tokens: slice, value: Any) -> Any:
+    """Return what a tensor has for some tokens of a row: of hidden states, positions or a mask.
+
+    `shape`: batch and sequence. Raises ValueError for a tensor with another place for tokens, and
+    for a mask that is no tensor.
+    """
+    batch, sequence = shape
+    if isinstance(value, CuSeqlens | BlockMask | Mapping):
+        raise ValueError("a layer with state gets the mask of an attention kernel")
+    if not torch.is_tensor(value):
+        return value
+    if sequence not in value.shape:
+        return value
+    own = slice(row, row + 1) if value.shape[0] == batch else slice(0, 1)
+    if value.ndim == 4 and value.shape[-2:] == (sequence, sequence):
+        return value[own, :, tokens, tokens]
+    if value.ndim > 1 and value.shape[0] in (1, batch) and value.shape[1] == sequence:
+        return value[own, tokens]
+    raise ValueError(f"a layer with state gets a tensor of shape {list(value.shape)}")
+
+
+def _joined(parts: Sequence[Any], dim: int) -> Any:
+    """Join the results of documents or rows, which may be tuples."""
+    leaves = [tree_flatten(part) for part in parts]
+    columns = zip(*(values for values, _ in leaves), strict=True)
+    joined = [torch.cat(own, dim) if torch.is_tensor(own[0]) else own[0] for own in columns]
+    return tree_unflatten(joined, leaves[0][1])
+
+
+def mixers_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Mixers:
+    """Find the outermost modules in blocks through which one document moves the next.
+
+    On a tiny copy, each module that gives a hidden state for each token runs again on what it got,
+    but for another first document. `logits(model, row)` runs a row of two packed documents.
+    """
+
+    def look() -> Mixers:
+        small, model = tiny(spec)
+        ids = sequence_of(small)[None]
+        with torch.no_grad():
+            calls = _calls(model.eval(), small.blocks, lambda: logits(model, ids))
+            moved = [
+                name
+                for name, call in calls.items()
+                if _moves(call, ids.shape[1] // 2, ids.shape[1])
+            ]
+        kinds = {name: type(calls[name].module).__name__ for name in outermost(moved)}
+        return frozenset(Mixer(pattern_of(name), kind) for name, kind in kinds.items())
+
+    result = observe(look)
+    return frozenset() if isinstance(result, Finding) else result
+
+
+class Call(NamedTuple):
+    """The first call of a module: what it got, and what it gave."""
+
+    module: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+def _calls(
+    model: nn.Module, blocks: Sequence[str], run: Callable[[], object]
+) -> Mapping[str, Call]:
+    """Return the first call of each module within blocks, parents first."""
+    calls: dict[str, Call] = {}
+    inside = tuple(f"{block}." for block in blocks)
+    handles = []
+    for name, module in model.named_modules():
+        if name.startswith(inside):
+
+            def note(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+                calls.setdefault(name, Call(module, args, kwargs, output))
+
+            handles.append(module.register_forward_hook(note, with_kwargs=True))
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return {name: calls[name] for name, _ in model.named_modules() if name in calls}
+
+
+def _moves(call: Call, before: int, length: int) -> bool:
+    """Return True if tokens from `before` on get another output when those before them change."""
+    result = _state(call.output, length)
+    if result is None:
+        return False
+    leaves, form = tree_flatten((call.args, call.kwargs))
+    places = [index for index, value in enumerate(leaves) if _is_state(value, length)]
+    if not places:
+        return False
+    other = leaves[places[0]].clone()
+    other[:, :before] = other[:, :before].flip(1) * 2 + 1
+    leaves[places[0]] = other
+    args, kwargs = tree_unflatten(leaves, form)
+    again = _state(call.module(*args, **kwargs), length)
+    assert again is not None
+    error = (again - result)[:, before:].abs().max()
+    return not bool(error <= TOLERANCE * result.abs().max())
+
+
+def _state(output: Any, length: int) -> torch.Tensor | None:
+    """Return the first hidden state in an output."""
+    return next((value for value in tree_flatten(output)[0] if _is_state(value, length)), None)
+
+
+def _is_state(value: Any, length: int) -> bool:
+    if not torch.is_tensor(value) or not value.is_floating_point():
+        return False
+    return value.ndim == 3 and value.shape[:2] == (1, length)
