@@ -106,7 +106,7 @@ class Ours:
         )  # fmt: skip
         optimizer = {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.0}}
         deepspeed = {"optimizer": optimizer, "gradient_clipping": 1.0}
-        self._task = CausalLM.of(spec)
+        self._task = CausalLM.of(spec).packing()
         self._engine = mesh.build(Job(layout, spec, self._task, deepspeed, 0, Machine(CPU, ALONE)))
 
     def turn(self, steps: int) -> Turn:

@@ -355,10 +355,8 @@ def test_layers_with_state_that_are_not_found_are_unsupported(monkeypatch):
 def test_a_recomputed_block_knows_its_documents(pools, monkeypatch):
     """In the backward pass of an earlier micro-batch, too: without them, its state goes on."""
     case = CASES["mesh pipeline, lfm2, full"]
-    outcomes = pools[case.world_size].run(packed_by_engine, case=case, forgets=True)
-    with pytest.raises(AssertionError, match="conv"):
-        for outcome in outcomes:
-            assert_same(outcome, one_process(case), 2e-6)
+    with pytest.raises(AssertionError, match="CheckpointError"):
+        pools[case.world_size].run(packed_by_engine, case=case, forgets=True)
 
 
 def test_a_routers_loss_is_refused():

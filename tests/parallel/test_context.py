@@ -45,7 +45,7 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
     from trainer.optim.lr_schedules import Update
     from trainer.probes.inputs import packed_batch
 
-    engine, found = build(case, dist.get_rank()), {}
+    engine, found = build(case, dist.get_rank(), packs=True), {}
     batch = packed_batch(spec_in(case), task_of(spec_in(case), case))
     assert batch["input_ids"].shape[1] % 2 == 1
     metrics = engine.step(0, [batch], Update(1e-2), lambda name, g: found.update({name: g.clone()}))
@@ -115,7 +115,7 @@ def test_a_kernel_is_tested_as_it_will_run(groups):
     from trainer.tasks import kernels
 
     spec = spec_in(CONTEXT)
-    plain = task_of(spec, CONTEXT)
+    plain = task_of(spec, CONTEXT).packing()
     task = plain.regularised(spec, 0.1, 5.0)
     model = task.prepare(spec.build().to_empty(device="cpu"))
     task.placed(ContextRanks(Division(2, groups), None, None))

@@ -31,6 +31,7 @@ from trainer.layout import Recompute
 from trainer.models import huggingface
 from trainer.models.language import model_config
 from trainer.models.materialise import materialise
+from trainer.models.materialise import on_host
 from trainer.models.spec import LanguageModel, OutputHead, TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.probes.findings import Draws, Findings, applied
@@ -282,7 +283,7 @@ def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):
     spec = spec_of({}, folder)
     said, left = spec.notes
     shows(said, "says", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
-    shows(left, "Qwen3_5ForCausalLM", "left", "model.visual.*")
+    shows(left, "Qwen3_5ForCausalLM", "as they are", "model.visual.*")
 
 
 @pytest.mark.more
@@ -291,7 +292,7 @@ def test_a_head_that_the_folder_lacks_is_not_made_up(tmp_path):
         AutoModelForSequenceClassification.from_config(AutoConfig.for_model(**UNTIED)), tmp_path
     )
     with raises(ConfigError, "lm_head.weight: absent"):
-        spec_of({}, folder)
+        on_host(spec_of({}, folder), 0)
 
 
 @pytest.mark.more
@@ -299,7 +300,7 @@ def test_a_tensor_of_the_file_that_nothing_reads_is_said(tmp_path):
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED))
     model.mtp = torch.nn.Linear(2, 2)
     spec = spec_of({}, saved(model, tmp_path))
-    shows_each(spec.notes, ("2 tensors", f"{tmp_path}", "LlamaForCausalLM", "left"))
+    shows_each(spec.notes, ("2 tensors", f"{tmp_path}", "LlamaForCausalLM", "as they are"))
 
 
 @pytest.mark.more

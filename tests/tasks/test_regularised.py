@@ -189,6 +189,7 @@ def embedded(
     found = []
     for alpha in (0.0, 7.0):
         task = task_of(spec, Case(neftune_alpha=alpha))
+        task = task.packing() if "documents" in samples[0] else task
         model = task.prepare(drawn(spec))
         model.get_input_embeddings().register_forward_hook(
             lambda *given: found.append(given[-1].detach())

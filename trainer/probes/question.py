@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
 
@@ -36,6 +36,13 @@ ONE_PROCESS = Layout(
 """The layout of one process, which examples change in the one thing that they need."""
 
 
+@runtime_checkable
+class Packs(Protocol):
+    """A task that can keep several documents of a sample apart."""
+
+    def packing(self) -> ProbeTask: ...
+
+
 class Probed:
     """A model that is probed: its task, the layout that it is for, and what is known so far."""
 
@@ -49,7 +56,7 @@ class Probed:
         findings: Findings | None = None,
     ) -> None:
         self.spec = spec
-        self.task = task
+        self.task = task.packing() if packed and isinstance(task, Packs) else task
         self.layout = layout
         self.packed = packed
         """True if samples are several documents that must not attend to one another."""

@@ -85,7 +85,7 @@ class Waits(TorchDispatchMode):
 
 def tiny(name: str, **more: Any) -> tuple[Any, Any, Any]:
     spec = spec_of({"model_type": name, **(FAMILIES | OTHER_ATTENTION)[name], **more})
-    task = task_of(spec)
+    task = task_of(spec).packing()
     model = task.prepare(spec.build())
     materialise(model, spec, seed=0)
     return spec, task, model.train()

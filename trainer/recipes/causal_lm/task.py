@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -64,7 +63,6 @@ class CausalLM:
         self.attention = cache(attention)
         self._masks = Masks()
         self._mixers = cache(mixers)
-        self._by_document: WeakSet[nn.Module] = WeakSet()
         self._packs = False
         self._smoothing = 0.0
         self._trains = False
@@ -260,18 +258,15 @@ class CausalLM:
             lengths = documents.lengths if documents else batch["lengths"]
             self._noise.start(lengths, self._context)
         kernels = kernel_chooser(self.attention, ids.device, self._context)
-        apart = self._kept_apart(model, batch, row) if documents else None
+        apart = self._kept_apart(batch, row) if documents else None
         with self._masks.of(documents, self._context, kernels), within(apart):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 
-    def _kept_apart(self, model: nn.Module, batch: Batch, row: int) -> Lengths | None:
+    def _kept_apart(self, batch: Batch, row: int) -> Lengths | None:
         """Return the documents if the model has layers with state, which then run by document."""
-        if not (mixers := self._mixers()):
-            return None
-        if model not in self._by_document:
-            run_by_document(model, mixers)
-            self._by_document.add(model)
-        return lengths_of(batch["documents"], row)
+        if not self._packs:
+            raise ValueError("packed documents, and a task that was not told of them: packing()")
+        return lengths_of(batch["documents"], row) if self._mixers() else None
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

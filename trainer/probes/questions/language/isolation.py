@@ -92,8 +92,8 @@ QUESTION = Question(
         "([docs/finetuning.md](finetuning.md))"
     ),
     otherwise=(
-        "error, with the token and by how much: models that carry state along a sequence (Mamba, "
-        "RWKV, Jamba, Qwen3-Next, LFM2), a router's loss"
+        "error, with the token and by how much: layers with state along a sequence that are not "
+        "found or that return it (xLSTM), a router's loss"
     ),
     cost="0.1 s",
 )
