@@ -43,7 +43,7 @@ def half_of_the_smoothing() -> Any:
 
 
 def noise_by_the_width() -> Any:
-    from trainer.recipes.causal_lm.task import EmbeddingNoise
+    from trainer.recipes.causal_lm.embedding_noise import EmbeddingNoise
 
     def start(real, self, lengths, ranks=None):
         return real(self, lengths.max().expand_as(lengths), ranks)

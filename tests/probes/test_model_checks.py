@@ -30,8 +30,7 @@ from trainer.errors import ConfigError
 from trainer.layout import Recompute
 from trainer.models import huggingface
 from trainer.models.language import model_config
-from trainer.models.materialise import materialise
-from trainer.models.materialise import on_host
+from trainer.models.materialise import materialise, on_host
 from trainer.models.spec import LanguageModel, OutputHead, TinyCopies
 from trainer.parallel.checks import check_layout, checked
 from trainer.probes.findings import Draws, Findings, applied

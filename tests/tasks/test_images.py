@@ -326,7 +326,8 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
         )
         assert own["fc.weight"].shape == (3, 512) and own["fc.weight"].abs().sum() > 0
         shows_each(
-            spec.notes, ("ResNet18_Weights.IMAGENET1K_V1", "fc.weight, fc.bias", "initialised at random")
+            spec.notes,
+            ("ResNet18_Weights.IMAGENET1K_V1", "fc.weight, fc.bias", "initialised at random"),
         )
         assert found.normalised_by == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     whole = classifiers.spec_of(

@@ -82,7 +82,7 @@ def certified(
 
     from trainer.certify.certificate import certify, table
     from trainer.certify.tiny_run import tiny_run
-    from trainer.recipes.causal_lm.task import EmbeddingNoise
+    from trainer.recipes.causal_lm.embedding_noise import EmbeddingNoise
 
     def padded(self, lengths, ranks=None):
         self._lengths = lengths.max().expand_as(lengths)

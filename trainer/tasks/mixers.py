@@ -1,7 +1,7 @@
 """Layers that carry state along a sequence, run a document at a time (Mamba, gated delta nets).
 
 Masks keep packed documents apart in attention alone. A recurrence or a convolution along the
-sequence takes no mask: it starts anew only where it is called anew.
+sequence takes no mask: it starts from nothing only where it is called again.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _check(output: Any, length: int) -> None:
 
 
 def _part(shape: tuple[int, int], row: int, tokens: slice, value: Any) -> Any:
-    """Return what a tensor has for some tokens of a row: of hidden states, positions or a mask.
+    """Return what a tensor has for some tokens of a sequence: hidden states, positions, a mask.
 
     `shape`: batch and sequence. Raises ValueError for a tensor with another place for tokens, and
     for a mask that is no tensor.

@@ -40,7 +40,7 @@ def register_attention(attend: Callable[..., object]) -> None:
 def replace_mixer(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Replace the forward of a layer with state along the sequence.
 
-    Symptom: the state of one packed document goes on into the next. Without kernels on a GPU,
+    Symptom: the state of one packed document continues into the next. Without kernels on a GPU,
     transformers 5.24 raises for cu_seqlens, or ignores them. Can go when every family takes them
     on every device.
     """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from trainer.distributed.context_ranks import ContextRanks
 from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
+from trainer.recipes.causal_lm.embedding_noise import EmbeddingNoise, has_table
 from trainer.tasks.attention import Attention, attend, documents_of
 from trainer.tasks.cross_entropy import (
     NO_OPTIONS,
@@ -265,7 +266,7 @@ class CausalLM:
     def _kept_apart(self, batch: Batch, row: int) -> Lengths | None:
         """Return the documents if the model has layers with state, which then run by document."""
         if not self._packs:
-            raise ValueError("packed documents, and a task that was not told of them: packing()")
+            raise ValueError("packed documents, and a task without packing()")
         return lengths_of(batch["documents"], row) if self._mixers() else None
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -312,57 +313,3 @@ def _packed_logits(
     with Masks(seal=seal).of(documents):
         places = documents.positions
         return model(input_ids=row, position_ids=places, use_cache=False).logits  # type: ignore[no-any-return]
-
-
-class EmbeddingNoise:
-    """Adds to each entry a uniform random number between -1 and 1, times alpha / sqrt(L d).
-
-    L is the number of tokens of the document, without padding, as in the authors' code; d is the
-    width of an embedding. It is drawn first in a forward pass, from the seed of the micro-batch,
-    and in float32, so that it is the same in every precision. There is none in evaluation.
-    """
-
-    def __init__(self, alpha: float) -> None:
-        self._alpha = alpha
-        self._lengths = torch.ones(())
-        self._ranks: ContextRanks | None = None
-
-    def start(self, lengths: torch.Tensor, ranks: ContextRanks | None = None) -> None:
-        """Set L for the next micro-batch, by row or token: [batch, 1 or sequence].
-
-        `ranks` share its rows.
-        """
-        self._lengths = lengths
-        self._ranks = ranks
-
-    def add_to(self, model: nn.Module) -> None:
-        """Add noise to the model's input embeddings in training, from now on."""
-
-        def add(
-            module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor
-        ) -> torch.Tensor:
-            return self._noisy(output) if module.training else output
-
-        # a function, which a copy of the model shares, not a method, which it would copy
-        model.get_input_embeddings().register_forward_hook(add)  # type: ignore[operator]
-
-    def _noisy(self, embedded: torch.Tensor) -> torch.Tensor:
-        def drawn(like: torch.Tensor) -> torch.Tensor:
-            return torch.rand(like.shape, device=like.device).mul_(2).sub_(1)
-
-        lengths = self._lengths
-        if self._ranks:
-            noise = self._ranks.of_rows(drawn, embedded)
-            lengths = self._ranks.part(lengths) if lengths.shape[1] > 1 else lengths
-        else:
-            noise = drawn(embedded)
-        largest = self._alpha / (lengths.clamp_min(1) * embedded.shape[-1]).sqrt()
-        return embedded + noise.mul_(largest[..., None]).to(embedded.dtype)
-
-
-def has_table(spec: ModelSpec) -> bool:
-    """True if the model looks tokens up in a table of embeddings, to which noise can be added."""
-    # transformers raises these for a family that it does not know
-    with suppress(NotImplementedError, AttributeError):
-        return isinstance(spec.build().get_input_embeddings(), nn.Embedding)  # type: ignore[operator]
-    return False
