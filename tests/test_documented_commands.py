@@ -447,6 +447,9 @@ ELSEWHERE: dict[str, str] = {
     ),
     "python examples/planted_bug.py": "test_verify.py::test_the_example_of_a_planted_bug_names_it",
     "python -m tests.support.conformance.sweep": "families/test_families.py::test_a_sampled_row_is_so",
+    "python -m tests.support.whole_table": (
+        "test_whole.py::test_the_page_of_families_says_what_comes_back"
+    ),
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
     "python benchmarks/gpu.py --smoke": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
 }
@@ -454,6 +457,8 @@ ELSEWHERE: dict[str, str] = {
 
 NOT_HERE: dict[str, str] = {
     "python -m pytest --rewrite-messages": "it rewrites tests/messages.txt in place",
+    "python -m pytest tests/test_shape.py tests/test_rules.py tests/test_sizes.py "
+    "tests/test_words.py tests/test_rules_of_tests.py": "a first run has these files",
     "meshloom evaluate runs/NAME --tasks arc_easy,hellaswag --limit 100": (
         "their data is on the hub; test_use.py runs a task of its own"
     ),

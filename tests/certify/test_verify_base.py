@@ -19,7 +19,7 @@ from tests.support.pool import Pools, machine_here
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models import huggingface
 from trainer.models.language import model_config
-from trainer.models.pretrained import quantised, reader
+from trainer.models.pretrained import conversion, quantised, reader
 from trainer.recipes.causal_lm.base_files import compare_base
 
 
@@ -49,11 +49,11 @@ def codes_for_values() -> Any:
 
 
 def ties_as_the_config_says() -> Any:
-    return mock.patch.object(huggingface, "_untied", lambda *_: "")
+    return mock.patch.object(huggingface, "untied", lambda *_: "")
 
 
 def experts_in_the_order_of_text() -> Any:
-    return mock.patch.object(reader, "dot_natural_key", str)
+    return mock.patch.object(conversion, "dot_natural_key", str)
 
 
 def a_matrix_of_another_layer() -> Any:

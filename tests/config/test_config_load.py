@@ -1443,6 +1443,7 @@ OTHER: dict[str, Any] = {
     "data.chat_template": "t.jinja",
     "generate.tokens": 7,
     "model.revision": "main",
+    "model.keep_untrained": False,
 }
 """Keys without effect in a config that says nothing else."""
 ELSEWHERE: list[tuple[str, Any, dict[str, Any]]] = [

@@ -62,11 +62,13 @@ def assert_read_as_transformers_does(folder: Path) -> Any:
     return spec
 
 
+@pytest.mark.first("llama", "qwen3_moe", "qwen3_5", "gemma3", "mistral3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_is_read_by_value(tmp_path, family):
     assert_read_as_transformers_does(write_base(tmp_path, family))
 
 
+@pytest.mark.first("llama", "qwen3_moe", "qwen3_5", "gemma3", "mistral3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_is_read_from_its_own_sources_alone(tmp_path, family, monkeypatch):
     counted = count_reads(monkeypatch)

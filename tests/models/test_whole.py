@@ -72,6 +72,7 @@ def assert_equal_files(base: Path, final: Path) -> None:
         assert torch.equal(after[name], value), name
 
 
+@pytest.mark.first("llama", "qwen3_moe", "qwen3_5", "gemma3", "mistral3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_base_comes_back_byte_for_byte(tmp_path, family):
     base = write_base(tmp_path / "base", family)
@@ -85,6 +86,7 @@ def test_a_base_comes_back_byte_for_byte(tmp_path, family):
         assert (final / name).read_bytes() == (base / name).read_bytes()
 
 
+@pytest.mark.first("qwen3_5", "gemma3", "mistral3")
 @pytest.mark.parametrize("family", sorted(MULTIMODAL))
 def test_the_class_of_the_base_opens_it_and_sees_images_as_before(tmp_path, family):
     base = write_base(tmp_path / "base", family)
@@ -104,6 +106,7 @@ def test_the_class_of_the_base_opens_it_and_sees_images_as_before(tmp_path, fami
     assert torch.equal(alone.eval()(ids, use_cache=False).logits, text)
 
 
+@pytest.mark.first("llama", "qwen3_moe", "qwen3_5", "gemma3", "mistral3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_page_of_families_says_what_comes_back(tmp_path, family):
     assert whole_table.row(family, tmp_path) in whole_table.PAGE.read_text().splitlines()
@@ -238,6 +241,7 @@ def test_tensors_that_only_transformers_names_so_are_noted(tmp_path):
         assert torch.equal(theirs[name], value), name
 
 
+@pytest.mark.first("llama", "qwen3_moe", "qwen3_5", "gemma3", "mistral3")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_tensor_is_written_from_its_own_sources_alone(tmp_path, family, monkeypatch):
     counted = count_reads(monkeypatch)

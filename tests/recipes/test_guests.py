@@ -29,6 +29,7 @@ def test_a_measure_of_its_own_is_a_metric(tmp_path: Path) -> None:
     assert [value for value in values if value is not None] == [0.5]
 
 
+@pytest.mark.first("raises")
 @pytest.mark.parametrize(
     ("task", "verb", "words"),
     [
@@ -43,6 +44,7 @@ def test_a_measure_of_its_own_is_a_metric(tmp_path: Path) -> None:
         ("faulty:unplanned", "plan", ("trainer.task", "faulty:unplanned has no planned")),
         ("faulty:raisin", "train", ("trainer.task", 'Did you mean "faulty:raising"')),
     ],
+    ids=["targets", "tops", "raises", "class", "no plan", "name"],
 )
 def test_its_mistake_is_named_at_the_start(
     task: str, verb: str, words: tuple[str, ...], tmp_path: Path
@@ -56,6 +58,7 @@ def test_its_mistake_is_named_at_the_start(
     assert "Traceback" not in shown
 
 
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("layout", "words"),
     [
@@ -77,6 +80,7 @@ def test_an_error_says_what_a_layout_asks_of_its_model(
         assert word in shown
 
 
+@pytest.mark.more
 def test_a_key_that_it_does_not_read_is_refused(tmp_path: Path) -> None:
     named = {"model": {"name_or_path": "gpt2"}, "data": {"path": "x", "evaluation_fraction": 0.1}}
     found = command(tmp_path, config("sketch:head", **named), "train", "--processes", "1")
@@ -85,6 +89,7 @@ def test_a_key_that_it_does_not_read_is_refused(tmp_path: Path) -> None:
         assert f"trainer.{key}" in found.stdout + found.stderr
 
 
+@pytest.mark.more
 def test_its_frozen_parameters_are_those_of_the_config(tmp_path: Path) -> None:
     """In training and in its plan, though no method of the recipe asks for them."""
     frozen = config("sketch:head", freeze=["score.*"])
@@ -97,6 +102,7 @@ def test_its_frozen_parameters_are_those_of_the_config(tmp_path: Path) -> None:
     assert "trainer.freeze" in found.stdout + found.stderr
 
 
+@pytest.mark.more
 def test_its_rate_is_in_its_own_plural(tmp_path: Path) -> None:
     found = command(
         tmp_path, config("faulty:stories"), "plan", "--gpus", "1", "--device", "h100-80gb"

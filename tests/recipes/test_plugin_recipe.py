@@ -114,6 +114,7 @@ def test_a_key_that_it_honours_is_taken(tmp_path: Path, installed: Path) -> None
     assert found.returncode == 0, found.stdout + found.stderr
 
 
+@pytest.mark.more
 def test_it_is_cut_into_stages_whatever_its_sequences(tmp_path: Path, installed: Path) -> None:
     """Its later stages have no table of places: with fewer tokens than samples, reading one's
     weight was seen to fail, and with more it was luck."""
