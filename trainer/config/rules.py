@@ -141,7 +141,7 @@ def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
     """Return notes on valid keys that have no effect given the others."""
     tree = settings | {"trainer": trainer.model_dump(exclude_defaults=True)}
     needs = {path: key.needs for path, key in (KEYS | OWN_KEYS).items() if key.needs}
-    given = [path for path in needs if _has_value(at(tree, path))]
+    given = [path for path in needs if _has_value(at(tree, path), path in OWN_KEYS)]
     notes = []
     for condition, reason in unmet(settings, trainer).items():
         if paths := [path for path in given if needs[path] == condition]:
@@ -150,8 +150,10 @@ def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
     return notes
 
 
-def _has_value(value: object) -> bool:
-    return value is not None and value is not False and value != {}
+def _has_value(value: object, own: bool) -> bool:
+    """Return True for a value that asks for something; of our `own` keys, defaults are left out."""
+    off = value is False and not own
+    return value is not None and not off and value != {}
 
 
 def conflicts(settings: Json) -> list[Problem]:
