@@ -30,16 +30,9 @@ from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of
 from trainer.models.patches import correct_prefix, skip_rescaling
 from trainer.models.pretrained import config_json
-from trainer.models.pretrained.named_base import (
-    base_notes,
-    folder_of,
-    untie,
-    untied,
-    weights_of,
-    whole_base,
-)
+from trainer.models.pretrained.named_base import NamedBase, base_notes, untie, untied
 from trainer.models.pretrained.reader import ConvertedWeights
-from trainer.models.pretrained.whole import GENERATION
+from trainer.models.pretrained.whole import GENERATION, WholeBase
 from trainer.models.spec import Building, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
 from trainer.models.tiny import CopySize, tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
@@ -67,12 +60,13 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         model = build()
     _check_router(model, place)
     notes = list(_class_notes(config, model, name, stated if options.name_or_path else []))
+    base = NamedBase.opened(options) if options.name_or_path and weights else None
     given: ConvertedWeights | None = None
-    if options.name_or_path and weights:
-        given = weights_of(model, options)
+    if base is not None:
+        given = base.weights(model)
         if alias := untied(model, given):
             model, note = _built_untied(config, build, alias, place)
-            given = weights_of(model, options)
+            given = base.weights(model)
             notes.append(note)
 
     @cache
@@ -91,21 +85,23 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
         files=replace(spec.files, revision=options.revision),
         notes=tuple(notes),
     )
-    return spec if given is None else _of_base(spec, model, given, stated, options)
+    if base is None or given is None:
+        return spec
+    whole = base.whole(given, model, stated) if options.keep_untrained else None
+    return _of_base(spec, model, given, base.folder, whole)
 
 
 def _of_base(
     spec: ModelSpec,
     model: PreTrainedModel,
     weights: ConvertedWeights,
-    stated: list[str],
-    options: Any,
+    folder: Path,
+    whole: WholeBase | None,
 ) -> ModelSpec:
-    """Return the spec with how its base is read and written again; `stated`: the base's classes."""
-    base = whole_base(weights, model, stated, options) if options.keep_untrained else None
-    save_config = partial(_save_config, model, base=folder_of(options))
-    notes = base_notes(weights, model, spec.name, base)
-    files = replace(spec.files, save_config=save_config, base=base)
+    """Return the spec with how its base is written again; without `whole`, the model alone is."""
+    save_config = partial(_save_config, model, base=folder)
+    notes = base_notes(weights, model, spec.name, whole)
+    files = replace(spec.files, save_config=save_config, base=whole)
     return replace(spec, files=files, notes=(*spec.notes, *notes))
 
 

@@ -76,9 +76,7 @@ class WholeAdapter(BaseFolder):
         """
         self._base = base
         names = WholeNames.of(base)
-        self._files = {
-            theirs: ours for theirs, ours in names.in_files({n: n for n in shapes}).items()
-        }
+        self._files = names.in_files({name: name for name in shapes})
         self._shapes = {self._files[name]: shape for name, shape in shapes.items()}
         scalings = {names.whole(name): factor for name, factor in trained.scalings.items()}
         tensors = {names.whole(name): self._files[file] for name, file in trained.tensors.items()}

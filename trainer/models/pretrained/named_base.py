@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -19,25 +21,73 @@ from trainer.models.pretrained.files import stored_tensors
 from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.whole import MODEL_FILES, WholeBase, class_named
 
+if TYPE_CHECKING:
+    from trainer.config.sections.model_and_data import ModelSection
+
 OTHER_FORMATS = ["*/*.safetensors", "consolidated*.safetensors"]
 """The patterns of weights that hub repositories have a second time, for other libraries."""
 
 
-def weights_of(model: PreTrainedModel, options: Any) -> ConvertedWeights:
-    """Open the weights of the folder or hub id for a model on the meta device.
+@dataclass(frozen=True)
+class NamedBase:
+    """The base that a config names: its folder, and its config as transformers reads it."""
 
-    Raises ConfigError if there are none, or if they are stored in a way that cannot be read.
-    """
-    place = f"trainer.model.name_or_path: {options.name_or_path}"
-    config = pretrained_config(options)
-    quantiser = quantised.dequantiser(quantised.stored_config(config), place)
-    stored = stored_tensors(folder_of(options), config)
-    return ConvertedWeights(stored, model, quantiser, place)
+    name: str
+    folder: Path
+    config: PreTrainedConfig
+    """It is not to be changed, as building a model would."""
+
+    @classmethod
+    def opened(cls, options: ModelSection) -> NamedBase:
+        """Open `trainer.model.name_or_path`, downloaded if it is on the hub. Raises ConfigError."""
+        assert options.name_or_path is not None
+        return cls(options.name_or_path, folder_of(options), pretrained_config(options))
+
+    @property
+    def place(self) -> str:
+        return f"trainer.model.name_or_path: {self.name}"
+
+    def weights(self, model: PreTrainedModel) -> ConvertedWeights:
+        """Open the weights for a model on the meta device.
+
+        Raises ConfigError if there are none, or if they are stored in a way that cannot be read.
+        """
+        quantiser = quantised.dequantiser(quantised.stored_config(self.config), self.place)
+        stored = stored_tensors(self.folder, self.config)
+        return ConvertedWeights(stored, model, quantiser, self.place)
+
+    def whole(
+        self, weights: ConvertedWeights, model: PreTrainedModel, stated: list[str]
+    ) -> WholeBase:
+        """Return the folder as it is to be written again; `stated`: the classes that it names.
+
+        Raises ConfigError if something of it would be lost.
+        """
+        kind = class_named(stated) or type(model)
+        build = None
+        in_part = config_json.path_to_part(self.config, type(model.config))
+        if in_part and not issubclass(type(model), kind):
+            build = partial(self._build, kind, model.config.tie_word_embeddings)
+        return WholeBase(self.folder, weights, model, self.config, build)
+
+    def _build(self, kind: type[PreTrainedModel], tied: bool) -> PreTrainedModel:
+        config = copy.deepcopy(self.config)
+        quantised.remove_config(config)
+        if not tied:
+            untie(config)
+        with (
+            opening(f"trainer.model: {self.name}", "the class that it names"),
+            bounded(BUILD_MEMORY, BUILD_SECONDS),
+            torch.device("meta"),
+        ):
+            built = kind(config)
+        correct_prefix(built)
+        return built
 
 
-def folder_of(options: Any) -> Path:
+def folder_of(options: ModelSection) -> Path:
     """Return the folder of a base, downloaded if it is on the hub."""
-    folder = Path(options.name_or_path)
+    folder = Path(options.name_or_path or "")
     if folder.is_dir():
         return folder
     from huggingface_hub import snapshot_download
@@ -48,35 +98,6 @@ def folder_of(options: Any) -> Path:
     if not any(folder.glob("*.safetensors")):
         download(allow_patterns=["pytorch_model*.bin"])
     return folder
-
-
-def whole_base(
-    weights: ConvertedWeights, model: PreTrainedModel, stated: list[str], options: Any
-) -> WholeBase:
-    """Return the base's folder as it is to be written again; `stated`: the classes that it names.
-
-    Raises ConfigError if something of it would be lost.
-    """
-    kind = class_named(stated) or type(model)
-    config = pretrained_config(options)
-    place = config_json.path_to_part(config, type(model.config))
-
-    def build() -> PreTrainedModel:
-        whole = pretrained_config(options)
-        quantised.remove_config(whole)
-        if not model.config.tie_word_embeddings:
-            untie(whole)
-        with (
-            opening(f"trainer.model: {options.name_or_path}", "the class that it names"),
-            bounded(BUILD_MEMORY, BUILD_SECONDS),
-            torch.device("meta"),
-        ):
-            built: PreTrainedModel = kind(whole)
-        correct_prefix(built)
-        return built
-
-    is_part = bool(place) and not issubclass(type(model), kind)
-    return WholeBase(folder_of(options), weights, model, config, build if is_part else None)
 
 
 def untied(model: PreTrainedModel, weights: ConvertedWeights) -> str:

@@ -227,7 +227,7 @@ class WholeBase:
             owner = index % ranks.world_size
 
             def parts(name: str = name, owner: int = owner) -> list[Part]:
-                return [Part(self._carried(name))] if ranks.rank == owner else []
+                return [Part(self._read_carried(name))] if ranks.rank == owner else []
 
             shape = tuple(like.shape)
             yield StateTensor(name, CARRIED, shape, like.dtype, owner, parts, lambda value: None)
@@ -246,7 +246,7 @@ class WholeBase:
         """The tensors of the files that come back under other names, divided or turned."""
         return sorted(self._weights.values() - self.written)
 
-    def _carried(self, name: str) -> torch.Tensor:
+    def _read_carried(self, name: str) -> torch.Tensor:
         """Read a tensor that comes along. Raises DiskError if the base's folder is gone."""
         expected = f"{name}, as at the start of the run"
         with refused(str(self._folder), expected, OSError, SafetensorError, raises=DiskError):
@@ -257,28 +257,23 @@ class WholeBase:
         kind = type(self._model.config)
         if config_json.path_to_part(self._config, kind) is None:
             actual = f"a {type(self._config).__name__} without a {kind.__name__}"
-            hint = f"Set {WHOLE_KEY} to false to save a {type(self._model).__name__} alone"
-            place = f"trainer.model: {self._folder}"
-            raise ConfigError(Problem(place, actual, "a config that has that of its text", hint))
+            raise self._refused(actual, "a config that has that of its text")
 
     def _check_carried(self) -> None:
         """Raise ConfigError for what can't be carried: numbers of four bits, and codes.
 
         Nothing dequantises the codes of a quantised base, and the result is not quantised.
         """
+        # a shape of four-bit numbers can't be read: that is raised here, not at the end of a run
         likes = {name: self._weights.stored.like(name) for name in self.carried}
-        if not self._weights.quantised_by:
-            return
         codes = [
             name
             for name, like in likes.items()
             if is_code(like) or COMPANION.search(name.rpartition(".")[2])
         ]
-        if codes:
+        if codes and self._weights.quantised_by:
             actual = f"{len(codes)} quantised tensors that are not trained: {listed(codes, 3)}"
-            expected = "a base of which they are stored in 16 or 32 bits"
-            hint = f"Take the base before that, or set {WHOLE_KEY} to false to save without them"
-            raise ConfigError(Problem(f"trainer.model: {self._folder}", actual, expected, hint))
+            raise self._refused(actual, "a base of which they are stored in 16 or 32 bits")
 
     @cached_property
     def written(self) -> set[str]:
@@ -299,9 +294,11 @@ class WholeBase:
         if lost := sorted(self._planned.keys() - complete):
             actual = f"{type(self._whole).__name__} would miss {len(lost)} tensors of the result"
             expected = "a base whose tensors have their own names in its files"
-            hint = f"Set {WHOLE_KEY} to false to save a {type(self._model).__name__} alone"
-            place = f"trainer.model: {self._folder}"
-            raise ConfigError(Problem(place, f"{actual}: {listed(lost, 3)}", expected, hint))
+            raise self._refused(f"{actual}: {listed(lost, 3)}", expected)
+
+    def _refused(self, actual: str, expected: str) -> ConfigError:
+        hint = f"Set {WHOLE_KEY} to false to save a {type(self._model).__name__} alone"
+        return ConfigError(Problem(f"trainer.model: {self._folder}", actual, expected, hint))
 
 
 def class_named(stated: Sequence[str]) -> type[PreTrainedModel] | None:

@@ -29,7 +29,7 @@ from trainer.models import huggingface
 from trainer.models.finetuning.changed import changed_spec, with_changes
 from trainer.models.language import model_config
 from trainer.models.materialise import on_host
-from trainer.models.pretrained.named_base import untie, weights_of
+from trainer.models.pretrained.named_base import NamedBase, untie
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.parallel.checks import packing_refusal
@@ -85,7 +85,7 @@ class LanguageCase:
         if self._is_read:
             ranks.on_first(lambda: write_base(copy, self._base))
             read = options.model_copy(update={"name_or_path": str(self._base)})
-            copy = copy.with_weights(weights_of(copy.build(), read))
+            copy = copy.with_weights(NamedBase.opened(read).weights(copy.build()))
         whole = changed_spec(
             replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks
         )
