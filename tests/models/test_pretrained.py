@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -316,17 +317,27 @@ def test_a_code_without_its_scale_is_an_error(tmp_path, family, quantise, config
         spec_of(tmp_path)
 
 
-def test_a_last_block_that_is_smaller_is_an_error(tmp_path):
-    """Transformers would take 32 rows in blocks of 20 for two blocks of 16."""
-    rewritten(write_base(tmp_path, "llama"), in_blocks_of_fp8)
-    rewritten(
-        tmp_path,
-        lambda values: {
-            n: (v[:2, :2].clone() if "k_proj.weight_scale" in n else v) for n, v in values.items()
-        },
-    )
-    changed_config(tmp_path, quantization_config=FP8 | {"weight_block_size": [8, 20]})
-    with pytest.raises(ConfigError, match="k_proj.*blocks of 20"):
+def test_a_last_block_that_is_smaller_is_read(tmp_path):
+    """DeepSeek-V3 has 576 rows in blocks of 128, which transformers refuses to dequantise."""
+    base = write_base(tmp_path, "llama")
+    before = load_file(base / "model.safetensors")
+    rewritten(base, partial(in_blocks_of_fp8, block=20))
+    changed_config(base, quantization_config=FP8 | {"weight_block_size": [20, 20]})
+    stored = load_file(base / "model.safetensors")
+    weights = spec_of(base).building.weights
+    for name in (name for name in before if "_proj" in name):
+        codes = stored[name].float()
+        scale = stored[f"{name}_scale_inv"]
+        for place in (0, 1):
+            scale = scale.repeat_interleave(20, place).narrow(place, 0, codes.shape[place])
+        assert torch.equal(weights.read(name), codes * scale), name
+
+
+def test_an_expert_whose_last_block_is_smaller_is_an_error(tmp_path):
+    """Transformers would take 16 rows in blocks of 12 for two blocks of 8."""
+    rewritten(write_base(tmp_path, "qwen3_moe"), partial(in_blocks_of_fp8, block=12))
+    changed_config(tmp_path, quantization_config=FP8 | {"weight_block_size": [12, 12]})
+    with pytest.raises(ConfigError, match=r"experts.*blocks of"):
         spec_of(tmp_path)
 
 

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 
 from tests.support import whole_table
 from tests.support.bases import (
+    COMPRESSED,
     FAMILIES,
     FP8,
     MULTIMODAL,
     changed_config,
     count_reads,
     in_blocks_of_fp8,
+    in_channels_of_fp8,
     rewritten,
     write_base,
 )
@@ -168,9 +170,37 @@ def test_experts_of_a_quantised_base_have_their_names_and_no_scales(tmp_path):
         assert torch.equal(spec.building.weights.read(name).bfloat16().float(), value), name
 
 
-def test_codes_that_are_not_trained_are_an_error(tmp_path):
+QUANTISED = {"fp8": (in_blocks_of_fp8, FP8), "compressed": (in_channels_of_fp8, COMPRESSED)}
+
+
+@pytest.mark.parametrize("method", QUANTISED)
+def test_codes_that_are_not_trained_come_back_as_their_values(tmp_path, method):
+    if method == "compressed":
+        pytest.importorskip("compressed_tensors")
+    quantise, config = QUANTISED[method]
+    more = {
+        "mtp.layers.0.q_proj.weight": torch.randn(20, 16),
+        "mtp.layers.0.mlp.experts.11.up_proj.weight": torch.randn(24, 32),
+        "mtp.norm.weight": torch.randn(16).bfloat16(),
+    }
+    base = rewritten(
+        write_base(tmp_path / "base", "qwen3_moe"), lambda values: quantise(values | more)
+    )
+    changed_config(base, quantization_config=config)
+    final = load_file(written(spec_of(base), tmp_path / "final") / "model.safetensors")
+    plain = load_file(write_base(tmp_path / "plain", "qwen3_moe") / "model.safetensors")
+    assert final.keys() == plain.keys() | more.keys()
+    for name, value in more.items():
+        error = (final[name].float() - value.float()).abs().max() / value.abs().max()
+        assert final[name].dtype == torch.bfloat16
+        assert error < 2**-4, name
+    assert torch.equal(final["mtp.norm.weight"], more["mtp.norm.weight"])
+    assert spec_of(base, keep_untrained=False)
+
+
+def test_codes_that_nothing_dequantises_are_an_error(tmp_path):
     base = rewritten(write_base(tmp_path / "base", "llama"), in_blocks_of_fp8)
-    more = in_blocks_of_fp8({"mtp.layers.0.q_proj.weight": torch.randn(16, 16)})
+    more = {"mtp.layers.0.q_proj.weight": torch.zeros(16, 16, dtype=torch.float8_e4m3fn)}
     rewritten(base, lambda values: values | more)
     changed_config(base, quantization_config=FP8)
     with pytest.raises(ConfigError, match=r"mtp.*keep_untrained"):

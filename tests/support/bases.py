@@ -149,11 +149,14 @@ def in_blocks_of_fp8(values: dict[str, torch.Tensor], block: int = 8) -> dict[st
         if value.ndim != 2 or "_proj" not in name:
             found[name] = value
             continue
-        rows, columns = (size // block for size in value.shape)
-        blocks = value.float().reshape(rows, block, columns, block)
+        height, width = value.shape
+        rows, columns = (-(-size // block) for size in value.shape)
+        padded = torch.zeros(rows * block, columns * block)
+        padded[:height, :width] = value
+        blocks = padded.reshape(rows, block, columns, block)
         scale = blocks.abs().amax((1, 3)) / 448
-        codes = (blocks / scale[:, None, :, None]).to(torch.float8_e4m3fn)
-        found[name] = codes.reshape(value.shape)
+        codes = (blocks / scale[:, None, :, None]).reshape(padded.shape)
+        found[name] = codes[:height, :width].to(torch.float8_e4m3fn).contiguous()
         found[f"{name}_scale_inv"] = scale
     return found
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from copy import deepcopy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -14,6 +18,9 @@ from transformers.core_model_loading import (
     dot_natural_key,
     rename_source_key,
 )
+
+from trainer.models.pretrained.files import StoredTensors
+from trainer.models.pretrained.quantised import is_scale
 
 
 @dataclass
@@ -26,10 +33,17 @@ class Conversion:
     """Transformers' converter; None: the value as it is stored."""
     sources: list[tuple[str, str | None]] = field(default_factory=list)
     """Tensors of the files, in natural order, each with the pattern that it matches."""
+    whole_blocks: tuple[int, int] | None = None
+    """Rows and columns of codes in whole blocks, of which the tensor has fewer; None: as many."""
 
     def pass_on(self) -> None:
         """Read the value as it is stored."""
         self.transform = None
+
+    @property
+    def weights(self) -> list[str]:
+        """The sources that are weights or codes of them, not scales."""
+        return [key for key, pattern in self.sources if pattern is None or not is_scale(pattern)]
 
 
 def plan(
@@ -63,6 +77,41 @@ def plan(
         else:
             conversion.sources.append((key, pattern))
     return planned, unread
+
+
+def converted(
+    conversion: Conversion, stored: StoredTensors, model: nn.Module, on_meta: bool = False
+) -> dict[str, torch.Tensor]:
+    """Return the tensors that a conversion makes, by transformers; `on_meta`: of shapes alone.
+
+    Raises ValueError if the first of them is not made, and what transformers raises.
+    """
+    first = conversion.first
+    transform = deepcopy(conversion.transform)
+    read = stored.like if on_meta else stored.__getitem__
+    for key, pattern in conversion.sources:
+        transform.add_tensor(first, key, pattern, partial(_in_whole_blocks, conversion, read, key))
+    with torch.no_grad():
+        made = transform.convert(first, model=model, config=getattr(model, "config", None))
+    if first not in made:
+        raise ValueError(f"made of it: {', '.join(map(str, made))}")
+    values = {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+    if conversion.whole_blocks is not None:
+        rows, columns = stored.like(conversion.weights[0]).shape
+        values[first] = values[first][:rows, :columns].contiguous()
+    return values
+
+
+def _in_whole_blocks(
+    conversion: Conversion, read: Callable[[str], torch.Tensor], key: str
+) -> torch.Tensor:
+    """Read a source; codes with zeros up to the end of the last blocks."""
+    value = read(key)
+    if conversion.whole_blocks is None or key not in conversion.weights:
+        return value
+    padded = torch.zeros(conversion.whole_blocks, dtype=torch.uint8, device=value.device)
+    padded[: value.shape[0], : value.shape[1]] = value.view(torch.uint8)
+    return padded.view(value.dtype)
 
 
 def targets_of(conversions: Iterable[Conversion]) -> dict[str, str]:

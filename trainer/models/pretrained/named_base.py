@@ -131,7 +131,7 @@ def base_notes(
     others = sorted(weights.unread.keys() - set(strangers))
     kept = "are left out"
     if base is not None:
-        kept = "are not trained: they are saved as they are"
+        kept = "are not trained: their values are saved as they are"
         if other := base.renamed:
             shown = in_short(other, weights.stored.names() - {*other})
             saved = "are saved under the names and in the shapes that transformers gives them"

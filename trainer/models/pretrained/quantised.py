@@ -114,24 +114,47 @@ def check_read(stored: StoredTensors, key: str, like: torch.Tensor, place: str) 
 
 def check_scaled(
     stored: StoredTensors, sources: Sequence[tuple[str, str]], quantiser: Any, place: str
-) -> None:
+) -> tuple[int, int] | None:
     """Raise ConfigError unless each code that is dequantised has its own scale, and fits to it.
 
     Transformers takes a code without a scale for the number itself, pairs experts with scales by
     their order, and takes the blocks of a scale to be equal. `sources`: names in the files, and the
-    patterns of transformers' converter that they match.
+    patterns of transformers' converter that they match. Returns the rows and columns in which a
+    single tensor is to be read so that all its blocks are whole; None: as it is.
     """
     scales = {key.rpartition(".")[0]: key for key, pattern in sources if is_scale(pattern)}
     codes = [key for key, pattern in sources if _leaf(pattern).endswith(VALUES)]
     size = getattr(quantiser.quantization_config, "weight_block_size", None)
+    whole = None
     for key in codes:
         like = stored.like(key)
         scale = scales.get(key.rpartition(".")[0])
         if scale is not None and size:
-            _check_blocks(key, like, stored.like(scale), size, place)
+            whole = _whole_blocks(like.shape, stored.like(scale).shape, size)
+            if whole is not None and (len(codes) > 1 or like.dtype not in CODES):
+                shape = tuple(like.shape)
+                actual = f"{key} of shape {shape} in blocks of {size}, the last of which is smaller"
+                expected = "whole blocks: transformers dequantises no others"
+                raise ConfigError(Problem(place, actual, expected, "Take the base in 16 bits"))
         elif scale is None and is_code(like):
             actual = f"{key} is stored as {like.dtype}, without its scale"
             raise ConfigError(Problem(place, actual, f"a base whose {KEY} is true of its files"))
+    return whole
+
+
+def _whole_blocks(
+    codes: Sequence[int], scale: Sequence[int], size: Sequence[int]
+) -> tuple[int, int] | None:
+    """Return the rows and columns of a matrix that is filled up to whole blocks; None if it is so.
+
+    A single block may be smaller than the others are.
+    """
+    wanted = []
+    for length, count, block in zip(codes[-2:], scale[-2:], size, strict=True):
+        uneven = count > 1 and length % block and count == -(-length // block)
+        wanted.append(count * block if uneven else length)
+    whole = (wanted[0], wanted[1])
+    return None if whole == tuple(codes[-2:]) else whole
 
 
 def is_scale(pattern: str) -> bool:
@@ -141,18 +164,6 @@ def is_scale(pattern: str) -> bool:
 
 def _leaf(name: str) -> str:
     return name.rpartition(".")[2]
-
-
-def _check_blocks(
-    key: str, like: torch.Tensor, scale: torch.Tensor, size: Sequence[int], place: str
-) -> None:
-    """Raise ConfigError if the last block of a row or column is smaller than the others."""
-    for length, count, block in zip(like.shape[-2:], scale.shape[-2:], size, strict=True):
-        if count > 1 and length % block and count == -(-length // block):
-            shape = tuple(like.shape)
-            actual = f"{key} of shape {shape} in blocks of {block}, the last of which is smaller"
-            expected = "whole blocks: transformers dequantises no others"
-            raise ConfigError(Problem(place, actual, expected, "Take the base in 16 bits"))
 
 
 def stray_companions(

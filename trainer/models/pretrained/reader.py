@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from copy import deepcopy
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
-from trainer.models.pretrained.conversion import Conversion, plan, targets_of
+from trainer.models.pretrained.conversion import Conversion, converted, plan, targets_of
 from trainer.models.pretrained.files import StoredTensors
 from trainer.models.pretrained.quantised import (
     ACTIVATIONS,
@@ -162,7 +161,8 @@ class ConvertedWeights(Weights):
                 check_read(stored, key, self._like[conversion.first], self._place)
             return
         matched = [(key, pattern) for key, pattern in sources if pattern is not None]
-        check_scaled(stored, matched, self._quantiser, self._place)
+        size = check_scaled(stored, matched, self._quantiser, self._place)
+        conversion.whole_blocks = size
         if len(operations) == len(sources) == 1 and not is_code(stored.like(sources[0][0])):
             conversion.pass_on()
 
@@ -178,15 +178,5 @@ class ConvertedWeights(Weights):
         return values
 
     def _converted(self, conversion: Conversion, on_meta: bool = False) -> dict[str, torch.Tensor]:
-        first = conversion.first
-        transform = deepcopy(conversion.transform)
-        read = self._stored.like if on_meta else self._stored.__getitem__
-        for key, pattern in conversion.sources:
-            transform.add_tensor(first, key, pattern, partial(read, key))
-        with conversion_errors(self._place, first), torch.no_grad():
-            made = transform.convert(first, model=self._model, config=self._model.config)
-            if first not in made:
-                raise ValueError(f"made of it: {', '.join(map(str, made))}")
-        return {
-            name: value[0] if isinstance(value, list) else value for name, value in made.items()
-        }
+        with conversion_errors(self._place, conversion.first):
+            return converted(conversion, self._stored, self._model, on_meta)

@@ -13,7 +13,6 @@ from transformers.core_model_loading import WeightConverter
 
 from trainer.models.pretrained.conversion import Conversion
 from trainer.models.pretrained.files import StoredTensors
-from trainer.models.pretrained.quantised import is_scale
 from trainer.state import FileTensor
 
 LONGEST = 3
@@ -41,13 +40,8 @@ def pieces_of(
 
 def values_of(conversion: Conversion) -> list[str]:
     """Return the names of a conversion's sources in 16 bits: no scales, and values for codes."""
-    return [_value_name(key, pattern) for key, pattern in _matched(conversion)]
-
-
-def _matched(conversion: Conversion) -> list[tuple[str, str | None]]:
-    """Return the sources that are values or codes, not scales."""
-    sources = conversion.sources
-    return [(key, pattern) for key, pattern in sources if pattern is None or not is_scale(pattern)]
+    weights = conversion.weights
+    return [_value_name(key, pattern) for key, pattern in conversion.sources if key in weights]
 
 
 def _value_name(key: str, pattern: str | None) -> str:
@@ -61,18 +55,20 @@ def _in_order(conversion: Conversion, stored: StoredTensors, model: PreTrainedMo
     Transformers converts tensors that are as small as they can be, each value another number: where
     these come to lie shows the order.
     """
-    matched = _matched(conversion)
+    weights = conversion.weights
     if conversion.transform is None:
-        return [matched[0][0]]
+        return weights[:1]
     steps = conversion.transform.operations
     steps = [deepcopy(step) for step in steps if not getattr(step, "hf_quantizer", None)]
     if not steps:
-        return [key for key, _ in matched] if len(matched) == 1 else []
+        return weights if len(weights) == 1 else []
     patterns = conversion.transform.source_patterns, conversion.transform.target_patterns
     transform = WeightConverter(*map(list, patterns), operations=steps)
     numbers: dict[int, tuple[str, int]] = {}
     start = 0
-    for key, pattern in matched:
+    for key, pattern in conversion.sources:
+        if key not in weights:
+            continue
         shape = [min(size, LONGEST) for size in stored.like(key).shape]
         count = math.prod(shape)
         value = torch.arange(start, start + count, dtype=torch.float32).reshape(shape)

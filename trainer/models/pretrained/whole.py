@@ -24,11 +24,11 @@ from trainer.errors import ConfigError, DiskError, Problem, listed, refused
 from trainer.models.door import object_in
 from trainer.models.names import aliases_of
 from trainer.models.pretrained import config_json
+from trainer.models.pretrained.carried import CarriedTensors
 from trainer.models.pretrained.conversion import Conversion, plan, targets_of
-from trainer.models.pretrained.quantised import COMPANION, is_code
 from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.way_back import values_of
-from trainer.state import CARRIED, FileTensor, Part, StateTensor
+from trainer.state import CARRIED, WEIGHT, FileTensor, Part, StateTensor
 from trainer.storage import to_json
 
 CONFIG = "config.json"
@@ -102,10 +102,12 @@ class WholeBase:
         """Build the model that the base's config names, on the meta device."""
         return self._model if self._build_whole is None else self._build_whole()
 
-    @property
-    def carried(self) -> list[str]:
+    @cached_property
+    def carried(self) -> CarriedTensors:
         """The tensors of the files that are not trained."""
-        return self._weights.strangers()
+        weights = self._weights
+        place = f"trainer.model: {self._folder}"
+        return CarriedTensors(weights.stored, weights.strangers(), weights.quantiser, place)
 
     def names(self) -> dict[str, str]:
         """Return the whole model's name of each tensor of the trained model that it has."""
@@ -221,16 +223,16 @@ class WholeBase:
         return {n: d for n, d in stored.items() if d.is_floating_point and d.itemsize > 2}
 
     def _carried_entries(self, ranks: Ranks) -> Iterator[StateTensor]:
-        stored = self._weights.stored
         for index, name in enumerate(self.carried):
-            like = stored.like(name)
+            like = self.carried.like(name)
             owner = index % ranks.world_size
 
             def parts(name: str = name, owner: int = owner) -> list[Part]:
                 return [Part(self._read_carried(name))] if ranks.rank == owner else []
 
             shape = tuple(like.shape)
-            yield StateTensor(name, CARRIED, shape, like.dtype, owner, parts, lambda value: None)
+            key = WEIGHT if self.carried.is_dequantised(name) else CARRIED
+            yield StateTensor(name, key, shape, like.dtype, owner, parts, lambda value: None)
 
     @property
     def _is_other_class(self) -> bool:
@@ -250,7 +252,7 @@ class WholeBase:
         """Read a tensor that comes along. Raises DiskError if the base's folder is gone."""
         expected = f"{name}, as at the start of the run"
         with refused(str(self._folder), expected, OSError, SafetensorError, raises=DiskError):
-            return self._weights.stored[name]
+            return self.carried.read(name)
 
     def _check_part(self) -> None:
         """Raise ConfigError if the config of what is trained is no part of the base's."""
@@ -260,17 +262,8 @@ class WholeBase:
             raise self._refused(actual, "a config that has that of its text")
 
     def _check_carried(self) -> None:
-        """Raise ConfigError for what can't be carried: numbers of four bits, and codes.
-
-        Nothing dequantises the codes of a quantised base, and the result is not quantised.
-        """
-        # a shape of four-bit numbers can't be read: that is raised here, not at the end of a run
-        likes = {name: self._weights.stored.like(name) for name in self.carried}
-        codes = [
-            name
-            for name, like in likes.items()
-            if is_code(like) or COMPANION.search(name.rpartition(".")[2])
-        ]
+        """Raise ConfigError for codes that nothing dequantises: the result is not quantised."""
+        codes = self.carried.codes
         if codes and self._weights.quantised_by:
             actual = f"{len(codes)} quantised tensors that are not trained: {listed(codes, 3)}"
             raise self._refused(actual, "a base of which they are stored in 16 or 32 bits")
