@@ -17,6 +17,7 @@ from trainer.errors import listed, named_line, suggestion
 
 RECIPES = {
     "causal_lm": "trainer.recipes.causal_lm",
+    "embeddings": "trainer.recipes.embeddings",
     "image_classification": "trainer.recipes.images",
     "own_module": "trainer.recipes.own_module",
 }

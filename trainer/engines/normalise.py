@@ -7,7 +7,7 @@ multiplied by `gradient_scale`, so that the result is the gradient of this loss.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -19,11 +19,11 @@ from trainer.engines.engine import Job, Metrics, Observer
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import set_update
 from trainer.parallel.batch_norm import RunningStatistics
-from trainer.parallel.forward_backward import ForwardBackward
+from trainer.parallel.forward_backward import ForwardBackward, RunsAhead
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.splits.expert_loads import ExpertLoads
 from trainer.state import StateTensor
-from trainer.tasks.task import Batch, Task
+from trainer.tasks.task import Batch, Task, WholeStep
 
 AT_ONCE = 16
 """The number of micro-batches of an evaluation that are on the device at a time."""
@@ -99,6 +99,9 @@ class NormalisedEngine(ABC):
         with mesh.dividing_rows():
             targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
             scale = gradient_scale(targets, mesh, self.divided_by)
+            if job.task.whole_step is not None:
+                outputs = self._ahead().outputs(seed, micro_batches)
+                micro_batches = job.task.whole_step.compared(micro_batches, outputs)
             with self._statistics.of_step(len(micro_batches)):
                 loss_sum = self._runner.train(seed, micro_batches, scale)
             norm, skipped = self._finish()
@@ -109,15 +112,37 @@ class NormalisedEngine(ABC):
     def _finish(self) -> tuple[torch.Tensor, bool]:
         """Update the weights if `train` did not; return the norm, and True for a skipped step."""
 
+    def _ahead(self) -> RunsAhead:
+        """Return what runs micro-batches for their outputs; a layout without it is refused."""
+        assert isinstance(self._runner, RunsAhead)
+        return self._runner
+
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         batches = iter(micro_batches)
         mesh = self._mesh
+        if (whole := self.job.task.whole_step) is not None:
+            return self._compared(whole, batches)
         sums = []
         while part := list(islice(batches, AT_ONCE)):
             with mesh.dividing_rows():
                 targets = counted_here(self.job.task, part, mesh).double()
                 sums.append(torch.cat([self._runner.evaluate(part).double(), targets[None]]))
         totals = mesh.sum(torch.stack(sums).sum(0), "loss")
+        return totals[:-1], totals[-1]
+
+    def _compared(
+        self, whole: WholeStep, batches: Iterator[Batch]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Evaluate outputs that are compared with one another: all are kept until the end."""
+        every = list[Batch]()
+        outputs = list[torch.Tensor]()
+        with self._mesh.dividing_rows():
+            while part := list(islice(batches, AT_ONCE)):
+                outputs += self._ahead().outputs(None, part)
+                every += part
+            targets = counted_here(self.job.task, every, self._mesh).double()
+            measured = whole.measured(every, outputs).double()
+        totals = self._mesh.sum(torch.cat([measured, targets[None]]), "loss")
         return totals[:-1], totals[-1]
 
     def state_tensors(self) -> list[StateTensor]:

@@ -1,4 +1,4 @@
-"""Any Hugging Face causal language model as a `ModelSpec`."""
+"""Any Hugging Face language model as a `ModelSpec`: causal, or a body without its head."""
 
 from __future__ import annotations
 
@@ -38,19 +38,23 @@ from trainer.models.tiny import CopySize, tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
 
 
-def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> ModelSpec:
+def spec_of(
+    config: PreTrainedConfig, options: Any, *, weights: bool = True, kind: Any = None
+) -> ModelSpec:
     """Build the spec of an architecture, with the weights of `trainer.model.name_or_path`, if any.
 
-    Without `weights`, none are looked for or downloaded. Raises ConfigError for an architecture
-    that can't be built.
+    Without `weights`, none are looked for or downloaded. `kind`: transformers' class that builds
+    and opens the model, such as AutoModel; None: that of the causal language model. Raises
+    ConfigError for an architecture that can't be built.
     """
+    kind = kind or auto_class(config)
     name = options.name_or_path or config.model_type
     place = f"trainer.model: {name}"
     _check_decoder(config, place)  # before the model is built, which changes the config
     stated = list(getattr(config, "architectures", None) or ())
-    build = _builder(config, options)
+    build = _builder(config, options, kind)
     fits = "a config that the family's own code builds a model of"
-    known = "an architecture with a causal language model head"
+    known = f"an architecture of {kind.__name__}"
     # whatever the family's own code raises for the config, and transformers for one that it lacks
     with (
         opening(place, fits),
@@ -71,13 +75,13 @@ def spec_of(config: PreTrainedConfig, options: Any, *, weights: bool = True) -> 
 
     @cache
     def tiny_copy(layers: int = 3, split: int = 1, sizes: Sizes = SIZES) -> ModelSpec:
-        return _tiny_copy(config, options, name, CopySize(layers, split, sizes))
+        return _tiny_copy(config, options, name, CopySize(layers, split, sizes), kind)
 
-    spec = describe(model, name, build, given or NoWeights(), tiny_copy)
+    spec = describe(model, name, build, given or NoWeights(), tiny_copy, kind)
 
     def first_blocks(layers: int) -> ModelSpec:
         kept = tiny_config(config, KEPT, range(layers), len(spec.blocks))
-        return _spec_without_weights(name, _builder(kept, options))
+        return _spec_without_weights(name, _builder(kept, options, kind), kind)
 
     spec = replace(
         spec,
@@ -147,15 +151,17 @@ def _check_router(model: PreTrainedModel, place: str) -> None:
         raise ConfigError(Problem(place, actual, expected))
 
 
-def _tiny_copy(config: PreTrainedConfig, options: Any, name: str, size: CopySize) -> ModelSpec:
+def _tiny_copy(
+    config: PreTrainedConfig, options: Any, name: str, size: CopySize, kind: Any
+) -> ModelSpec:
     def spec_of_tiny(small: Any) -> ModelSpec:
-        return _spec_without_weights(name, _builder(small, options, on_cpu=True))
+        return _spec_without_weights(name, _builder(small, options, kind, on_cpu=True), kind)
 
     place = f"trainer.model: {name}"
     expected = "an architecture that can be tried out"
     # whatever the family's own code raises
     with refused(place, expected, named=True, start="no tiny copy of it runs: "):
-        full = _builder(config, options)()
+        full = _builder(config, options, kind)()
         if not (blocks := stated_blocks(full)):
             small, _ = tiny(config, spec_of_tiny, full, (), size)
             blocks = blocks_like(full, small.blocks)
@@ -164,14 +170,14 @@ def _tiny_copy(config: PreTrainedConfig, options: Any, name: str, size: CopySize
 
 
 def _builder(
-    config: PreTrainedConfig, options: Any, on_cpu: bool = False
+    config: PreTrainedConfig, options: Any, kind: Any, on_cpu: bool = False
 ) -> Callable[[], PreTrainedModel]:
     runs = options.attention in ("eager", "sdpa") or not on_cpu
     attention = {"attn_implementation": options.attention} if options.attention and runs else {}
 
     def build() -> PreTrainedModel:
         with torch.device("meta"):
-            model: PreTrainedModel = auto_class(config).from_config(
+            model: PreTrainedModel = kind.from_config(
                 config,
                 trust_remote_code=options.trust_remote_code,
                 dtype=torch.float32,
@@ -184,8 +190,8 @@ def _builder(
     return build
 
 
-def _spec_without_weights(name: str, build: Callable[[], PreTrainedModel]) -> ModelSpec:
-    return describe(build(), name, build, NoWeights())
+def _spec_without_weights(name: str, build: Callable[[], PreTrainedModel], kind: Any) -> ModelSpec:
+    return describe(build(), name, build, NoWeights(), kind=kind)
 
 
 def describe(
@@ -194,8 +200,9 @@ def describe(
     build: Callable[[], nn.Module],
     weights: Weights,
     tiny_copy: Callable[..., ModelSpec] | None = None,
+    kind: Any = None,
 ) -> ModelSpec:
-    """Read a model's blocks, head, ties and sizes on the meta device."""
+    """Read a model's blocks, head, ties and sizes on the meta device; `kind` as in `spec_of`."""
     assert isinstance(model, PreTrainedModel)
     blocks = stated_blocks(model)
     if not blocks and tiny_copy:
@@ -211,7 +218,7 @@ def describe(
         tiny=TinyCopies(copy=tiny_copy),
         config=config_json.architecture(model.config),
         files=ModelFiles(
-            opens=f"{auto_class(model.config).__name__}.from_pretrained",
+            opens=f"{(kind or auto_class(model.config)).__name__}.from_pretrained",
             save_config=partial(_save_config, model),
         ),
     )

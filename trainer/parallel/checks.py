@@ -167,7 +167,20 @@ def _check_requirements(about: Probed) -> None:
         raise _refused(spec, "processes", actual, expected)
     if layout.sync_batch_norm and findings.normalises:
         _check_norms(spec)
+    if about.task.whole_step is not None:
+        _check_whole_step(spec, layout, findings)
     check_blocks(spec, layout)
+
+
+def _check_whole_step(spec: ModelSpec, layout: Layout, findings: Findings) -> None:
+    """Raise ConfigError for what does not fit a task that runs each micro-batch twice."""
+    twice = "the loss compares all samples of a step, so that each micro-batch runs twice"
+    if layout.pipeline > 1:
+        actual = f"{twice}: a schedule starts backward passes before the last forward pass"
+        raise _refused(spec, "pipeline.stages", actual, "1 stage")
+    if moved := findings.normalises or findings.moves_buffers:
+        actual = f"{twice}, and {moved} would change twice"
+        raise _refused(spec, "trainer.model", actual, "a model without running statistics")
 
 
 def _check_norms(spec: ModelSpec) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -55,6 +55,17 @@ class ForwardBackward(Protocol):
         """
 
 
+@runtime_checkable
+class RunsAhead(Protocol):
+    """Runs the micro-batches of a step for what a task compares (`WholeStep`)."""
+
+    def outputs(self, seed: int | None, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the output of each micro-batch, without gradients.
+
+        As in a step whose dropout has this seed; None: as in an evaluation.
+        """
+
+
 class GradientAccumulation:
     """Runs each micro-batch forward and backward through the whole model before the next.
 
@@ -88,6 +99,16 @@ class GradientAccumulation:
                 losses.append(loss.detach())
                 (loss * scale).backward()
         return sum(losses[1:], losses[0])
+
+    def outputs(self, seed: int | None, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        self._module.train(seed is not None)
+        outputs = []
+        with torch.no_grad():
+            for index, batch in enumerate(micro_batches):
+                if seed is not None:
+                    self._dropout.start(seed, index)
+                outputs.append(self._module(batch, output=True))
+        return outputs
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         self._module.eval()

@@ -66,16 +66,18 @@ class Probed:
 
     @property
     def is_language(self) -> bool:
-        """True for a language model, which is tried on tokens; False for your own module."""
+        """True for a language model, which is tried on its logits; False for any other module."""
         return self.spec.tiny.input is None
 
     @cached_property
     def tiny(self) -> tuple[ModelSpec, nn.Module]:
-        """A tiny copy that all questions share, with its spec; of your own module the whole.
+        """A tiny copy that all questions share, with its spec; the whole where there is none.
 
         A question may set its mode, and otherwise leaves it as it is.
         """
-        return tiny(self.spec) if self.is_language else (self.spec, on_host(self.spec))
+        if self.is_language or self.spec.tiny.copy is not None:
+            return tiny(self.spec)
+        return self.spec, on_host(self.spec)
 
     def give_up(self) -> None:
         """Ask nothing more that needs a tiny copy."""

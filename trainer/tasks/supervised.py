@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.models.spec import ModelSpec, Trial
-from trainer.tasks.task import Batch, Sample, changed
+from trainer.tasks.task import Batch, Sample, WholeStep, changed
 
 PLACE = "data: samples"
 """The place of problems with own samples, for the user."""
@@ -51,6 +51,7 @@ class Supervised:
 
     measures: tuple[str, ...] = ()
     draws: bool = False
+    whole_step: WholeStep | None = None
     _metrics: Mapping[str, Loss] = {}
 
     def __init__(

@@ -24,6 +24,30 @@ Sample = Any
 """A sample of a data set; its recipe alone knows its type."""
 
 
+class WholeStep(Protocol):
+    """The part of a task whose loss compares the outputs of all samples of a step (contrastive).
+
+    An engine then runs each micro-batch of a step twice (GradCache, arXiv 2101.06983): for its
+    output, without gradients; and, once `compared` has seen all outputs, for its loss. Both passes
+    draw the same random numbers.
+    """
+
+    def output(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Return the output that is compared, of the samples of one micro-batch."""
+
+    def compared(
+        self, batches: Sequence[Batch], outputs: Sequence[torch.Tensor]
+    ) -> Sequence[Batch]:
+        """Return a step's micro-batches with what `Task.loss_sum` needs to know of all others.
+
+        Collective over the data ranks; `outputs` are those of this rank's micro-batches.
+        """
+
+    def measured(self, batches: Sequence[Batch], outputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the part of this rank of an evaluation's summed loss, then of each of the
+        task's `measures`, over all its micro-batches: [1 + measures]. Collective."""
+
+
 class Task(Protocol):
     measures: tuple[str, ...]
     """Names of what an evaluation counts besides the loss (accuracy: the correct targets).
@@ -31,6 +55,10 @@ class Task(Protocol):
     Those that no field of `trainer.trackers.Evaluation` has are logged as metrics, shares of the
     targets; `Supervised.measuring` adds metrics with denominators of their own.
     """
+
+    @property
+    def whole_step(self) -> WholeStep | None:
+        """Compares the outputs of a step; None: each micro-batch's loss is of its own samples."""
 
     @property
     def draws(self) -> bool:
@@ -47,7 +75,8 @@ class Task(Protocol):
         those that have the other samples of a step; None: there are no others.
 
         Ranks of `batch` run their micro-batches at the same time. A loss that compares samples of
-        them all (contrastive) gathers with gradients, as by PyTorch's `all_gather_tensor_autograd`.
+        them all gathers with gradients, as by PyTorch's `all_gather_tensor_autograd`; one that
+        compares those of all micro-batches is a `WholeStep`.
         """
 
     def prepare(self, model: nn.Module) -> nn.Module:
@@ -96,7 +125,12 @@ class ModelWithLoss(nn.Module):
         self.model = model
         self._task = task
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, output: bool = False) -> torch.Tensor:
+        """Return the micro-batch's loss, in evaluation with its measures; or the `output` that the
+        task compares with those of the other micro-batches."""
+        if output:
+            assert self._task.whole_step is not None
+            return self._task.whole_step.output(self.model, batch)
         compute = self._task.loss_sum if self.training else self._task.measured
         return compute(self.model, batch)
 

@@ -12,6 +12,7 @@ from trainer.config.sections.section import (
     IMAGES,
     ROWS,
     TEXT,
+    TOKENS,
     Count,
     FileName,
     Number,
@@ -68,7 +69,7 @@ class ModelSection(Section):
         dict[str, Any] | str | None,
         Key(
             recipes=Recipes(
-                TEXT.names,
+                TOKENS.names,
                 lambda config: not isinstance(config, str),
                 "a section {...} of keyword arguments of the model",
             )
@@ -82,12 +83,12 @@ class ModelSection(Section):
     """The pattern of your own classifier's modules that run once each, in order: "layers.*"."""
     weights: Annotated[str | None, Key(recipes=IMAGES)] = None
     """The pretrained weights of a torchvision model: "DEFAULT", or a name: "IMAGENET1K_V2"."""
-    revision: Annotated[str | None, Key(needs="a model's name", recipes=TEXT)] = None
+    revision: Annotated[str | None, Key(needs="a model's name", recipes=TOKENS)] = None
     """The branch, tag or commit of a model on the hub."""
-    trust_remote_code: Annotated[bool, Key(recipes=TEXT)] = False
+    trust_remote_code: Annotated[bool, Key(recipes=TOKENS)] = False
     """True to run the code that a model brings along."""
     attention: Annotated[
-        Literal["sdpa", "eager", "flash_attention_2"] | None, Key(recipes=TEXT)
+        Literal["sdpa", "eager", "flash_attention_2"] | None, Key(recipes=TOKENS)
     ] = None
     """The implementation of attention; None: transformers' choice."""
     keep_untrained: Annotated[bool, Key(needs="a model's name", recipes=TEXT)] = True
@@ -111,7 +112,7 @@ class Rows(Section):
         Key(
             needs=ROWS,
             recipes=Recipes(
-                TEXT.names,
+                TOKENS.names,
                 lambda form: form in ("auto", "parquet", "hub"),
                 '"auto", "parquet" or "hub" of images',
             ),
@@ -167,7 +168,9 @@ class _Samples(Rows):
     """
     stream: Annotated[bool, Key(needs=ROWS, recipes=TEXT)] = False
     """True to prepare each file of `path` when its samples are needed, and to remove it after."""
-    sequence_length: Annotated[Whole, Field(ge=2, le=2**24), Key(unit="tokens", recipes=TEXT)] = 512
+    sequence_length: Annotated[Whole, Field(ge=2, le=2**24), Key(unit="tokens", recipes=TOKENS)] = (
+        512
+    )
     """Tokens per sample."""
     documents: Annotated[
         Literal["concatenate", "pad", "pack"] | None,
@@ -208,7 +211,7 @@ class DataSection(_Samples):
         Number, Field(ge=0, le=0.5), Key(unit="share", needs="training data to hold out from")
     ] = 0.01
     """The share of the training documents held out if there is no `evaluation_path`."""
-    tokenizer: Annotated[str | None, Key(recipes=TEXT)] = None
+    tokenizer: Annotated[str | None, Key(recipes=TOKENS)] = None
     """The folder or hub id of a tokenizer; None: the model's own, or the embedded one."""
     workers: Annotated[
         Annotated[Whole, Field(ge=1, le=1024)] | None, Key(unit="processes", recipes=TEXT)

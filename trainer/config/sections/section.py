@@ -12,6 +12,9 @@ from trainer.storage import Json
 
 TEXT = Recipes(("causal_lm",))
 IMAGES = Recipes(("image_classification",))
+TOKENS = Recipes((*TEXT.names, "embeddings"))
+"""The recipes whose samples are tokens."""
+EMBEDDINGS = Recipes(("embeddings",))
 ROWS = "rows"
 HELD_OUT = "data to evaluate on"
 

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, WithJsonSchema
 
 from trainer.config.keys.key import Excludes, Key
+from trainer.config.sections.embeddings import EmbeddingsSection
 from trainer.config.sections.model_and_data import (
     AdapterSection,
     DataSection,
@@ -16,9 +17,11 @@ from trainer.config.sections.model_and_data import (
     ParameterGroup,
 )
 from trainer.config.sections.section import (
+    EMBEDDINGS,
     HELD_OUT,
     IMAGES,
     TEXT,
+    TOKENS,
     Count,
     FileName,
     Number,
@@ -154,7 +157,8 @@ class _Subject(Section):
     model: ModelSection = ModelSection()
     data: DataSection = DataSection()
     images: Annotated[ImagesSection, Key(recipes=IMAGES)] = ImagesSection()
-    adapter: Annotated[AdapterSection | None, Key(recipes=TEXT)] = None
+    embeddings: Annotated[EmbeddingsSection, Key(recipes=EMBEDDINGS)] = EmbeddingsSection()
+    adapter: Annotated[AdapterSection | None, Key(recipes=TOKENS)] = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []
     """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""
 

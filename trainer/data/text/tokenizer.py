@@ -43,6 +43,18 @@ def load_tokenizer(
     **options: object,
 ) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a folder or hub id. Raises DataError if it has no end-of-text token."""
+    tokenizer = load_any_tokenizer(name_or_path, trust_remote_code, revision, **options)
+    end_of_text(tokenizer)
+    return tokenizer
+
+
+def load_any_tokenizer(
+    name_or_path: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    **options: object,
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a folder or hub id, which may end texts with no token."""
     from transformers import AutoTokenizer
 
     options |= {"trust_remote_code": trust_remote_code, "revision": revision}
@@ -52,9 +64,7 @@ def load_tokenizer(
     check_folder(Path(name_or_path))
     # a dozen libraries raise what they like
     with refused(name_or_path, expected, start=start, hint=hint, raises=DataError):
-        tokenizer = AutoTokenizer.from_pretrained(name_or_path, **options)
-    end_of_text(tokenizer)
-    return tokenizer
+        return AutoTokenizer.from_pretrained(name_or_path, **options)  # type: ignore[no-any-return]
 
 
 def embedded_tokenizer(

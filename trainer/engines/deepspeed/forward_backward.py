@@ -95,11 +95,25 @@ class AccumulatedStep:
             self.engine.step()
         return sum(losses[1:], losses[0])
 
+    def outputs(self, seed: int | None, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        self.engine.train(seed is not None)
+        outputs = []
+        with torch.no_grad():
+            for index, batch in enumerate(micro_batches):
+                if seed is not None:
+                    self._dropout.start(seed, index)
+                outputs.append(self.engine(batch, output=True))
+        self._forget_prefetched()
+        return outputs
+
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         self.engine.eval()
         with torch.no_grad():
             measured = torch.stack([self.engine(batch) for batch in micro_batches]).double().sum(0)
-        if self._job.layout.zero_stage == 3:
-            # drop weights prefetched for a backward pass: otherwise they can't be read
-            self.engine.optimizer.empty_partition_cache()
+        self._forget_prefetched()
         return measured
+
+    def _forget_prefetched(self) -> None:
+        """Drop weights that ZeRO-3 prefetched for a backward pass: else they can't be read."""
+        if self._job.layout.zero_stage == 3:
+            self.engine.optimizer.empty_partition_cache()

@@ -29,7 +29,8 @@ def stated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
     """
     layers = getattr(text_config(model), "num_hidden_layers", 0)
     long = [name for name, module in _lists(model).items() if len(module) == layers]
-    result = outermost([name for name in long if name.startswith(model.base_model_prefix)])
+    below = "" if model.base_model is model else model.base_model_prefix  # a body has no head
+    result = outermost([name for name in long if name.startswith(below)])
     return tuple(f"{result[0]}.{i}" for i in range(layers)) if len(result) == 1 else ()
 
 

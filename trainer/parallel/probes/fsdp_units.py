@@ -103,7 +103,7 @@ def check_shardable(spec: ModelSpec, layout: Layout) -> None:
         stages = " (stages 1 and 2)"
     elif shared:
         reason = shared[0]
-    elif spec.tiny.input and _uses_weights_outside(spec, spec.tiny.input):
+    elif spec.tiny.input and _uses_weights_outside(tiny_spec(spec), spec.tiny.input):
         reason = "a block's weight is used outside it"
     else:
         return

@@ -31,7 +31,7 @@ OWN = Need("your own modules", is_own_module)
 def _ask(about: Probed) -> None:
     name = about.spec.name
     if not about.is_language:
-        if about.spec.parameters > LARGEST_BUILT:
+        if about.spec.tiny.copy is None and about.spec.parameters > LARGEST_BUILT:
             about.give_up()
             about.learn(f"{name} is too large to be tried before it is trained")
         return

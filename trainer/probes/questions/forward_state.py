@@ -17,7 +17,7 @@ from trainer.models.spec import ModelSpec
 from trainer.probes.dispatch_modes import Alone
 from trainer.probes.inputs import Batch, sequence_of
 from trainer.probes.kept_state import snapshot
-from trainer.probes.probe import Differs, Finding, drawn, observe
+from trainer.probes.probe import Differs, Finding, drawn, observe, tiny_spec
 from trainer.probes.question import Probed, Question
 from trainer.probes.questions.can_run import ALL
 
@@ -162,7 +162,8 @@ def _moved_of_tokens(about: Probed) -> str:
 def _moved_of_own(about: Probed) -> str:
     """Return a buffer of your own module that moves and is no running statistic."""
     about.release()  # a module may be large
-    spec = about.spec
+    has_copy = about.spec.tiny.copy is not None
+    spec = tiny_spec(about.spec)
     task = about.task
     assert spec.tiny.input is not None
     halves = _halves(spec.tiny.input.batches[0])
@@ -170,7 +171,7 @@ def _moved_of_own(about: Probed) -> str:
     def run(model: nn.Module, number: int) -> torch.Tensor:
         return task.loss_sum(model, halves[number])
 
-    moved = moved_buffers(lambda: on_host(spec), run)
+    moved = moved_buffers(lambda: drawn(spec) if has_copy else on_host(spec), run)
     statistics = _statistics(spec) if moved else set()
     return next((name for name in moved if name not in statistics), "")
 

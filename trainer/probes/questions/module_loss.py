@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem
@@ -22,6 +23,7 @@ from trainer.probes.questions.can_run import OWN
 
 class OwnTask(ProbeTask, Protocol):
     def count(self, model: nn.Module, batch: Batch) -> int: ...
+    def targets(self, batch: Batch) -> torch.Tensor: ...
 
 
 @Alone()
@@ -60,7 +62,7 @@ def _check_loss(model: nn.Module, spec: ModelSpec, task: OwnTask, batch: Batch) 
     if not math.isfinite(loss):
         raise ConfigError(Problem(place, f"{loss} on the first samples", "a finite number"))
     count = task.count(model, batch)
-    expected_count = int(batch["count"])
+    expected_count = int(task.targets(batch))
     if count != expected_count:
         actual = f"{count} targets where an output of zeros gives {expected_count}"
         raise ConfigError(Problem(place, actual, "a count that depends on the target alone"))

@@ -32,7 +32,7 @@ from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.mixers import Lengths, Mixers, lengths_of, mixers_of, run_by_document, within
 from trainer.tasks.patches import divide_rows, register_attention, replace_loss
-from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.tasks.task import IGNORED, Batch, WholeStep, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -48,6 +48,7 @@ class CausalLM:
     """
 
     measures: tuple[str, ...] = ("accuracy",)
+    whole_step: WholeStep | None = None
 
     def __init__(
         self,
