@@ -1566,15 +1566,25 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
-    from trainer.config.sections.section import IMAGES
+    from trainer.config.sections.section import EMBEDDINGS, IMAGES
 
     keys = {key.removeprefix("trainer.") for key in OWN_KEYS}
     ends = {
         key for key in keys if not any(other.startswith(f"{key}.") for other in keys) or key in USED
     }
-    inner = ("adapter.", "hub.", "profile.", "parameter_groups.", "data.sources.", "images.")
+    inner = (
+        "adapter.",
+        "hub.",
+        "profile.",
+        "parameter_groups.",
+        "data.sources.",
+        "images.",
+        "embeddings.",
+    )
     ends -= {
-        path.removeprefix("trainer.") for path, key in OWN_KEYS.items() if key.recipes == IMAGES
+        path.removeprefix("trainer.")
+        for path, key in OWN_KEYS.items()
+        if key.recipes in (IMAGES, EMBEDDINGS)
     }
     left = (
         {key for key in ends if not key.startswith(inner)}

@@ -16,7 +16,7 @@ from trainer.distributed.seeding import seed_generators
 from trainer.layout import Layout
 from trainer.parallel.forward_backward import Dropout, GradientAccumulation
 from trainer.probes.question import ONE_PROCESS
-from trainer.recipes.embeddings.data import Sample, Tokenising
+from trainer.recipes.embeddings.data import TextSample, TextTokens
 from trainer.recipes.embeddings.sentence_files import write_modules
 from trainer.recipes.embeddings.task import EmbeddingTask
 from trainer.tasks.task import ModelWithLoss
@@ -44,7 +44,7 @@ def sentence_transformer(folder: Path, options: EmbeddingsSection, width: int) -
     return SentenceTransformer(str(folder), device="cpu").double().train()
 
 
-def samples_of(texts: list[list[str]], work: Tokenising) -> list[Sample]:
+def samples_of(texts: list[list[str]], work: TextTokens) -> list[TextSample]:
     tokens, _ = work.tokens(texts)
     columns = len(texts[0])
     by_row = [tokens[at : at + columns] for at in range(0, len(tokens), columns)]
@@ -63,7 +63,7 @@ def ours(
 ) -> tuple[float, dict[str, torch.Tensor]]:
     """Return the mean loss and every gradient of a step of micro-batches of `size` samples."""
     prompts = options.prompts.get("query", ""), options.prompts.get("document", "")
-    work = Tokenising(tokenizer, LENGTH, *prompts)
+    work = TextTokens(tokenizer, LENGTH, *prompts)
     skipped = (0, 0)
     if not options.include_prompt:
         skipped = work.prompt_length(prompts[0]), work.prompt_length(prompts[1])

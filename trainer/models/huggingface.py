@@ -43,9 +43,8 @@ def spec_of(
 ) -> ModelSpec:
     """Build the spec of an architecture, with the weights of `trainer.model.name_or_path`, if any.
 
-    Without `weights`, none are looked for or downloaded. `kind`: transformers' class that builds
-    and opens the model, such as AutoModel; None: that of the causal language model. Raises
-    ConfigError for an architecture that can't be built.
+    Without `weights`, none are looked for or downloaded. `kind`: transformers' class that opens it,
+    as AutoModel; None: the causal language model's. Raises ConfigError if it can't be built.
     """
     kind = kind or auto_class(config)
     name = options.name_or_path or config.model_type
@@ -53,15 +52,7 @@ def spec_of(
     _check_decoder(config, place)  # before the model is built, which changes the config
     stated = list(getattr(config, "architectures", None) or ())
     build = _builder(config, options, kind)
-    fits = "a config that the family's own code builds a model of"
-    known = f"an architecture of {kind.__name__}"
-    # whatever the family's own code raises for the config, and transformers for one that it lacks
-    with (
-        opening(place, fits),
-        refused(place, known, ValueError, ImportError),
-        bounded(BUILD_MEMORY, BUILD_SECONDS),
-    ):
-        model = build()
+    model = _first_built(build, kind, place)
     _check_router(model, place)
     notes = list(_class_notes(config, model, name, stated if options.name_or_path else []))
     base = NamedBase.opened(options) if options.name_or_path and weights else None
@@ -93,6 +84,17 @@ def spec_of(
         return spec
     whole = base.whole(given, model, stated) if options.keep_untrained else None
     return _of_base(spec, model, given, base.folder, whole)
+
+
+def _first_built(build: Callable[[], PreTrainedModel], kind: Any, place: str) -> PreTrainedModel:
+    """Build a model for the first time. Raises ConfigError for whatever the family's own code
+    raises for the config, and transformers for an architecture that it lacks."""
+    with (
+        opening(place, "a config that the family's own code builds a model of"),
+        refused(place, f"an architecture of {kind.__name__}", ValueError, ImportError),
+        bounded(BUILD_MEMORY, BUILD_SECONDS),
+    ):
+        return build()
 
 
 def _of_base(

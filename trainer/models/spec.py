@@ -155,10 +155,7 @@ class TinyCopies:
     """Smaller models of the same architecture, and the input on which they are tried."""
 
     input: Trial | None = None
-    """The input for a module that gives no logits; language models are tried on tokens.
-
-    A tiny copy, if there is one, has the same.
-    """
+    """The input for a module that gives no logits; language models are tried on tokens."""
     copy: Callable[..., ModelSpec] | None = None
     """`copy(layers=3, split=1)` makes a tiny copy with at least so many blocks, to try things on.
 
@@ -280,10 +277,9 @@ class ModelSpec:
 
     def tried_on(self, trial: Trial) -> ModelSpec:
         """Return the spec with the input on which it and its tiny copies are tried."""
-        tiny = replace(self.tiny, input=trial)
-        if (copy := self.tiny.copy) is not None:
-            tiny = replace(tiny, copy=lambda *a, **sizes: copy(*a, **sizes).tried_on(trial))
-        return replace(self, tiny=tiny)
+        copy = self.tiny.copy
+        tried = copy and (lambda *size, **sizes: copy(*size, **sizes).tried_on(trial))
+        return replace(self, tiny=replace(self.tiny, input=trial, copy=tried))
 
     def with_frozen(self, names: Collection[str]) -> ModelSpec:
         """Return the spec in which the parameters called `names` get no gradient."""

@@ -35,6 +35,6 @@ class EmbeddingsSection(Section):
     negatives: Annotated[Count | None, Key(unit="records")] = None
     """The negatives that are taken of a row's list, the first ones; None: all."""
     prompts: dict[Literal["query", "document"], str] = {}
-    """What is put before each anchor ("query"), and before all other texts ("document")."""
+    """Texts put before each anchor ("query"), and before all other texts ("document")."""
     include_prompt: bool = True
     """False to leave the prompt's tokens out of the pooling."""

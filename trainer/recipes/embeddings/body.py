@@ -15,7 +15,7 @@ from trainer.models import huggingface
 from trainer.models.language import model_config
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import VOCABULARY
-from trainer.recipes.embeddings.data import Sample, Tokenising
+from trainer.recipes.embeddings.data import TextSample, TextTokens
 from trainer.recipes.embeddings.task import EmbeddingTask
 
 if TYPE_CHECKING:
@@ -46,10 +46,10 @@ def tried_body(spec: ModelSpec, task: EmbeddingTask) -> ModelSpec:
     return spec.tried_on(task.trial(made_up(min(VOCABULARY, spec.language.vocabulary))))
 
 
-def made_up(vocabulary: int) -> list[Sample]:
+def made_up(vocabulary: int) -> list[TextSample]:
     """Draw samples of an anchor and a positive, with tokens that no model has another use for."""
     rng = np.random.default_rng(0)
-    samples: list[Sample] = []
+    samples: list[TextSample] = []
     for number, lengths in enumerate(LENGTHS):
         tokens = [rng.integers(4, vocabulary, length).astype(np.int32) for length in lengths]
         texts = np.array([2 * number, 2 * number + 1])
@@ -57,7 +57,7 @@ def made_up(vocabulary: int) -> list[Sample]:
     return samples
 
 
-def task_of(section: TrainerSection, spec: ModelSpec, work: Tokenising | None) -> EmbeddingTask:
+def task_of(section: TrainerSection, spec: ModelSpec, work: TextTokens | None) -> EmbeddingTask:
     """Build the task of a body; `work`: how its texts are tokenised, if that is known."""
     options = section.embeddings
     padding = (work.tokenizer.pad_token_id if work else 0) or 0
@@ -107,4 +107,4 @@ def padding_token(tokenizer: PreTrainedTokenizerBase) -> None:
             hint = "Set pad_token in its tokenizer_config.json"
             actual = "neither a padding token nor an end of text"
             raise DataError(Problem("trainer.data.tokenizer", actual, "one of them", hint))
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.add_special_tokens({"pad_token": tokenizer.eos_token})

@@ -46,7 +46,7 @@ class Columns:
         if row.error is not None:
             raise row.error
         anchor, positive, *negatives = (list(_texts(row, name)) for name in self.names)
-        for name, texts in zip(self.names, (anchor, positive), strict=False):
+        for name, texts in ((self.names[0], anchor), (self.names[1], positive)):
             if len(texts) != 1:
                 raise DataError(Problem(row.place, f'{len(texts)} texts in "{name}"', "one"))
         others = [text for column in negatives for text in column]
@@ -69,9 +69,9 @@ def _natural(name: str) -> tuple[str, int]:
 def _only(row: Row, names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
-    seen = " and ".join(names) if names else f"the columns {', '.join(row.columns) or 'none'}"
+    actual = " and ".join(names) if names else f"the columns {', '.join(row.columns) or 'none'}"
     expected = f"one of {', '.join(ANCHORS)}, and one of {', '.join(POSITIVES)}"
-    raise DataError(Problem(row.place, seen, expected, f"Set {KEY}"))
+    raise DataError(Problem(row.place, actual, expected, f"Set {KEY}"))
 
 
 def _texts(row: Row, name: str) -> Iterator[str]:

@@ -41,7 +41,7 @@ _CHUNK = 512
 SUMMARY = "summary.json"
 
 
-class Sample(TypedDict):
+class TextSample(TypedDict):
     """An anchor, its positive, and its negatives."""
 
     tokens: list[np.ndarray]
@@ -53,7 +53,7 @@ class Sample(TypedDict):
 
 
 @dataclass(frozen=True)
-class Summary:
+class TextSummary:
     """The content of a prepared part, in numbers."""
 
     samples: int
@@ -76,7 +76,7 @@ class Texts:
     """A part that was written by `prepare`, as a `Source`."""
 
     def __init__(self, folder: Path) -> None:
-        self.summary = Summary(**parse_json((folder / SUMMARY).read_text(encoding="utf-8")))
+        self.summary = TextSummary(**parse_json((folder / SUMMARY).read_text(encoding="utf-8")))
         self._tokens = np.memmap(folder / "tokens.bin", np.int32, mode="r")
         self._edges = np.load(folder / "edges.npy", mmap_mode="r")
         self._texts = np.load(folder / "texts.npy", mmap_mode="r")
@@ -84,7 +84,7 @@ class Texts:
     def __len__(self) -> int:
         return self.summary.samples
 
-    def __getitem__(self, index: int) -> Sample:
+    def __getitem__(self, index: int) -> TextSample:
         first = index * self.summary.columns
         edges = self._edges[first : first + self.summary.columns + 1]
         spans = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
@@ -118,7 +118,7 @@ class TextData:
 
 
 @dataclass(frozen=True)
-class Tokenising:
+class TextTokens:
     """How a row's texts become tokens, as by `SentenceTransformer.encode` with its prompts."""
 
     tokenizer: PreTrainedTokenizerBase
@@ -159,7 +159,7 @@ class Tokenising:
 def open_texts(
     data: DataSection,
     options: EmbeddingsSection,
-    work: Tokenising,
+    work: TextTokens,
     cache: Path,
     ranks: Ranks,
     progress: Progress,
@@ -190,7 +190,8 @@ def open_texts(
     evaluations = {}
     if (whole / "evaluation").is_dir():
         evaluations[""] = Texts(whole / "evaluation")
-    for name, path in (named if isinstance(named, dict) else {"": named} if named else {}).items():
+    others = named if isinstance(named, dict) else {"": named}
+    for name, path in others.items() if named else ():
         evaluations[name] = Texts(opened(path, 0.0) / "train")
     return TextData(Texts(whole / "train"), evaluations, Check(folders, begins=ranks.first))
 
@@ -198,7 +199,7 @@ def open_texts(
 def prepare(
     data: DataSection,
     options: EmbeddingsSection,
-    work: Tokenising,
+    work: TextTokens,
     fraction: float,
     cache: Path,
     progress: Progress,
@@ -257,7 +258,7 @@ class _Part:
         self._truncated = 0
         self._largest = -1
 
-    def add(self, rows: Sequence[Sequence[str]], work: Tokenising) -> None:
+    def add(self, rows: Sequence[Sequence[str]], work: TextTokens) -> None:
         tokens, truncated = work.tokens(rows)
         for text in tokens:
             encoded = np.asarray(text, np.int32)
@@ -270,7 +271,7 @@ class _Part:
         self._texts += [[_digest_of(text) for text in row] for row in rows]
         self._truncated += truncated
 
-    def finish(self) -> Summary:
+    def finish(self) -> TextSummary:
         self._file.close()
         edges = np.cumsum([0, *self._lengths], dtype=np.int64)
         texts = np.array(self._texts, np.int64).reshape(len(self._texts), -1)
@@ -280,7 +281,7 @@ class _Part:
         self._digest.update(texts.tobytes())
         shape = len(texts), texts.shape[1], int(edges[-1])
         fingerprint = self._digest.hexdigest()
-        summary = Summary(*shape, self._truncated, self._largest, fingerprint)
+        summary = TextSummary(*shape, self._truncated, self._largest, fingerprint)
         (self._folder / SUMMARY).write_text(json.dumps(vars(summary)), encoding="utf-8")
         return summary
 
@@ -288,7 +289,7 @@ class _Part:
 def _write(
     folder: Path,
     rows: Iterator[list[str]],
-    work: Tokenising,
+    work: TextTokens,
     fraction: float,
     progress: Progress,
 ) -> None:
@@ -298,7 +299,7 @@ def _write(
     while some := list(islice(rows, _CHUNK)):
         numbered = [(held_out(done + at, fraction), row) for at, row in enumerate(some)]
         for part, wanted in ((train, False), (evaluation, True)):
-            if own := [row for held, row in numbered if held == wanted]:
+            if own := [row for kept_back, row in numbered if kept_back == wanted]:
                 part.add(own, work)
                 kept += len(own) if wanted else 0
         done += len(some)

@@ -23,9 +23,9 @@ from trainer.recipes.embeddings.body import (
     task_of,
     tried_body,
 )
-from trainer.recipes.embeddings.data import TextData, Tokenising, open_texts
+from trainer.recipes.embeddings.data import TextData, TextTokens, open_texts
 from trainer.recipes.embeddings.sentence_files import write_modules
-from trainer.recipes.embeddings.task import EmbeddingTask
+from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 class EmbeddingSubject(Subject):
     """A body on texts, of which the loss compares all of a step."""
 
-    task: EmbeddingTask
     data: TextData
     section: TrainerSection | None = None
     tokenizer: PreTrainedTokenizerBase = None
@@ -88,7 +87,7 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
     tokenizer = open_tokenizer(context)
     options = section.embeddings
     prompts = options.prompts.get("query", ""), options.prompts.get("document", "")
-    work = Tokenising(tokenizer, section.data.sequence_length, *prompts)
+    work = TextTokens(tokenizer, section.data.sequence_length, *prompts)
     spec = body_of(architecture, section)
     task = task_of(section, spec, work)
     data = open_texts(section.data, options, work, cache_folder(), ranks, context.progress)
@@ -102,18 +101,17 @@ def open_tokenizer(context: RunContext) -> PreTrainedTokenizerBase:
     section = context.section
     model = section.model
     name = section.data.tokenizer or model.name_or_path
+    options: Json = {"padding_side": "right", "model_max_length": section.data.sequence_length}
     if name is None:
 
         def load() -> PreTrainedTokenizerBase:
-            return embedded_tokenizer(cache_folder(), progress=context.progress)
+            return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
 
         context.ranks.try_on_first(load)  # the rank that trains it
         tokenizer = load()
     else:
         given = name, model.trust_remote_code, model.revision
-        tokenizer = context.ranks.on_own(lambda: load_any_tokenizer(*given))
+        tokenizer = context.ranks.on_own(lambda: load_any_tokenizer(*given, **options))
     context.ranks.try_on_first(lambda: padding_token(tokenizer))
     padding_token(tokenizer)
-    tokenizer.padding_side = "right"
-    tokenizer.model_max_length = section.data.sequence_length
     return tokenizer

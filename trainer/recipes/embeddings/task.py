@@ -16,7 +16,7 @@ from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec, Trial
 from trainer.recipes.embeddings.contrast import Contrast, Vectors
-from trainer.recipes.embeddings.data import Sample
+from trainer.recipes.embeddings.data import TextSample
 from trainer.recipes.embeddings.pooling import pooled
 from trainer.tasks.task import Batch
 
@@ -38,7 +38,7 @@ class Reading:
 
 
 class EmbeddingTask:
-    """The task of samples of several texts, `trainer.recipes.embeddings.data.Sample`.
+    """The task of samples of several texts, `trainer.recipes.embeddings.data.TextSample`.
 
     A micro-batch has all texts of its samples, [samples, columns, tokens], which the model takes as
     rows of one batch.
@@ -83,7 +83,7 @@ class EmbeddingTask:
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 
-    def collate(self, samples: Sequence[Sample]) -> Batch:
+    def collate(self, samples: Sequence[TextSample]) -> Batch:
         """Pad the samples' texts to one width, [samples, columns, tokens]."""
         width = max(len(tokens) for sample in samples for tokens in sample["tokens"])
         shape = len(samples), len(samples[0]["tokens"]), width
@@ -104,10 +104,10 @@ class EmbeddingTask:
             "real": torch.tensor([sample["real"] for sample in samples]),
         }
 
-    def blank(self, sample: Sample) -> Sample:
+    def blank(self, sample: TextSample) -> TextSample:
         return {**sample, "real": False}
 
-    def trial(self, samples: Sequence[Sample]) -> Trial:
+    def trial(self, samples: Sequence[TextSample]) -> Trial:
         """Make a trial of the model and its loss from a few samples."""
         batch = self.collate(samples)
         alone = [self.collate([sample]) for sample in samples]
@@ -145,9 +145,9 @@ class EmbeddingTask:
     def vectors(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the vector of each text, [samples, columns, width], float32 or wider."""
         pools = batch["pools"]
-        found = pooled(self.hidden(model, batch), pools.flatten(0, 1), self._reading.pooling)
-        found = found.unflatten(0, pools.shape[:2])
-        return F.normalize(found, dim=-1) if self._reading.normalize else found
+        result = pooled(self.hidden(model, batch), pools.flatten(0, 1), self._reading.pooling)
+        result = result.unflatten(0, pools.shape[:2])
+        return F.normalize(result, dim=-1) if self._reading.normalize else result
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss of the micro-batch's samples among all of the step.
@@ -178,9 +178,9 @@ class EmbeddingTask:
         for rows in self._contrast.chunks(every, first, len(own.real)):
             real = every.real[rows]
             ranks = self._contrast.ranks(every, rows)[real].double()
-            found = [(ranks <= top).sum().double() for top in TOPS]
+            within = [(ranks <= top).sum().double() for top in TOPS]
             loss = self._contrast.losses(every, rows).double().sum()
-            totals += torch.stack([loss, *found, (1 / ranks).sum()])
+            totals += torch.stack([loss, *within, (1 / ranks).sum()])
         return totals
 
     def compared(self, batches: Sequence[Batch], outputs: Sequence[torch.Tensor]) -> list[Batch]:
