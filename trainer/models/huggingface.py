@@ -24,7 +24,7 @@ from trainer.models.door import (
     bounded,
     opening,
 )
-from trainer.models.language.auto_class import auto_class
+from trainer.models.language.auto_class import CAUSAL, WITH_IMAGES, auto_class
 from trainer.models.language.blocks import blocks_by_run, blocks_like, stated_blocks
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of
@@ -89,9 +89,12 @@ def spec_of(
 def _first_built(build: Callable[[], PreTrainedModel], kind: Any, place: str) -> PreTrainedModel:
     """Build a model for the first time. Raises ConfigError for whatever the family's own code
     raises for the config, and transformers for an architecture that it lacks."""
+    known = "an architecture with a causal language model head"
+    if kind not in (CAUSAL, WITH_IMAGES):
+        known = f"an architecture of {kind.__name__}"
     with (
         opening(place, "a config that the family's own code builds a model of"),
-        refused(place, f"an architecture of {kind.__name__}", ValueError, ImportError),
+        refused(place, known, ValueError, ImportError),
         bounded(BUILD_MEMORY, BUILD_SECONDS),
     ):
         return build()
