@@ -43,10 +43,11 @@ def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
         TIED | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
         TIED | {"num_key_value_heads": 1},
         TIED | {"num_attention_heads": 1, "num_key_value_heads": 1},
+        family("gpt_oss", sliding_window=4, num_local_experts=4),
     ],
     ids=[
         *("llama", "gpt2", "dropout", "window", "experts", "rotary that grows", "one kv head"),
-        "one head",
+        *("one head", "sinks"),
     ],
 )
 def test_rows_are_divided(model, packed):

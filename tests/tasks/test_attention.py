@@ -5,6 +5,7 @@ No GPU is needed: PyTorch's operators run on the CPU by their definition, or on 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from tests.support import varlen
 from tests.support.data.packing import loss_alone, packed_samples
 from tests.support.messages import shows, shows_each
 from tests.support.models.masks import WINDOW, Waits, batch, tiny
+from tests.support.training import task_of
 from tests.support.varlen import on_cpu
 from trainer.layout import Recompute
 from trainer.parallel.recompute import activation_checkpointing as recompute
@@ -139,6 +141,7 @@ TESTED = [
     (PLAIN._replace(groups=4, head_size=64), "window", FULL, "blocks"),
     pytest.param(PLAIN, "other", HALF, "blocks", marks=windows),
     (DEEP, "causal", HALF, "blocks"),
+    (PLAIN._replace(sinks=True), "window", HALF, "blocks"),
 ]
 
 
@@ -205,6 +208,49 @@ def test_a_wrong_kernel_is_replaced_and_the_line_says_why(
     assert kernel_probes.tested(PLAIN, pattern, HALF, CPU)[0] == "mask"
 
 
+def without_sinks(query: Any, key: Any, value: Any, mask: Any, options: Any) -> torch.Tensor:
+    more = {**options, "s_aux": options["s_aux"] * 0 - 9}
+    return SINKS(query, key, value, mask, more)
+
+
+def half_of_sinks(query: Any, key: Any, value: Any, mask: Any, options: Any) -> torch.Tensor:
+    """Return the right values and half of the gradient of the sinks."""
+    sinks = options["s_aux"]
+    more = {**options, "s_aux": sinks / 2 + sinks.detach() / 2}
+    return SINKS(query, key, value, mask, more)
+
+
+SINKS = attention._in_blocks_with_sinks
+
+
+@pytest.mark.parametrize(
+    ("kernel", "reason"),
+    [(without_sinks, "output"), (half_of_sinks, "sinks differs by 0.5")],
+)
+def test_a_kernel_that_is_wrong_with_sinks_is_replaced(
+    kernel: Any, reason: str, untested: None, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr(attention, "_in_blocks_with_sinks", kernel)
+    with on_cpu():
+        chosen, why = kernel_probes.tested(PLAIN._replace(sinks=True), "causal", HALF, CPU)
+    assert chosen == "mask" and reason in why and "no sinks" in why
+
+
+def other_scale(*given: Any, scaling: float, **more: Any) -> Any:
+    return attention.attend(*given, scaling=2 * scaling, **more)
+
+
+def test_eager_attention_that_attend_computes_is_replaced_and_no_other(monkeypatch: Any) -> None:
+    spec, task, _ = tiny("gpt_oss")
+    assert task.attention().by_attend and task.attention().sinks
+    own = replace(spec.language.attention, requested="eager")
+    kept = replace(spec, language=replace(spec.language, attention=own))
+    assert not task_of(kept).attention().by_attend
+    monkeypatch.setattr(kernel_probes, "attend", other_scale)
+    assert not task_of(spec).attention().by_attend
+    assert not tiny("gemma2")[1].attention().by_attend  # its scores are capped
+
+
 # Exactness
 
 
@@ -236,7 +282,7 @@ PACKED = ["llama", "qwen2", "mistral", "gemma3_text", "gpt2", "olmo3", "mixtral"
 
 @pytest.mark.first("llama-blocks", "qwen2-cu_seqlens")
 @pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("name", [*PACKED, "deepseek_v3", "llama4_text"])
+@pytest.mark.parametrize("name", [*PACKED, "deepseek_v3", "llama4_text", "gpt_oss"])
 def test_packed_documents_are_as_if_alone(name: str, kernel: str) -> None:
     if kernel == "cu_seqlens" and name not in PACKED:
         pytest.skip("its masks, or its values, are not for flash attention")

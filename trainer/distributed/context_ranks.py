@@ -128,6 +128,10 @@ class ContextRanks:
         times = ranks // gcd(heads.shape[1], ranks)
         return heads.repeat_interleave(times, 1) if times > 1 else heads
 
+    def own_heads(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values [heads] of the heads that this rank attends with."""
+        return self._heads.own(values) if self._heads else values
+
     def attended(
         self,
         compute: Callable[..., tuple[torch.Tensor, object]],

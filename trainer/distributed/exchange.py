@@ -52,6 +52,10 @@ class Exchange:
         """Return this rank's part of the sum of the ranks' terms: `reduce_from`, `scatter`."""
         return _exchanged(term, self._scattered(dim), self._gathered(dim, term.shape[dim]))
 
+    def own(self, values: torch.Tensor) -> torch.Tensor:
+        """Return this rank's share of the first dimension; every rank has the same values."""
+        return values.chunk(self.group.size())[self.group.rank()]
+
     def swap(self, part: torch.Tensor, split: int, joined: int) -> torch.Tensor:
         """Return this rank's part of dimension `split`, with the ranks' parts of `joined` joined.
 

@@ -33,7 +33,15 @@ from trainer.models.pretrained import config_json
 from trainer.models.pretrained.named_base import NamedBase, base_notes, untie, untied
 from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.whole import GENERATION, WholeBase
-from trainer.models.spec import Building, ModelFiles, ModelSpec, NoWeights, TinyCopies, Weights
+from trainer.models.spec import (
+    Building,
+    LanguageModel,
+    ModelFiles,
+    ModelSpec,
+    NoWeights,
+    TinyCopies,
+    Weights,
+)
 from trainer.models.tiny import CopySize, tiny
 from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
 
@@ -76,6 +84,7 @@ def spec_of(
 
     spec = replace(
         spec,
+        language=_with_attention(spec.language, options),
         tiny=replace(spec.tiny, first_blocks=first_blocks),
         files=replace(spec.files, revision=options.revision),
         notes=tuple(notes),
@@ -98,6 +107,12 @@ def _first_built(build: Callable[[], PreTrainedModel], kind: Any, place: str) ->
         bounded(BUILD_MEMORY, BUILD_SECONDS),
     ):
         return build()
+
+
+def _with_attention(language: LanguageModel, options: Any) -> LanguageModel:
+    """Return the properties with the attention that the config asks for."""
+    sizes = replace(language.attention, requested=options.attention)
+    return replace(language, attention=sizes)
 
 
 def _of_base(

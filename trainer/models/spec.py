@@ -98,6 +98,8 @@ class AttentionSizes:
     kv_heads: int = 0
     width: int = 0
     """The width of the attention products: heads x head size."""
+    requested: str | None = None
+    """The config's `trainer.model.attention`."""
 
     @property
     def head_size(self) -> int:

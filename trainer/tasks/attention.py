@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask
 from torch.nn.attention.varlen import varlen_attn
+from transformers.integrations import flex_attention as flex
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -48,14 +49,27 @@ class CuSeqlens:
         return replace(self, cuts=queries, keys=rows * end + within.clamp(max=end))
 
 
+class AttentionCall(NamedTuple):
+    """The attention of a layer, once."""
+
+    pattern: str
+    """The kind of its mask."""
+    keys: int
+    """The width of a key."""
+    values: int
+    """The width of a value."""
+    dropout: float
+    sinks: bool
+    """True if the softmax has one more entry in each head, whose value is 0."""
+
+
 @dataclass(frozen=True)
 class Sealed:
     """A mask that only `attend` can read; it notes what it is for, and what each layer computes."""
 
     mask: torch.Tensor
     pattern: str
-    calls: list[tuple[str, int, int, float]]
-    """The pattern, the widths of keys and values, and the dropout."""
+    calls: list[AttentionCall]
 
 
 def attend(
@@ -68,13 +82,17 @@ def attend(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute attention, [batch, heads, sequence, width] -> [batch, sequence, heads, width].
 
-    Of ranks that share rows, each computes it over whole rows, for a part of the heads.
+    Of ranks that share rows, each computes it over whole rows, for a part of the heads. `s_aux`
+    [heads], transformers' name for sinks, are in the softmax the score of one more key, whose value
+    is 0 (Xiao et al., arXiv 2309.17453; GPT-OSS).
     """
     ranks: ContextRanks | None = getattr(module, ATTRIBUTE, None)
     if not ranks:
         return _attended(module, query, key, value, attention_mask, **more)
     key = ranks.for_each(key)
     value = ranks.for_each(value)
+    if more.get("s_aux") is not None:
+        more["s_aux"] = ranks.own_heads(more["s_aux"])
     groups = query.shape[1] // key.shape[1]
     known = getattr(module, "num_key_value_groups", 1)
     alike: Any = module
@@ -111,15 +129,20 @@ def _attended(
     """
     if section is not None:
         attention_mask = _visible_from(attention_mask, *section)
+    if isinstance(attention_mask, BlockMask) and more.get("s_aux") is not None:
+        return _in_blocks_with_sinks(query, key, value, attention_mask, more), None
     if isinstance(attention_mask, BlockMask):
         return flex_attention_forward(module, query, key, value, attention_mask, **more)
     if isinstance(attention_mask, Sealed):
         if more.get("position_bias") is not None:
             raise ValueError("it adds a position bias to scores")
         widths = key.shape[-1], value.shape[-1]
-        attention_mask.calls.append((attention_mask.pattern, *widths, more.get("dropout") or 0.0))
+        call = attention_mask.pattern, *widths, more.get("dropout") or 0.0
+        attention_mask.calls.append(AttentionCall(*call, more.get("s_aux") is not None))
         attention_mask = attention_mask.mask
     if not isinstance(attention_mask, CuSeqlens):
+        if (sinks := more.pop("s_aux", None)) is not None:
+            key, value, attention_mask = _with_sinks(sinks, query, key, value, attention_mask)
         bias = more.get("position_bias")
         with kernels_for(bias if attention_mask is None else attention_mask):
             return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
@@ -135,6 +158,55 @@ def _attended(
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         out: Any = varlen_attn(q, k, v, cuts, keys, row, row, **options)
     return out.unflatten(0, (len(query), query.shape[2])), None
+
+
+def _with_sinks(
+    sinks: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return keys, values and what adds to scores with the sink as one more key, of zeros."""
+    batch, heads, rows, _ = query.shape
+    if mask is None:  # causal rows
+        behind = key.shape[2] - rows
+        mask = torch.ones(rows, key.shape[2], dtype=torch.bool, device=key.device).tril(behind)
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+    scores = sinks.to(mask.dtype).view(1, heads, 1, 1).expand(batch, heads, rows, 1)
+    masks = mask.expand(batch, heads, rows, mask.shape[-1])
+    key, value = (torch.nn.functional.pad(part, (0, 0, 0, 1)) for part in (key, value))
+    return key, value, torch.cat([masks, scores], -1)
+
+
+def _in_blocks_with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: BlockMask,
+    options: Mapping[str, Any],
+) -> torch.Tensor:
+    """Compute attention in blocks, and then what the sinks take of each row's softmax.
+
+    With z the logarithm of the sum of exponentials, the other entries keep exp(z) / (exp(z) +
+    exp(sink)) of the row. Transformers rounds z to 16 bits.
+    """
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (part.repeat_interleave(groups, 1) for part in (key, value))
+    output, more = flex.compile_friendly_flex_attention(
+        query,
+        key,
+        value,
+        training=True,
+        block_mask=mask,
+        scale=options.get("scaling"),
+        return_aux=AuxRequest(lse=True),
+    )
+    sinks = options["s_aux"].float().view(1, -1, 1)
+    kept = torch.sigmoid(more.lse.float() - sinks).unsqueeze(-1)
+    return (output * kept.to(output.dtype)).transpose(1, 2)
 
 
 def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.device) -> BlockMask:
@@ -161,6 +233,10 @@ class Attention(NamedTuple):
     dropout: float = 0.0
     patterns: frozenset[str] = frozenset()
     """The kinds of its masks: causal, window, other."""
+    sinks: bool = False
+    """True if the softmax has one more entry in each head."""
+    by_attend: bool = False
+    """True if `attend` takes the place of eager attention, the only one that the model has."""
     refusal: str = ""
     """The reason why its layers need true masks; empty if they don't."""
 

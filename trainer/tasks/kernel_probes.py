@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,10 +15,18 @@ from torch.utils._triton import has_triton
 
 from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.probes.inputs import sequence_of
-from trainer.probes.probe import Finding, observe, tiny
+from trainer.probes.probe import (
+    TOLERANCE,
+    Finding,
+    differing_gradient,
+    observe,
+    probe,
+    tiny,
+)
 from trainer.tasks.attention import (
     VARLEN,
     Attention,
+    AttentionCall,
     CuSeqlens,
     Sealed,
     attend,
@@ -26,7 +34,7 @@ from trainer.tasks.attention import (
     documents_of,
 )
 from trainer.tasks.kernel_order import BACKENDS, kernels_for, prefer
-from trainer.tasks.patches import register_attention
+from trainer.tasks.patches import attend_in_place_of_eager, has_eager_alone, register_attention
 
 KERNELS = {
     "cu_seqlens": "flash attention by cu_seqlens",
@@ -36,44 +44,88 @@ KERNELS = {
 """The ways to compute packed documents and windows; the first that fits is taken."""
 
 
+def _runs_by_attend(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> bool:
+    """Return True if `attend` computes what the model's own eager attention does: GPT-OSS's, whose
+    sinks transformers gives to no SDPA.
+
+    On a tiny copy, logits and gradients of packed documents are compared.
+    """
+    calls: list[AttentionCall] = []
+
+    def change(model: nn.Module, small: ModelSpec) -> nn.Module:
+        attend_in_place_of_eager(model)
+        return model
+
+    def compare(eager: nn.Module, model: nn.Module, small: ModelSpec) -> Finding | None:
+        row = sequence_of(small)[None]
+        ours, theirs = (
+            logits(one.train(), row, seal)
+            for one, seal in ((model, partial(_sealed, calls)), (eager, _unsealed))
+        )
+        error = (ours - theirs).abs().max()
+        if not calls or not bool(error <= TOLERANCE * theirs.abs().max()):
+            return Finding("logits")
+        for one in (ours, theirs):
+            torch.nn.functional.cross_entropy(one[0, :-1].float(), row[0, 1:]).backward()
+        different = differing_gradient(model, eager)
+        return Finding(different[0]) if different else None
+
+    return probe(spec, change, compare) is None
+
+
 def attention_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Attention:
     """Try masks that only `attend` can read on a tiny copy: it must compute the same with them.
 
     `logits(model, row, seal)` runs packed documents; `seal(pattern, mask)` replaces each mask.
     """
     register_attention(attend)
-    calls: list[tuple[str, int, int, float]] = []
+    calls: list[AttentionCall] = []
 
-    def packed() -> tuple[LanguageModel, nn.Module, list[torch.Tensor]]:
+    def packed() -> tuple[LanguageModel, nn.Module, list[torch.Tensor], bool]:
         small, model = tiny(spec)
+        by_attend = (
+            has_eager_alone(model)
+            and spec.language.attention.requested is None
+            and _runs_by_attend(spec, logits)
+        )
+        if by_attend:
+            attend_in_place_of_eager(model)
         outputs = []
         with torch.no_grad():
             for seal in (_unsealed, partial(_sealed, calls)):
                 torch.default_generator.manual_seed(1)
                 outputs.append(logits(model.train(), sequence_of(small)[None], seal))
-        return small.language, model, outputs
+        return small.language, model, outputs, by_attend
 
     result = observe(packed)
     if isinstance(result, Finding):
         return Attention(refusal=f"its layers need it ({result.actual:.80})")
-    small, model, outputs = result
+    small, model, outputs, by_attend = result
     if not calls or not torch.equal(*outputs):
         kind = model.config._attn_implementation  # type: ignore[union-attr]
         return Attention(refusal=f"its attention ({kind}) is not transformers' SDPA")
-    patterns, keys, values, dropouts = map(set, zip(*calls, strict=True))
+    patterns, keys, values, dropouts, sinks = map(set, zip(*calls, strict=True))
     of_tiny, size = (language.attention.head_size for language in (small, spec.language))
     if not keys == values == {of_tiny}:
         size = 0
     dropout = max(dropouts)
     refusal = f"neither flash nor flex attention takes dropout of {dropout:g}" if dropout else ""
-    return Attention(size, spec.language.attention.groups, dropout, frozenset(patterns), refusal)
+    return Attention(
+        size,
+        spec.language.attention.groups,
+        dropout,
+        frozenset(patterns),
+        sinks=any(sinks),
+        by_attend=by_attend,
+        refusal=refusal,
+    )
 
 
 def _unsealed(pattern: str, mask: torch.Tensor) -> torch.Tensor:
     return mask
 
 
-def _sealed(calls: list[tuple[str, int, int, float]], pattern: str, mask: torch.Tensor) -> Sealed:
+def _sealed(calls: list[AttentionCall], pattern: str, mask: torch.Tensor) -> Sealed:
     return Sealed(mask, pattern, calls)
 
 
@@ -92,8 +144,8 @@ def tested(
     for kernel in ("cu_seqlens", "blocks"):
         reason = _unfit(kernel, model, pattern, dtype, generation)
         if not reason:
-            shape = model.head_size, model.groups
-            fault = fault_of(kernel, shape, pattern, dtype, device, divided)
+            heads = Heads(model.head_size, model.groups, model.sinks)
+            fault = fault_of(kernel, heads, pattern, dtype, device, divided)
             if not fault:
                 return kernel, "; ".join(reasons)
             reason = f"{KERNELS[kernel]} failed its test: {fault}"
@@ -108,6 +160,8 @@ def _unfit(kernel: str, model: Attention, pattern: str, dtype: torch.dtype, gene
     """
     if kernel == "blocks":
         return "" if has_triton() else "there is no Triton"
+    if model.sinks:
+        return "it takes no sinks"
     if pattern == "other":
         return "it is neither causal nor a window"
     if not (reason := _no_flash(model, dtype, generation)) and "window_size" not in VARLEN:
@@ -127,12 +181,23 @@ def _no_flash(model: Attention, dtype: torch.dtype, generation: int) -> str:
     return ""
 
 
+class Heads(NamedTuple):
+    """The heads of a model, for which a kernel is tested."""
+
+    width: int
+    """0: that of values is other than that of keys."""
+    groups: int
+    """The number of query heads to a key head."""
+    sinks: bool
+    """True if the softmax has one more entry in each head."""
+
+
 @cache
 @torch.inference_mode(False)
 @torch.enable_grad()
 def fault_of(
     kernel: str,
-    heads: tuple[int, int],
+    heads: Heads,
     pattern: str,
     dtype: torch.dtype,
     device: torch.device,
@@ -141,7 +206,7 @@ def fault_of(
     """Say in what a kernel's output and gradients for packed documents differ from those of SDPA's
     plain operators and a mask in float32; empty if in nothing.
 
-    `heads`: their width, and the number of query heads to a key head. `divided`: in two sections.
+    `divided`: in two sections.
     """
     example = _Example(heads, pattern, dtype, device, divided)
     with torch.autocast(device.type, enabled=False), sdpa_kernel(SDPBackend.MATH):
@@ -158,13 +223,13 @@ class _Example:
 
     def __init__(
         self,
-        heads: tuple[int, int],
+        heads: Heads,
         pattern: str,
         dtype: torch.dtype,
         device: torch.device,
         divided: bool,
     ) -> None:
-        size, groups = heads
+        size, groups, sinks = heads
         self._dtype = dtype
         self._device = device
         self._window = 7 if pattern == "window" else None
@@ -174,6 +239,7 @@ class _Example:
         self._module: Any = SimpleNamespace(num_key_value_groups=groups, training=True)
         keys, values = (size, size) if size else (192, 128)  # those of DeepSeek
         self._shapes = (2 * groups, keys), (2, keys), (2, values)
+        self._sinks = torch.linspace(-1, 2, 2 * groups) if sinks else None
 
     def difference(self, kernel: str) -> str:
         """Say what a kernel computes otherwise; empty if nothing."""
@@ -187,8 +253,8 @@ class _Example:
         expected = self._computed(drawn, mask, self._device, torch.float32)
         result = self._computed(drawn, self._masked_for(kernel), self._device)
         most = 8 * max(torch.finfo(self._dtype).eps, 2**-10)  # float32 may be computed as TF32
-        names = ("output", "gradient of q", "gradient of k", "gradient of v")
-        for name, actual, true in zip(names, result, expected, strict=True):
+        names = ("output", *(f"gradient of {name}" for name in ("q", "k", "v", "sinks")))
+        for name, actual, true in zip(names[: len(result)], result, expected, strict=True):
             share = float((actual - true).abs().max() / true.abs().max())
             if not share <= most:  # or it is NaN
                 return f"its {name} differs by {share:.2g} of the largest value"
@@ -212,9 +278,13 @@ class _Example:
         return sees
 
     def _computed(self, drawn: Sequence[torch.Tensor], mask: Any, *kind: Any) -> list[torch.Tensor]:
-        """Return the output and the gradients of queries, keys and values."""
+        """Return the output and the gradients of queries, keys, values and any sinks."""
         heads = [part.to(*kind).requires_grad_() for part in drawn]
-        parts = [self._attended(begin, end, mask, *heads) for begin, end in self._sections]
+        more = {}
+        if self._sinks is not None:
+            more["s_aux"] = self._sinks.to(self._dtype).to(*kind).requires_grad_()
+        parts = [self._attended(begin, end, mask, *heads, **more) for begin, end in self._sections]
+        heads += more.values()
         out = torch.cat(parts, 1)
         ramp = torch.linspace(-1, 1, out.numel()).to(self._dtype).view_as(out).to(out)
         gradients = torch.autograd.grad(out, heads, ramp)
@@ -228,9 +298,10 @@ class _Example:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        **more: torch.Tensor,
     ) -> torch.Tensor:
         own = q[:, :, begin:end], k[:, :, :end], v[:, :, :end], mask
-        return attend(self._module, *own, section=(begin, end), scaling=0.1)[0]
+        return attend(self._module, *own, section=(begin, end), scaling=0.1, **more)[0]
 
 
 def notes(

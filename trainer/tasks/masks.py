@@ -35,6 +35,8 @@ class _Rows(NamedTuple):
     sections: list[tuple[int, int]]
     """The begin and end of what this rank's queries are of such a row; empty: the whole."""
     choose: Callable[..., str]
+    always: bool
+    """True if causal rows need their mask."""
 
 
 class Masks:
@@ -53,15 +55,17 @@ class Masks:
         documents: PackedDocuments | None,
         ranks: ContextRanks | None = None,
         choose: Callable[..., str] = lambda *_: "mask",
+        always: bool = False,
     ) -> Iterator[None]:
         """Wrap forward passes in which a token sees only its own document; without `documents`, a
         row is one. Ranks that share rows have a part of each; masks are those of whole rows.
 
         `choose(pattern, device, dtype)` is one of KERNELS. Flash attention uses no mask: it gets
-        the cu_seqlens, and a model that does not pass them on to it is refused.
+        the cu_seqlens, and a model that does not pass them on to it is refused. `always`: no mask
+        is left out, as a kernel that knows causal rows would need.
         """
         row, sections = (ranks.row, ranks.sections) if ranks else (None, [])
-        rows = _Rows(documents, row, sections, choose)
+        rows = _Rows(documents, row, sections, choose, always)
         is_packed = _refuse if documents else lambda *_: False
         with masks_made_by(lambda make: self._once(make, rows), is_packed):
             yield
@@ -74,7 +78,7 @@ class Masks:
                 wanted = _of_whole_rows(wanted, rows.length)
             window = wanted.get("local_size")
             length = wanted["kv_length"]
-            if documents or rows.sections:
+            if documents or rows.sections or rows.always:
                 wanted["allow_is_causal_skip"] = False
             elif wanted.get("allow_is_causal_skip") and window is not None and length <= window:
                 wanted["local_size"] = None  # a window as long as the row hides nothing

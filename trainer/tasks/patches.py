@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -35,6 +36,31 @@ def register_attention(attend: Callable[..., object]) -> None:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register("sdpa", attend)
+
+
+def attend_in_place_of_eager(model: nn.Module) -> None:
+    """Have a model that has only its own eager attention use what is registered as "sdpa".
+
+    Symptom: GPT-OSS writes scores of sequence x sequence for each head, since SDPA has no sinks.
+    Can go when transformers gives sinks to a kernel that trains.
+    """
+    copies: dict[int, Any] = {}
+    config: Any = copy.deepcopy(model.config, copies)  # other models may be built from this one
+    config._attn_implementation = "sdpa"
+    for module in model.modules():
+        if (own := copies.get(id(getattr(module, "config", None)))) is not None:
+            module.config = own
+
+
+def has_eager_alone(model: nn.Module) -> bool:
+    """Return True for a model that runs its own eager attention and has no other."""
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "_attn_implementation", None) == "eager" and lacks_sdpa(model)
+
+
+def lacks_sdpa(model: nn.Module) -> bool:
+    """Return True for a model of a class that transformers runs by no SDPA."""
+    return not getattr(type(model), "_supports_sdpa", True)
 
 
 def replace_mixer(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -39,6 +39,7 @@ OTHER_ATTENTION: dict[str, dict[str, Any]] = {
         "max_window_layers": 1,
     },
     "mixtral": {**SMALL, "sliding_window": WINDOW, "num_local_experts": 4},
+    "gpt_oss": {**SMALL, **TOKENS, "sliding_window": WINDOW, "num_local_experts": 4},
     "falcon": dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4),
     "deepseek_v3": {
         **SMALL,

@@ -48,7 +48,7 @@ class CarriedTensors:
         for name, conversion in planned.items():
             if self._is_quantised(conversion):
                 matched = [(key, pattern) for key, pattern in conversion.sources if pattern]
-                conversion.whole_blocks = check_scaled(stored, matched, quantiser, place)
+                conversion.fill_blocks(check_scaled(stored, matched, quantiser, place))
                 self._conversions[name] = conversion
             else:
                 keys = [key for key, _ in conversion.sources]

@@ -40,6 +40,10 @@ class Conversion:
         """Read the value as it is stored."""
         self.transform = None
 
+    def fill_blocks(self, size: tuple[int, int] | None) -> None:
+        """Read the codes with zeros up to so many rows and columns; None: as they are stored."""
+        self.whole_blocks = size
+
     @property
     def weights(self) -> list[str]:
         """The sources that are weights or codes of them, not scales."""

@@ -161,8 +161,7 @@ class ConvertedWeights(Weights):
                 check_read(stored, key, self._like[conversion.first], self._place)
             return
         matched = [(key, pattern) for key, pattern in sources if pattern is not None]
-        size = check_scaled(stored, matched, self._quantiser, self._place)
-        conversion.whole_blocks = size
+        conversion.fill_blocks(check_scaled(stored, matched, self._quantiser, self._place))
         if len(operations) == len(sources) == 1 and not is_code(stored.like(sources[0][0])):
             conversion.pass_on()
 

@@ -112,11 +112,15 @@ class _Recorded(ContextRanks):
             output, weights = compute(*heads)
             few = max(1, key.shape[1] // 2)  # with the query heads that see them
             counts = few * query.shape[1] // key.shape[1], few, few
-            first = compute(*(part[:, :n] for part, n in zip(heads, counts, strict=True)))[0]
+            more = {}
+            if (sinks := compute.keywords.get("s_aux")) is not None:
+                more["s_aux"] = sinks[: counts[0]]
+            own = (part[:, :n] for part, n in zip(heads, counts, strict=True))
+            first = compute(*own, **more)[0]
             _compare(first, output[:, :, : first.shape[2]], "a head depends on other heads")
             for begin, end in self.sections:
-                own = query[:, :, begin:end], *(part[:, :, :end] for part in heads[1:])
-                attention = compute(*own, section=(begin, end))[0]
+                section = query[:, :, begin:end], *(part[:, :, :end] for part in heads[1:])
+                attention = compute(*section, section=(begin, end))[0]
                 _compare(attention, output[:, begin:end], "a token sees later ones")
             self._calls.append((*heads, output))
             return output, weights

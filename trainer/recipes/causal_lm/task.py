@@ -31,7 +31,14 @@ from trainer.tasks.kernel_probes import attention_of
 from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.mixers import Lengths, Mixers, lengths_of, mixers_of, run_by_document, within
-from trainer.tasks.patches import divide_rows, register_attention, replace_loss
+from trainer.tasks.patches import (
+    attend_in_place_of_eager,
+    divide_rows,
+    has_eager_alone,
+    lacks_sdpa,
+    register_attention,
+    replace_loss,
+)
 from trainer.tasks.task import IGNORED, Batch, WholeStep, changed
 
 if TYPE_CHECKING:
@@ -122,6 +129,8 @@ class CausalLM:
         in that of transformers' SDPA.
         """
         register_attention(attend)
+        if has_eager_alone(model) and self.attention().by_attend:
+            attend_in_place_of_eager(model)
         if self._fused_head:
             own = _head(model)
             head = LossHead(own, self._options)
@@ -261,7 +270,8 @@ class CausalLM:
             self._noise.start(lengths, self._context)
         kernels = kernel_chooser(self.attention, ids.device, self._context)
         apart = self._kept_apart(batch, row) if documents else None
-        with self._masks.of(documents, self._context, kernels), within(apart):
+        masks = self._masks.of(documents, self._context, kernels, lacks_sdpa(model))
+        with masks, within(apart):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 
     def _kept_apart(self, batch: Batch, row: int) -> Lengths | None:
