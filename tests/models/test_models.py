@@ -18,8 +18,8 @@ from trainer.models import huggingface
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.materialise import materialise
+from trainer.models.names import units
 from trainer.models.pretrained.weights import SafetensorsFolder
-from trainer.models.spec import units
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -18,9 +18,9 @@ from torch.overrides import TorchFunctionMode
 from trainer.distributed.dtensor import own_rows, own_shard
 from trainer.distributed.initial_values import initialising
 from trainer.errors import ConfigError, Problem
-from trainer.models.names import tensors_of
+from trainer.models.names import tensors_of, units
 from trainer.models.patches import has_values, mark_values
-from trainer.models.spec import ModelSpec, NoWeights, units
+from trainer.models.spec import ModelSpec, NoWeights
 
 CPU = torch.device("cpu")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -77,3 +77,22 @@ def in_short(names: Collection[str], others: Collection[str]) -> str:
         shown.setdefault(next((f"{head}*" for head in whole), pattern))
     more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     return ", ".join(list(shown)[:SHOWN]) + more
+
+
+def units(root: nn.Module, blocks: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:
+    """Yield the units that are materialised one at a time: each block whole, other modules alone.
+
+    A unit is a list of named modules, children before parents.
+    """
+    inside = tuple(f"{block}." for block in blocks)
+    for name, module in root.named_modules():
+        if name in blocks:
+            yield list(_children_first(name, module))
+        elif not name.startswith(inside):
+            yield [(name, module)]
+
+
+def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for child_name, child in module.named_children():
+        yield from _children_first(f"{name}.{child_name}", child)
+    yield name, module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -331,22 +331,3 @@ def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     kept = [(name, tensor) for name, tensor in tensors.items() if name in stateful]
     return [entry(*named, index % ranks.world_size) for index, named in enumerate(kept)]
-
-
-def units(root: nn.Module, blocks: tuple[str, ...]) -> Iterator[list[tuple[str, nn.Module]]]:
-    """Yield the units that are materialised one at a time: each block whole, other modules alone.
-
-    A unit is a list of named modules, children before parents.
-    """
-    inside = tuple(f"{block}." for block in blocks)
-    for name, module in root.named_modules():
-        if name in blocks:
-            yield list(_children_first(name, module))
-        elif not name.startswith(inside):
-            yield [(name, module)]
-
-
-def _children_first(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    for child_name, child in module.named_children():
-        yield from _children_first(f"{name}.{child_name}", child)
-    yield name, module

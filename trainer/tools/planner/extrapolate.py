@@ -15,7 +15,8 @@ from functools import cache, cached_property
 from torch import nn
 
 from trainer.layout import Layout
-from trainer.models.spec import ModelSpec, units
+from trainer.models.names import units
+from trainer.models.spec import ModelSpec
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
 from trainer.tools.planner.fakes.ledger import Peak
 from trainer.tools.planner.fakes.messages import Message
