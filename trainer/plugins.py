@@ -19,6 +19,7 @@ RECIPES = {
     "causal_lm": "trainer.recipes.causal_lm",
     "embeddings": "trainer.recipes.embeddings",
     "image_classification": "trainer.recipes.images",
+    "labels": "trainer.recipes.labels",
     "own_module": "trainer.recipes.own_module",
 }
 """The modules of the recipes that ship, each of which has its `RECIPE`."""

@@ -198,6 +198,11 @@ class Subject:
         """Return further figures of an evaluation, by name."""
         return {}
 
+    def figures(self, measures: Mapping[str, float]) -> dict[str, float]:
+        """Return an evaluation's metrics by name, from the task's measures, each a sum over all
+        ranks divided by the number of targets."""
+        return dict(measures)
+
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:
         """Return training losses since the last call, by source, if asked for. Collective."""
         return None

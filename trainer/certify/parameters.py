@@ -22,7 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
-from trainer.models.language.auto_class import auto_class
+from trainer.models.language.auto_class import class_in_folder
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.probes.probe import drawn
@@ -109,7 +109,7 @@ def opened(folder: Path, options: Any, amend: Callable[[object], None] | None = 
         amend(config)
     if options.attention in ("eager", "sdpa"):
         more["attn_implementation"] = options.attention
-    kind = auto_class(config)
+    kind = class_in_folder(config)
     return kind.from_pretrained(folder, config=config, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 

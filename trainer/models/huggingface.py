@@ -266,7 +266,9 @@ def _save_config(
     config = copy.deepcopy(model.config)
     config.update({"dtype": dtype or config.dtype, "architectures": [type(model).__name__]})
     config.save_pretrained(folder)
+    if not model.can_generate():
+        return
     if base is not None and (base / GENERATION).is_file():
         shutil.copyfile(base / GENERATION, folder / GENERATION)
-    elif model.can_generate() and model.generation_config is not None:
+    elif model.generation_config is not None:
         model.generation_config.save_pretrained(folder)

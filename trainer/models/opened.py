@@ -110,7 +110,7 @@ def _checked_class(source: Any, trust: bool, place: str) -> Any:
     """
     from transformers import AutoConfig
 
-    from trainer.models.language.auto_class import auto_class
+    from trainer.models.language.auto_class import class_in_folder
     from trainer.models.language.model_config import check_kernels
 
     if not isinstance(source, Path | str):
@@ -120,10 +120,10 @@ def _checked_class(source: Any, trust: bool, place: str) -> Any:
         config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
     check_kernels(config, place)
     with opening(place, EXPECTED), bounded(BUILD_MEMORY, BUILD_SECONDS), torch.device("meta"):
-        empty = auto_class(config).from_config(config, trust_remote_code=trust)
+        empty = class_in_folder(config).from_config(config, trust_remote_code=trust)
     if Path(source).is_dir():
         check_size(Path(source), sum(one.numel() for one in empty.parameters()), place)
-    return auto_class(config)
+    return class_in_folder(config)
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:

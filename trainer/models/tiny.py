@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import nn
 
+from trainer.models.language.forward import without_cache
 from trainer.models.materialise import on_host
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import SIZES, Sizes, scale_of, tiny_config
@@ -131,7 +132,8 @@ def tiny(
 def _run(spec: ModelSpec) -> None:
     ids = torch.arange(1, 25).reshape(2, 12)
     with torch.no_grad():
-        output = on_host(spec).eval()(input_ids=ids, use_cache=False)[0]
+        model = on_host(spec).eval()
+        output = model(input_ids=ids, **without_cache(model))[0]
     if not output.isfinite().all():
         raise ValueError("its output is not finite")
 

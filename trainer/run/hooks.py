@@ -154,6 +154,7 @@ class RunHooks(Hooks):
         if math.isfinite(result.loss):
             self._held_out[state.step] = result.loss
         losses = {name: one.loss for name, one in by_source.items() if name}
+        result = result._replace(measures=subject.figures(result.measures))
         more = subject.measures(result.loss) | self._scores()
         evaluation = result.evaluation(state.step, losses, more)
         for tracker in self._trackers:

@@ -12,6 +12,7 @@ from trainer.config.sections.section import (
     IMAGES,
     ROWS,
     TEXT,
+    TEXTS,
     TOKENS,
     Count,
     FileName,
@@ -126,7 +127,7 @@ class Rows(Section):
         Key(needs=ROWS, recipes=TEXT),
     ] = "auto"
     """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt."""
-    text_column: Annotated[str, Key(needs=ROWS, recipes=TEXT)] = "text"
+    text_column: Annotated[str, Key(needs=ROWS, recipes=TEXTS)] = "text"
     prompt_column: Annotated[str | None, Key(recipes=TEXT)] = None
     completion_column: Annotated[str | None, Key(recipes=TEXT)] = None
     chat_column: Annotated[str, Key(needs=ROWS, recipes=TEXT)] = "messages"
@@ -152,15 +153,15 @@ class _Samples(Rows):
 
     sources: Annotated[list[SourceSection], Field(max_length=1000), Key(recipes=TEXT)] = []
     """Several sources, mixed; in place of `path`."""
-    chat_template: Annotated[str | None, Key(needs=ROWS, recipes=TEXT)] = None
+    chat_template: Annotated[str | None, Key(needs=ROWS, recipes=TEXTS)] = None
     """A file with a Jinja template, or the name of a shipped one; None: the tokenizer's own, or a
     plain one."""
     loss_on: Annotated[
         Literal["assistant", "last_assistant", "all"], Key(needs=ROWS, recipes=TEXT)
     ] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
-    too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=TEXT)] = "truncate"
-    """The handling of padded or packed documents of more than `sequence_length` tokens."""
+    too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=TEXTS)] = "truncate"
+    """The handling of samples of one document or text of more than `sequence_length` tokens."""
     corrupt: Annotated[Literal["error", "skip"], Key(needs=ROWS, recipes=TEXT)] = "error"
     """The handling of rows that are not JSON, lack a column, or hold neither text nor a chat.
 
@@ -202,7 +203,7 @@ class DataSection(_Samples):
         Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None,
         Key(
             recipes=Recipes(
-                TEXT.names, lambda paths: not isinstance(paths, dict), "one path of images"
+                TEXTS.names, lambda paths: not isinstance(paths, dict), "one path of images"
             )
         ),
     ] = None

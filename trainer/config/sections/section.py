@@ -12,9 +12,12 @@ from trainer.storage import Json
 
 TEXT = Recipes(("causal_lm",))
 IMAGES = Recipes(("image_classification",))
-TOKENS = Recipes((*TEXT.names, "embeddings"))
-"""The recipes whose samples are tokens."""
+LABELS = Recipes(("labels",))
 EMBEDDINGS = Recipes(("embeddings",))
+TOKENS = Recipes((*TEXT.names, *EMBEDDINGS.names, *LABELS.names))
+"""The recipes whose samples are tokens."""
+TEXTS = Recipes((*TEXT.names, *LABELS.names))
+"""The recipes whose rows hold a text in a column."""
 ROWS = "rows"
 HELD_OUT = "data to evaluate on"
 

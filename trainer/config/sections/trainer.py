@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 
 from trainer.config.keys.key import Excludes, Key
 from trainer.config.sections.embeddings import EmbeddingsSection
+from trainer.config.sections.labels import LabelsSection
 from trainer.config.sections.model_and_data import (
     AdapterSection,
     DataSection,
@@ -20,6 +21,7 @@ from trainer.config.sections.section import (
     EMBEDDINGS,
     HELD_OUT,
     IMAGES,
+    LABELS,
     TEXT,
     TOKENS,
     Count,
@@ -158,6 +160,7 @@ class _Subject(Section):
     data: DataSection = DataSection()
     images: Annotated[ImagesSection, Key(recipes=IMAGES)] = ImagesSection()
     embeddings: Annotated[EmbeddingsSection, Key(recipes=EMBEDDINGS)] = EmbeddingsSection()
+    labels: Annotated[LabelsSection, Key(recipes=LABELS)] = LabelsSection()
     adapter: Annotated[AdapterSection | None, Key(recipes=TOKENS)] = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []
     """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""

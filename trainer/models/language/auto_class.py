@@ -1,13 +1,23 @@
-"""The class of transformers that opens a language model, alone or with its image tower."""
+"""The class of transformers that opens a model: a language model, alone or with its image tower,
+or one with a head for labels.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedConfig,
+)
 
 CAUSAL = AutoModelForCausalLM
 WITH_IMAGES = AutoModelForImageTextToText
+SEQUENCES = AutoModelForSequenceClassification
+TOKENS = AutoModelForTokenClassification
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -20,3 +30,19 @@ def auto_class(config: PreTrainedConfig) -> Any:
     if type(config) in CAUSAL._model_mapping or CAUSAL.__name__ in of_its_own:
         return CAUSAL
     return WITH_IMAGES if type(config) in WITH_IMAGES._model_mapping else CAUSAL
+
+
+def class_in_folder(config: PreTrainedConfig) -> Any:
+    """Return the class that opens the trained model whose folder has this config."""
+    stated = (getattr(config, "architectures", None) or [""])[0]
+    return _of_labels(config, stated) or auto_class(config)
+
+
+def _of_labels(config: PreTrainedConfig, name: str) -> Any:
+    """Return the auto class that opens the class of this name, if it has a head for labels."""
+    for kind in (SEQUENCES, TOKENS):
+        known = kind._model_mapping.get(type(config), None)
+        classes = known if isinstance(known, tuple) else (known,)
+        if name in [getattr(one, "__name__", "") for one in classes]:
+            return kind
+    return None

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trainer.errors import Raised, attempt
+from trainer.models.language.forward import without_cache
 from trainer.models.language_model import text_config
 from trainer.models.materialise import on_host
 from trainer.models.names import outermost
@@ -76,7 +77,7 @@ def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
                 hook = member.register_forward_hook(observe(name, index), with_kwargs=True)
                 hooks.enter_context(hook)
         with torch.no_grad():
-            model(input_ids=ids, use_cache=False)
+            model(input_ids=ids, **without_cache(model))
     result = outermost([name for name in lists if calls[name] == list(range(len(lists[name])))])
     sizes = {name: sum(p.numel() for p in lists[name].parameters()) for name in result}
     best = max(sizes, key=lambda name: sizes[name], default="")

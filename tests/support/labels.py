@@ -1,0 +1,100 @@
+"""Tiny models with a head for labels, their configs, and rows for them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+CAUSAL = {"num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2}
+BODIES: dict[str, dict[str, Any]] = {
+    "llama": SIZES | CAUSAL | {"model_type": "llama", "attention_dropout": 0.1},
+    "qwen3": SIZES | CAUSAL | {"model_type": "qwen3", "head_dim": 8},
+    "bert": SIZES | {"model_type": "bert"},
+    "modernbert": SIZES
+    | {
+        "model_type": "modernbert",
+        "local_attention": 8,
+        "classifier_dropout": 0.1,
+        **{name: 1 for name in ("bos_token_id", "cls_token_id")},
+        **{name: 2 for name in ("eos_token_id", "sep_token_id")},
+    },
+    "deberta-v2": SIZES
+    | {
+        "model_type": "deberta-v2",
+        "relative_attention": True,
+        "pos_att_type": ["p2c", "c2p"],
+        "position_buckets": 16,
+        "share_att_key": True,
+        "norm_rel_ebd": "layer_norm",
+    },
+    "qwen3_moe": SIZES
+    | CAUSAL
+    | {
+        "model_type": "qwen3_moe",
+        "head_dim": 8,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 16,
+    },
+}
+"""The bidirectional ones have dropout in attention, in the blocks and before the head."""
+KINDS = ("single", "multi", "regression", "tokens", "reward")
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "zero2": {"zero_optimization": {"stage": 2}},
+    "zero3": {"zero_optimization": {"stage": 3}},
+    "fsdp": {"zero_optimization": {"stage": 3}, "trainer": {"engine": "accelerate"}},
+    "hsdp": {
+        "zero_optimization": {"stage": 3},
+        "trainer": {"mesh": {"replicate": 2, "shard": 2}},
+    },
+    "pipeline_zero2": {"zero_optimization": {"stage": 2}, "pipeline": {"stages": 2}},
+    "tensor_zero2": {"zero_optimization": {"stage": 2}, "tensor_parallel": {"autotp_size": 2}},
+    "context": {"sequence_parallel_size": 2},
+    "expert": {
+        "zero_optimization": {"stage": 2},
+        "expert_parallel": {"enabled": True, "autoep_size": 2},
+    },
+    "lora": {"zero_optimization": {"stage": 2}, "trainer": {"adapter": {"r": 4}}},
+}
+
+
+def content(body: str, kind: str, layout: str = "ddp", **trainer: Any) -> dict[str, Any]:
+    """Return a config: clipped, decayed, accumulated."""
+    of_layout = dict(LAYOUTS[layout])
+    section = {
+        "task": "labels",
+        "model": {"config": BODIES[body]},
+        "labels": {"kind": kind, **({"centring": 0.01} if kind == "reward" else {})},
+        "data": {"path": "rows.jsonl", "sequence_length": 32, "evaluation_fraction": 0.1},
+        "device": "cpu",
+        "run": {"folder": "runs"},
+        "log": {"every": 1},
+        **of_layout.pop("trainer", {}),
+        **trainer,
+    }
+    return {
+        "train_batch_size": 16,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.1}},
+        **of_layout,
+        "trainer": section,
+    }
+
+
+def written(folder: Path, body: str, kind: str, layout: str = "ddp", **trainer: Any) -> str:
+    """Write a config; return its path."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(content(body, kind, layout, **trainer)))
+    return str(path)

@@ -1,0 +1,74 @@
+"""Is the loss that of the model's own `forward(labels=...)`, and does padding move no score?"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from trainer.distributed.seeding import seed_generators
+from trainer.models.names import gradients_of
+from trainer.models.spec import ModelSpec
+from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, observe, probe
+from trainer.recipes.labels.kinds import Kind
+from trainer.recipes.labels.model import LENGTHS, made_up, task_of
+
+EXPECTED = "a model whose own head is trained as transformers does"
+
+
+def check_own_loss(spec: ModelSpec, kind: Kind) -> None:
+    """Raise ConfigError, with the numbers, if either does not hold on a tiny copy.
+
+    Rewards have no loss in transformers.
+    """
+
+    def compare(own: Any, ours: Any, small: ModelSpec) -> Finding | None:
+        finding = _padding(own.eval(), small, kind)
+        if finding is not None or kind.name == "reward":
+            return finding
+        task = task_of(small, kind)
+        batch = task.collate(made_up(kind, LENGTHS, small.language.vocabulary))
+        seed_generators(1)
+        names = ("input_ids", "attention_mask", "labels")
+        theirs = own.train()(**{name: batch[name] for name in names}).loss * batch["count"]
+        theirs.backward()
+        seed_generators(1)
+        mine = task.loss_sum(ours.train(), batch)
+        mine.backward()
+        error = abs(float(mine.detach() - theirs.detach()))
+        if not error <= TOLERANCE * abs(float(theirs.detach())):
+            actual = f"loss {float(mine.detach()):.6g}"
+            return Finding(actual, f"its own, {float(theirs.detach()):.6g}")
+        if result := differing_gradient(ours, own):
+            name, share = result
+            return Finding(f"the gradient of {name} is off by {share:.1%} of its largest entry")
+        lacking = sorted(gradients_of(own).keys() ^ gradients_of(ours).keys())
+        return Finding(f"a gradient for {lacking[0]} in one of both") if lacking else None
+
+    finding = observe(lambda: probe(spec, lambda model, small: model, compare))
+    if finding is not None:
+        place = f"trainer.model: {spec.name}"
+        raise finding.error(place, EXPECTED, start="a tiny copy of it does not run: ")
+
+
+def _padding(model: Any, small: ModelSpec, kind: Kind) -> Finding | None:
+    """Compare the scores of sequences in a padded micro-batch with those of each alone."""
+    task = task_of(small, kind)
+    samples = made_up(kind, LENGTHS, small.language.vocabulary)
+    with torch.no_grad():
+        together = task.logits(model, task.collate(samples)).float()
+        spread = float(together.std())
+        for number, sample in enumerate(samples):
+            alone = task.logits(model, task.collate([sample])).float()
+            rows = len(alone)
+            own = together[number * rows : (number + 1) * rows]
+            if kind.name == "tokens":
+                own = own[:, : alone.shape[1]]
+            elif rows > 1:
+                continue  # of two answers, one may be padded alone, too
+            moved = float((own - alone).abs().max())
+            if not moved <= 10 * TOLERANCE * spread:
+                length = len(task.kind.sequences(sample)[0])
+                actual = f"padding moves the score of {length} tokens by {moved:.1e}"
+                return Finding(f"{actual}; the spread of scores is {spread:.1e}")
+    return None

@@ -1,0 +1,194 @@
+"""The subject of a model with a head for labels: its model, its tokenizer and its samples."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+
+from trainer.config.sections.trainer import TrainerSection
+from trainer.data.text.chats.chat import Template
+from trainer.data.text.tokenizer import embedded_tokenizer, load_any_tokenizer
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.models.flops import flops_per_token
+from trainer.models.language import model_config
+from trainer.models.language.own_vocabulary import align
+from trainer.models.spec import ModelSpec
+from trainer.recipe import RunContext, Subject
+from trainer.recipes.labels.encoded import Encoder
+from trainer.recipes.labels.kinds import KINDS, Kind, Regression, Reward
+from trainer.recipes.labels.model import (
+    BaseClasses,
+    labelled_config,
+    padding_of,
+    spec_of,
+    task_of,
+)
+from trainer.recipes.labels.own_loss import check_own_loss
+from trainer.recipes.labels.rows import kind_in
+from trainer.recipes.labels.samples import Known, LabelData, open_samples
+from trainer.recipes.labels.task import LabelTask
+from trainer.storage import Json
+from trainer.supervise.process import cache_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class LabelSubject(Subject):
+    """A model with a head for labels, on labelled texts."""
+
+    task: LabelTask
+    data: LabelData
+    tokenizer: PreTrainedTokenizerBase = None
+
+    unit: ClassVar[str] = "sample"
+    units: ClassVar[str] = "labels"
+
+    def lines(self, workers: int) -> Iterator[str]:
+        if names := self.data.names:
+            shown = ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")
+            yield f"labels  {shown}"
+
+    def is_named(self, section: TrainerSection) -> bool:
+        return section.data.path is not None
+
+    def figures(self, measures: Mapping[str, float]) -> dict[str, float]:
+        return self.task.kind.figures(measures)
+
+    def describe_to(self, planned: Json) -> None:
+        planned["labels"] |= {"kind": self.data.kind}
+        if self.data.names:
+            planned["labels"] |= {"names": list(self.data.names)}
+
+    def save(self, folder: Path, dtype: torch.dtype | None) -> None:
+        super().save(folder, dtype)
+        self.tokenizer.save_pretrained(folder)
+
+
+def open_labels(context: RunContext) -> LabelSubject:
+    """Open a model with a head for labels, its tokenizer and its samples. Collective.
+
+    Raises ConfigError or DataError for what does not fit together.
+    """
+    section = context.section
+    ranks = context.ranks
+    _check(context)
+    architecture = ranks.on_own(lambda: model_config.read_config(section.model))
+    found = ranks.await_first(lambda: kind_in(section.data, section.labels))
+    tokenizer = tokenizer_of(context, tokens=found == "tokens")
+    notes: tuple[str, ...] = ()
+    if section.model.name_or_path is None:
+        stated = model_config.stated(section.model.config)
+        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
+    base = BaseClasses(architecture, found == "tokens")
+    template = Template.of(tokenizer, section.data.chat_template)
+    room = section.data.sequence_length
+    encoder = Encoder(tokenizer, template, room, section.data.too_long)
+    numbers = found in ("reward", "regression")
+    known = Known(found, () if numbers else section.labels.names or base.names)
+    given = (encoder, known, ranks, context.progress)
+    data = open_samples(section.data, section.labels, *given)
+    kind = kind_of(data.kind, data.count, section, data.centre)
+    padding = ranks.on_own(lambda: padding_of(architecture, tokenizer))
+    if tokenizer.pad_token_id != padding:
+        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    new_head = base.is_classifier and bool(section.labels.names) and base.names != data.names
+    ranks.on_first(lambda: _check_classes(base, kind, data, new_head, section))
+    labelled_config(architecture, kind, data.names, padding)
+    spec = spec_of(architecture, section.model, kind, new_head=new_head)
+    _check_fit(spec, data)
+    ranks.on_first(lambda: check_own_loss(spec, kind))
+    task = task_of(spec, kind).measuring()
+    spec = replace(spec, notes=(*spec.notes, *notes, *_notes(kind, tokenizer, padding)))
+    return LabelSubject(spec, task, data, check=data.check, tokenizer=tokenizer)
+
+
+def kind_of(name: str, count: int, section: TrainerSection, centre: list[float]) -> Kind:
+    """Return the kind of labels of this name, of so many classes or numbers."""
+    if name == "reward":
+        return Reward(1, section.labels.centring)
+    if section.labels.centring:
+        actual = f"saw {section.labels.centring:g}, and labels of the kind {name}"
+        raise ConfigError(Problem("trainer.labels.centring", actual, "0, or rewards"))
+    return Regression(count, centre) if name == "regression" else KINDS[name](count)
+
+
+def tokenizer_of(context: RunContext, tokens: bool) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the config names, or train the embedded one. Collective."""
+    section = context.section
+    name = section.data.tokenizer or section.model.name_or_path
+    if name is None:
+
+        def load() -> PreTrainedTokenizerBase:
+            return embedded_tokenizer(cache_folder(), progress=context.progress)
+
+        context.ranks.try_on_first(load)  # the rank that trains it
+        return load()
+    trust = section.model.trust_remote_code
+    revision = section.model.revision
+    # as words are given apart, some tokenizers have to be told that a space is before each
+    options: dict[str, Any] = {"add_prefix_space": True} if tokens else {}
+    return context.ranks.on_own(lambda: load_any_tokenizer(name, trust, revision, **options))
+
+
+def _check(context: RunContext) -> None:
+    """Raise ConfigError for what a script hands in, and for keys that this task does not read."""
+    handed_in = context.handed_in
+    for key in ("model", "data", "loss", "evaluation_data"):
+        if getattr(handed_in, key) is not None:
+            expected = "none: the config names what is trained"
+            raise ConfigError(Problem(key, f'a {key}, with the task "labels"', expected))
+    section = context.section
+    if section.data.path is None:
+        raise ConfigError(Problem("trainer.data.path", "nothing", "labelled rows"))
+    if section.labels.names and section.labels.kind in ("reward", "regression"):
+        actual = f"names, and labels of the kind {section.labels.kind}"
+        raise ConfigError(Problem("trainer.labels.names", actual, "none: it has no classes"))
+
+
+def _check_classes(
+    base: BaseClasses, kind: Kind, data: LabelData, new_head: bool, section: TrainerSection
+) -> None:
+    """Raise ConfigError if the head of a base that is a classifier has other classes."""
+    if not base.is_classifier or new_head or base.count == kind.count:
+        return
+    actual = f"{base.count} classes, and {kind.count} of the data"
+    hint = "Set trainer.labels.names, in order, for a new head; or name a base without one."
+    place = f"trainer.model.name_or_path: {section.model.name_or_path}"
+    raise ConfigError(Problem(place, actual, "as many", hint))
+
+
+def _check_fit(spec: ModelSpec, data: LabelData) -> None:
+    """Raise unless the model has an id for each token, and a position."""
+    table: Any = spec.build()
+    rows = len(table.get_input_embeddings().weight)
+    if data.largest_token_id >= rows:
+        expected = f"ids below {rows}, the rows of the embedding of {spec.name}"
+        hint = "Use the model's own tokenizer (trainer.data.tokenizer)"
+        actual = f"the data has token id {data.largest_token_id}"
+        raise DataError(Problem("tokenizer", actual, expected, hint))
+    positions = spec.language.positions
+    if positions is not None and data.longest > positions:
+        expected = f"at most the model's {positions} positions"
+        hint = f"Set trainer.data.sequence_length={positions}"
+        actual = f"a sequence of {data.longest} tokens"
+        raise ConfigError(Problem("trainer.data.sequence_length", actual, expected, hint))
+
+
+def _notes(kind: Kind, tokenizer: PreTrainedTokenizerBase, padding: int) -> Iterator[str]:
+    """Say it if texts end with the token that pads: the head takes the score before it."""
+    ends = kind.name == "reward" and tokenizer.eos_token_id == padding
+    if ends:
+        yield (
+            "the token that ends texts also pads: a head on the last token takes the one before it"
+        )
+
+
+def flops_of(spec: ModelSpec, section: TrainerSection) -> float:
+    """Return the FLOPs of training on one token of a sequence."""
+    return flops_per_token(spec, section.data.sequence_length)
