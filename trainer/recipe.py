@@ -199,8 +199,7 @@ class Subject:
         return {}
 
     def figures(self, measures: Mapping[str, float]) -> dict[str, float]:
-        """Return an evaluation's metrics by name, from the task's measures, each a sum over all
-        ranks divided by the number of targets."""
+        """Return an evaluation's metrics, from its task's measures over the number of targets."""
         return dict(measures)
 
     def losses_by_source(self, metrics: Metrics, device: torch.device) -> dict[str, float] | None:

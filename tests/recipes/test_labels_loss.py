@@ -15,18 +15,18 @@ import torch
 from tests.support.labels import BODIES
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models.materialise import on_host
-from trainer.recipes.labels.kinds import KINDS, Kind, Reward
+from trainer.recipes.labels.kinds import KINDS, LabelKind, Reward
 from trainer.recipes.labels.model import labelled_config, made_up, spec_of, task_of
 
 LENGTHS = (11, 4, 9, 1, 7, 2)
 COUNTS = {"single": 3, "multi": 4, "regression": 2, "tokens": 5, "reward": 1}
 
 
-def kind_of(name: str) -> Kind:
+def kind_of(name: str) -> LabelKind:
     return Reward(1, centring=0.05) if name == "reward" else KINDS[name](COUNTS[name])
 
 
-def model_of(body: str, kind: Kind) -> Any:
+def model_of(body: str, kind: LabelKind) -> Any:
     """Return a spec, and a model with values, whose padding is 0."""
     from transformers import AutoConfig
 

@@ -9,13 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from trainer.recipes.labels.kinds import KINDS, Kind, Regression
+from trainer.recipes.labels.kinds import KINDS, LabelKind, Regression
 from trainer.tasks.task import IGNORED
 
 ROWS = 60
 
 
-def figures(kind: Kind, logits: torch.Tensor, batch: dict[str, torch.Tensor]) -> dict[str, float]:
+def figures(
+    kind: LabelKind, logits: torch.Tensor, batch: dict[str, torch.Tensor]
+) -> dict[str, float]:
     """Sum the measures of unequal parts, as ranks and micro-batches do, and divide them."""
     total = torch.zeros(len(kind.measures), dtype=torch.float64)
     for part in (slice(0, 7), slice(7, 8), slice(8, None)):

@@ -27,7 +27,7 @@ from trainer.models.materialise import on_host
 from trainer.models.pretrained.named_base import NamedBase
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.recipe import Subject
-from trainer.recipes.labels.kinds import Kind
+from trainer.recipes.labels.kinds import LabelKind
 from trainer.recipes.labels.model import labelled_config, made_up, spec_of, task_of
 from trainer.recipes.labels.reference import LabelsReference
 from trainer.recipes.labels.rows import kind_in
@@ -111,7 +111,7 @@ def labels_case(small: Tiny, machine: Machine, folder: Path) -> LabelsCase:
     return LabelsCase(small, machine, folder)
 
 
-def certified_kind(section: TrainerSection) -> tuple[Kind, str]:
+def certified_kind(section: TrainerSection) -> tuple[LabelKind, str]:
     """Return the kind of labels, of a few classes, and a note on how it is known.
 
     The data is looked at if the config does not name the kind; without it, a label is one class.

@@ -24,7 +24,7 @@ class EncodedText(NamedTuple):
     rows: list[list[int]]
     """The tokens of its sequences: one, or two of a pair of answers."""
     types: list[int]
-    """Which of two texts each token is of, if there are two in a sequence."""
+    """The number of the text of each token, 0 or 1, if a sequence has two; else empty."""
     words: list[int]
     """The word that each token begins, of labelled words, or NO_WORD."""
     truncated: bool
@@ -77,7 +77,7 @@ class Encoder:
         return encoded._replace(rows=rows, words=encoded.words[: self.longest], truncated=True)
 
     def _sequences(self, texts: Sequence[LabelledText]) -> list[EncodedText]:
-        """Tokenise texts, or pairs of texts; the tokenizer cuts them, and keeps its special tokens."""
+        """Tokenise texts, or pairs; the tokenizer cuts them, and keeps its special tokens."""
         pairs = [text.other for text in texts] if texts[0].other is not None else None
         given = ([text.text for text in texts], *([pairs] if pairs else []))
         cut = self._tokenised(*given, truncation=True, max_length=self.longest)

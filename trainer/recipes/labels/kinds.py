@@ -21,7 +21,7 @@ Labelled = Mapping[str, Any]
 """A sample: `input_ids` [n] and `labels`; for rewards `chosen` [n], `rejected` [m] and `margin`."""
 
 
-class Kind(ABC):
+class LabelKind(ABC):
     """A kind of labels, of `count` classes or outputs."""
 
     name: Name
@@ -41,7 +41,7 @@ class Kind(ABC):
 
     @abstractmethod
     def collated(self, samples: Sequence[Labelled], width: int) -> Batch:
-        """Return `labels`, and whatever else the loss needs; `width`: the tokens of a row."""
+        """Return `labels`, and whatever else the loss needs; `width`: the longest row's tokens."""
 
     @abstractmethod
     def targets(self, batch: Batch) -> torch.Tensor:
@@ -65,7 +65,7 @@ class Kind(ABC):
         """Compute the metrics from the sums over all ranks, all divided by the same number."""
 
 
-class Single(Kind):
+class Single(LabelKind):
     """One of several classes: cross entropy, -log softmax(logits)[label]."""
 
     name: Name = "single"
@@ -96,7 +96,7 @@ class Single(Kind):
         return metrics.of_classes(sums, self.count)
 
 
-class Tokens(Single):
+class OfTokens(Single):
     """A class for each token: cross entropy over the tokens that have one."""
 
     name = "tokens"
@@ -111,7 +111,7 @@ class Tokens(Single):
         return {"labels": labels}
 
 
-class _Outputs(Kind):
+class _Outputs(LabelKind):
     """Labels that are numbers, [count] a sample; the mean divides by samples x count."""
 
     def collated(self, samples: Sequence[Labelled], width: int) -> Batch:
@@ -176,7 +176,7 @@ class Regression(_Outputs):
         return metrics.of_numbers(sums, self.count)
 
 
-class Reward(Kind):
+class Reward(LabelKind):
     """A score for each of two answers, r and s, of which the first is better by a margin m.
 
     -log sigmoid(r - s - m) + c (r + s)^2: Bradley-Terry, with the margin of arXiv 2307.09288 and
@@ -219,8 +219,8 @@ class Reward(Kind):
         return {named[name]: value for name, value in sums.items()}
 
 
-KINDS: dict[str, type[Kind]] = {
-    kind.name: kind for kind in (Single, Multi, Regression, Tokens, Reward)
+KINDS: dict[str, type[LabelKind]] = {
+    kind.name: kind for kind in (Single, Multi, Regression, OfTokens, Reward)
 }
 
 

@@ -103,16 +103,16 @@ def count_numbers(ours: torch.Tensor, labels: torch.Tensor, counts: torch.Tensor
 
 def of_numbers(sums: Mapping[str, float], count: int) -> dict[str, float]:
     """Return the mean absolute error, R^2 and Pearson's r, each a mean over the outputs."""
-    found: dict[str, list[float]] = {"absolute_error": [], "r2": [], "pearson": []}
+    each: dict[str, list[float]] = {"absolute_error": [], "r2": [], "pearson": []}
     for number in range(count):
         n, x, y, xx, yy, xy, absolute = (sums[f"{name}/{number}"] for name in NUMBERS)
         of_x = xx - x * x / n
         of_y = yy - y * y / n
-        found["absolute_error"].append(absolute / n)
-        found["r2"].append(1 - _ratio(xx - 2 * xy + yy, of_y) if of_y > 0 else math.nan)
+        each["absolute_error"].append(absolute / n)
+        each["r2"].append(1 - _ratio(xx - 2 * xy + yy, of_y) if of_y > 0 else math.nan)
         spread = math.sqrt(max(of_x, 0.0) * max(of_y, 0.0))
-        found["pearson"].append((xy - x * y / n) / spread if spread > 0 else math.nan)
-    return {name: math.fsum(values) / count for name, values in found.items()}
+        each["pearson"].append((xy - x * y / n) / spread if spread > 0 else math.nan)
+    return {name: math.fsum(values) / count for name, values in each.items()}
 
 
 def _by_class(sums: Mapping[str, float], count: int) -> list[list[float]]:

@@ -16,7 +16,7 @@ from trainer.models.language.auto_class import SEQUENCES, TOKENS
 from trainer.models.language.forward import without_cache
 from trainer.models.spec import ModelSpec, Weights
 from trainer.models.tiny_config import SIZES
-from trainer.recipes.labels.kinds import Kind, Labelled
+from trainer.recipes.labels.kinds import LabelKind, Labelled
 from trainer.recipes.labels.task import LabelTask
 from trainer.tasks.task import IGNORED
 
@@ -27,12 +27,12 @@ LENGTHS = (12, 5, 9, 1)
 """The tokens of the sequences on which a copy is tried."""
 
 
-def auto_class_of(kind: Kind) -> Any:
+def auto_class_of(kind: LabelKind) -> Any:
     return TOKENS if kind.name == "tokens" else SEQUENCES
 
 
 class BaseClasses:
-    """What a base says of classes, if it is a classifier of this kind already."""
+    """The classes of a base that is a classifier of the wanted kind already; else none."""
 
     def __init__(self, config: PreTrainedConfig, tokens: bool) -> None:
         suffix = "ForTokenClassification" if tokens else "ForSequenceClassification"
@@ -45,7 +45,7 @@ class BaseClasses:
 
 
 def labelled_config(
-    config: PreTrainedConfig, kind: Kind, names: Sequence[str], padding: int
+    config: PreTrainedConfig, kind: LabelKind, names: Sequence[str], padding: int
 ) -> None:
     """Set a config's classes, its loss and its padding token, in place."""
     known = list(names) or [f"LABEL_{number}" for number in range(kind.count)]
@@ -72,7 +72,7 @@ def padding_of(config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> 
 def spec_of(
     config: PreTrainedConfig,
     options: ModelSection,
-    kind: Kind,
+    kind: LabelKind,
     *,
     weights: bool = True,
     new_head: bool = False,
@@ -88,14 +88,14 @@ def spec_of(
     return with_new_head(spec, new_head) if options.name_or_path and weights else spec
 
 
-def task_of(spec: ModelSpec, kind: Kind) -> LabelTask:
+def task_of(spec: ModelSpec, kind: LabelKind) -> LabelTask:
     """Build the task of training this model."""
     model: Any = spec.build()
     padding = model.config.get_text_config().pad_token_id
     return LabelTask(kind, padding, spec.language.hidden_size, without_cache(model))
 
 
-def with_trial(spec: ModelSpec, kind: Kind) -> ModelSpec:
+def with_trial(spec: ModelSpec, kind: LabelKind) -> ModelSpec:
     """Return the spec with the samples on which its tiny copies are tried: their padding is 0."""
     model: Any = spec.build()
     task = LabelTask(kind, 0, spec.language.hidden_size, without_cache(model))
@@ -103,7 +103,9 @@ def with_trial(spec: ModelSpec, kind: Kind) -> ModelSpec:
     return spec.tried_on(task.trial(made_up(kind, LENGTHS, ids)))
 
 
-def made_up(kind: Kind, lengths: Sequence[int], vocabulary: int, seed: int = 0) -> list[Labelled]:
+def made_up(
+    kind: LabelKind, lengths: Sequence[int], vocabulary: int, seed: int = 0
+) -> list[Labelled]:
     """Draw samples of these lengths, whose tokens are not 0, the padding of a tiny copy.
 
     A third of the tokens that have a class each has none.

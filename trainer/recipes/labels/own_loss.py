@@ -10,13 +10,13 @@ from trainer.distributed.seeding import seed_generators
 from trainer.models.names import gradients_of
 from trainer.models.spec import ModelSpec
 from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, observe, probe
-from trainer.recipes.labels.kinds import Kind
+from trainer.recipes.labels.kinds import LabelKind
 from trainer.recipes.labels.model import LENGTHS, made_up, task_of
 
 EXPECTED = "a model whose own head is trained as transformers does"
 
 
-def check_own_loss(spec: ModelSpec, kind: Kind) -> None:
+def check_own_loss(spec: ModelSpec, kind: LabelKind) -> None:
     """Raise ConfigError, with the numbers, if either does not hold on a tiny copy.
 
     Rewards have no loss in transformers.
@@ -51,7 +51,7 @@ def check_own_loss(spec: ModelSpec, kind: Kind) -> None:
         raise finding.error(place, EXPECTED, start="a tiny copy of it does not run: ")
 
 
-def _padding(model: Any, small: ModelSpec, kind: Kind) -> Finding | None:
+def _padding(model: Any, small: ModelSpec, kind: LabelKind) -> Finding | None:
     """Compare the scores of sequences in a padded micro-batch with those of each alone."""
     task = task_of(small, kind)
     samples = made_up(kind, LENGTHS, small.language.vocabulary)

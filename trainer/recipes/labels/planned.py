@@ -1,4 +1,4 @@
-"""A model with a head for labels as the planner simulates it: without weights, on tokens of ones."""
+"""A model with a head for labels as the planner simulates it: without weights, on ones."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import Tiny
 from trainer.models.language.forward import without_cache
 from trainer.models.spec import ModelSpec
-from trainer.recipes.labels.kinds import Kind
+from trainer.recipes.labels.kinds import LabelKind
 
 
 class LabelsReference(Reference):
@@ -28,7 +28,7 @@ class LabelsReference(Reference):
         spec: ModelSpec,
         own: Learner,
         data: Sources,
-        kind: Kind,
+        kind: LabelKind,
         device: torch.device,
     ) -> None:
         self._kind = kind

@@ -34,7 +34,7 @@ class LabelledText(NamedTuple):
     """As in the data; of two answers the margin."""
 
 
-class Columns(NamedTuple):
+class LabelColumns(NamedTuple):
     """The columns of labelled rows, as the first row has them."""
 
     text: str
@@ -68,7 +68,7 @@ def read_rows(
 
     Raises DataError for a row that can't be read, lacks a column, or holds something else in it.
     """
-    columns: Columns | None = None
+    columns: LabelColumns | None = None
     for row in islice(rows_of(where, data, []), data.max_rows):
         if row.error is not None:
             raise row.error
@@ -76,13 +76,13 @@ def read_rows(
         yield _labelled(row, columns, kind)
 
 
-def _columns(row: Row, data: DataSection, labels: LabelsSection, kind: Name) -> Columns:
+def _columns(row: Row, data: DataSection, labels: LabelsSection, kind: Name) -> LabelColumns:
     if kind == "reward":
-        return Columns(*ANSWERS, None)
+        return LabelColumns(*ANSWERS, None)
     known = TOKEN_LABELS if kind == "tokens" else SEQUENCE_LABELS
     label = labels.label_column or next((name for name in known if name in row.columns), known[0])
     text = WORDS if kind == "tokens" and data.text_column == "text" else data.text_column
-    return Columns(text, labels.pair_column, label)
+    return LabelColumns(text, labels.pair_column, label)
 
 
 def _kind_of(row: Row, column: str) -> Name:
@@ -100,7 +100,7 @@ def _kind_of(row: Row, column: str) -> Name:
     raise DataError(Problem(row.place, actual, expected, hint))
 
 
-def _labelled(row: Row, columns: Columns, kind: Name) -> LabelledText:
+def _labelled(row: Row, columns: LabelColumns, kind: Name) -> LabelledText:
     if kind == "reward":
         margin = row.columns.get("margin")
         if margin is not None and type(margin) not in (int, float):

@@ -77,7 +77,7 @@ class LabelledSource:
 
 
 class Known(NamedTuple):
-    """What is known of labels before they are read."""
+    """The kind of labels and their names, as known before they are read."""
 
     kind: Name
     names: Sequence[str] = ()

@@ -19,7 +19,7 @@ from trainer.models.language.own_vocabulary import align
 from trainer.models.spec import ModelSpec
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.labels.encoded import Encoder
-from trainer.recipes.labels.kinds import KINDS, Kind, Regression, Reward
+from trainer.recipes.labels.kinds import KINDS, LabelKind, Regression, Reward
 from trainer.recipes.labels.model import (
     BaseClasses,
     labelled_config,
@@ -79,24 +79,25 @@ def open_labels(context: RunContext) -> LabelSubject:
     ranks = context.ranks
     _check(context)
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
-    found = ranks.await_first(lambda: kind_in(section.data, section.labels))
-    tokenizer = tokenizer_of(context, tokens=found == "tokens")
+    name = ranks.await_first(lambda: kind_in(section.data, section.labels))
+    tokenizer = tokenizer_of(context, name == "tokens")
     notes: tuple[str, ...] = ()
     if section.model.name_or_path is None:
         stated = model_config.stated(section.model.config)
         notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
-    base = BaseClasses(architecture, found == "tokens")
+    base = BaseClasses(architecture, name == "tokens")
     template = Template.of(tokenizer, section.data.chat_template)
     room = section.data.sequence_length
     encoder = Encoder(tokenizer, template, room, section.data.too_long)
-    numbers = found in ("reward", "regression")
-    known = Known(found, () if numbers else section.labels.names or base.names)
+    numbers = name in ("reward", "regression")
+    known = Known(name, () if numbers else section.labels.names or base.names)
     given = (encoder, known, ranks, context.progress)
     data = open_samples(section.data, section.labels, *given)
     kind = kind_of(data.kind, data.count, section, data.centre)
     padding = ranks.on_own(lambda: padding_of(architecture, tokenizer))
-    if tokenizer.pad_token_id != padding:
-        tokenizer.pad_token = tokenizer.convert_ids_to_tokens(padding)
+    if tokenizer.pad_token_id != padding:  # it is saved with the model, whose head knows it
+        pads = str(tokenizer.convert_ids_to_tokens(padding))
+        tokenizer = tokenizer_of(context, name == "tokens", pad_token=pads)
     new_head = base.is_classifier and bool(section.labels.names) and base.names != data.names
     ranks.on_first(lambda: _check_classes(base, kind, data, new_head, section))
     labelled_config(architecture, kind, data.names, padding)
@@ -108,7 +109,7 @@ def open_labels(context: RunContext) -> LabelSubject:
     return LabelSubject(spec, task, data, check=data.check, tokenizer=tokenizer)
 
 
-def kind_of(name: str, count: int, section: TrainerSection, centre: list[float]) -> Kind:
+def kind_of(name: str, count: int, section: TrainerSection, centre: list[float]) -> LabelKind:
     """Return the kind of labels of this name, of so many classes or numbers."""
     if name == "reward":
         return Reward(1, section.labels.centring)
@@ -118,21 +119,25 @@ def kind_of(name: str, count: int, section: TrainerSection, centre: list[float])
     return Regression(count, centre) if name == "regression" else KINDS[name](count)
 
 
-def tokenizer_of(context: RunContext, tokens: bool) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that the config names, or train the embedded one. Collective."""
+def tokenizer_of(context: RunContext, words: bool, **more: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that the config names, or train the embedded one. Collective.
+
+    `words`: its texts are words that are given apart.
+    """
     section = context.section
     name = section.data.tokenizer or section.model.name_or_path
+    options: dict[str, Any] = dict(more)
     if name is None:
 
         def load() -> PreTrainedTokenizerBase:
-            return embedded_tokenizer(cache_folder(), progress=context.progress)
+            return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
 
         context.ranks.try_on_first(load)  # the rank that trains it
         return load()
     trust = section.model.trust_remote_code
     revision = section.model.revision
-    # as words are given apart, some tokenizers have to be told that a space is before each
-    options: dict[str, Any] = {"add_prefix_space": True} if tokens else {}
+    # some tokenizers have to be told that a space is before each word
+    options |= {"add_prefix_space": True} if words else {}
     return context.ranks.on_own(lambda: load_any_tokenizer(name, trust, revision, **options))
 
 
@@ -152,7 +157,7 @@ def _check(context: RunContext) -> None:
 
 
 def _check_classes(
-    base: BaseClasses, kind: Kind, data: LabelData, new_head: bool, section: TrainerSection
+    base: BaseClasses, kind: LabelKind, data: LabelData, new_head: bool, section: TrainerSection
 ) -> None:
     """Raise ConfigError if the head of a base that is a classifier has other classes."""
     if not base.is_classifier or new_head or base.count == kind.count:
@@ -180,7 +185,7 @@ def _check_fit(spec: ModelSpec, data: LabelData) -> None:
         raise ConfigError(Problem("trainer.data.sequence_length", actual, expected, hint))
 
 
-def _notes(kind: Kind, tokenizer: PreTrainedTokenizerBase, padding: int) -> Iterator[str]:
+def _notes(kind: LabelKind, tokenizer: PreTrainedTokenizerBase, padding: int) -> Iterator[str]:
     """Say it if texts end with the token that pads: the head takes the score before it."""
     ends = kind.name == "reward" and tokenizer.eos_token_id == padding
     if ends:

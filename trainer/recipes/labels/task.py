@@ -14,8 +14,8 @@ from torch import nn
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec, Trial
-from trainer.recipes.labels.kinds import Kind, Labelled
-from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.recipes.labels.kinds import LabelKind, Labelled
+from trainer.tasks.task import IGNORED, Batch, WholeStep, changed
 
 
 class LabelTask:
@@ -25,9 +25,10 @@ class LabelTask:
     """
 
     draws: bool = False
+    whole_step: WholeStep | None = None
 
     def __init__(
-        self, kind: Kind, padding: int, hidden_size: int | None, options: dict[str, Any]
+        self, kind: LabelKind, padding: int, hidden_size: int | None, options: dict[str, Any]
     ) -> None:
         """`options`: arguments of the model's forward that are the same in each."""
         self.kind = kind
