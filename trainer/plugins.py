@@ -21,6 +21,7 @@ RECIPES = {
     "image_classification": "trainer.recipes.images",
     "labels": "trainer.recipes.labels",
     "own_module": "trainer.recipes.own_module",
+    "pairs": "trainer.recipes.pairs",
 }
 """The modules of the recipes that ship, each of which has its `RECIPE`."""
 DEFAULT = "causal_lm"

@@ -31,8 +31,10 @@ from trainer.layout import Layout
 from trainer.models.finetuning.changed import changed_spec
 from trainer.models.spec import ModelSpec
 from trainer.plugins import DEFAULT, HANDED_IN, NAMED, RECIPES
+from trainer.probes.inputs import ProbeTask
 from trainer.storage import Json
 from trainer.supervise.process import cache_folder
+from trainer.tasks.sample_cost import SampleCost as SampleCost
 from trainer.tasks.supervised import Loss
 from trainer.tasks.task import Batch, Sample, Task
 
@@ -129,10 +131,19 @@ class Subject:
     """True if a sample may have several documents that are not to attend to one another."""
     check: Check = NOTHING
     """The comparison of prepared data with what was written."""
+    notes: tuple[str, ...] = field(default=(), kw_only=True)
+    """Lines for the user on what was computed before the first step."""
     unit: ClassVar[str] = "sample"
     """The short name of what rates count."""
     units: ClassVar[str] = "targets"
     """The plural of what rates count, in a report."""
+    counts_tokens: ClassVar[bool] = True
+    """True if each target is a token, of a language model."""
+
+    @property
+    def probed(self) -> ProbeTask:
+        """The task by which a tiny copy is asked what the model and its layouts are."""
+        return self.task
 
     def settled(self, config: Config) -> Config:
         """Return the config with what the data has decided, and with its origin."""
@@ -150,12 +161,12 @@ class Subject:
         """Have a stream of data read from a place (`data.stream.Place`) within the context."""
         return nullcontext()
 
-    def before_training(self, engine: Engine, folder: Path) -> Subject:
+    def before_training(self, engine: Engine, folder: Path, step: int) -> Subject:
         """Return the subject with what the built engine computes of its samples before the first
         step, such as a frozen reference's scores. Collective.
 
-        It is called at each start, also of a resumed run, whose weights have been trained: what is
-        computed once belongs into the run's `folder`.
+        It is called at each start, also of a resumed run, whose weights have been trained for
+        `step` steps: what is computed once belongs into the run's `folder`.
         """
         return self
 
@@ -206,6 +217,10 @@ class Subject:
         """Return training losses since the last call, by source, if asked for. Collective."""
         return None
 
+    def training_figures(self, metrics: Metrics, device: torch.device) -> dict[str, float]:
+        """Return figures of the steps since the last call, by name, over all ranks. Collective."""
+        return {}
+
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
         """Write the model's files that hold no tensors, beside weights of this dtype.
 
@@ -217,25 +232,6 @@ class Subject:
     def example(self, folder: Path, section: TrainerSection) -> str | None:
         """Return an output of the trained model in `folder` as text, if the config asks for it."""
         return None
-
-
-@dataclass(frozen=True)
-class SampleCost:
-    """The properties of a sample that the planner's closed forms use."""
-
-    unit: str
-    """The unit of rates, in the plural: "tokens", "images", "stories"."""
-    units: int
-    """The number of them in a sample."""
-    kind: str
-    """The kind of sample, for the user: "samples of 4,096 tokens"."""
-    flops: float
-    """FLOPs to train on it, forward and backward, without recomputation (`tasks.sample_cost`)."""
-    hidden: int
-    """The number of values in the smallest hidden state that enters a block; 0 if unknown.
-
-    For example sequence length x hidden size.
-    """
 
 
 class PlannedModel(NamedTuple):

@@ -63,12 +63,12 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         small = case.small
         subject = case.subject
         subject = replace(subject, spec=changed_spec(subject.spec, section, ranks))
-        spec, _ = checked(subject.spec, subject.task, small.layout, ranks, subject.packed)
+        spec, _ = checked(subject.spec, subject.probed, small.layout, ranks, subject.packed)
         sources, reference = case.rehearse(spec)
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
         small = clipping(small, norms)
         # a copy of the task, in which no engine sets this rank's place
-        about = Probed(subject.spec, copy(subject.task), small.layout, packed=subject.packed)
+        about = Probed(subject.spec, copy(subject.probed), small.layout, packed=subject.packed)
         trained = subject.trained(spec, small.config.trainer)
         run, resumed = record(small, trained, sources, machine, folder, case.edges)
         answered = _answers(about, machine)

@@ -24,6 +24,7 @@ TOLERANCES = {
     "schedule": 1e-9,
     "held-out loss": 1e-5,
     "accuracy": 0.0,
+    "figures": 1e-5,
     "loaded state": 0.0,
     "resumed loss": 0.0,
     "resumed state": 0.0,

@@ -236,8 +236,9 @@ def record(
     with constant(cross_entropy, "CHUNK_BYTES", chunk):  # a few tokens fill several
         machine.watch.at(Phase.BUILDING)
         engine = kind.build(job)
+        subject.before_training(engine, folder, 0)
         whole = _train(small, engine, sources, RunState(), folder / "checkpoints", edges)
-        if small.low_precision and spec.tiny.input is None:
+        if small.low_precision and spec.tiny.input is None and subject.counts_tokens:
             whole = replace(whole, rounded=measured(engine, small, name, len(whole.losses)))
         if section.adapter is not None:
             exported = _exported(engine, subject, folder / "exported")

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from trainer.config.keys import KEYS, PARAMETERS
 from trainer.config.keys.hints import unknown, useless
 from trainer.config.keys.key import NOUNS
-from trainer.config.own_keys import OWN_KEYS, unhonoured
+from trainer.config.own_keys import OWN_KEYS, honoured, unhonoured
 from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import MOST_SHOWN, Problem, listed, show, suggestion
@@ -31,7 +31,7 @@ def validate(raw: object, folder: str = "") -> tuple[TrainerSection, list[Proble
         *unhonoured(section, section.task),
         *_of_recipe(section),
         *_of_images(section.images),
-        *_of_data(section.data),
+        *_of_data(section),
         *_of_mixture(section.data),
         *_of_stream(section),
         *_of_parameters(section),
@@ -71,10 +71,12 @@ def _of_images(images: ImagesSection) -> Iterator[Problem]:
         yield Problem("trainer.images.augment", actual, "at most one of the two")
 
 
-def _of_data(data: DataSection) -> Iterator[Problem]:
+def _of_data(section: TrainerSection) -> Iterator[Problem]:
+    data = section.data
     prompt = show(data.prompt_column)
     completion = show(data.completion_column)
-    if (data.prompt_column is None) != (data.completion_column is None):
+    both = honoured("trainer.data.completion_column", section.task)
+    if both and (data.prompt_column is None) != (data.completion_column is None):
         actual = f"saw prompt_column {prompt} and completion_column {completion}"
         yield Problem("trainer.data", actual, "both or neither")
     elif data.path is None and data.prompt_column is not None:

@@ -162,6 +162,15 @@ class ContextRanks:
             output, weights = compute(*parts)
         return self._heads.swap(output, 1, 2) if self._heads else output, weights
 
+    def summed(self, term: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' terms, one of each part of a row.
+
+        Each rank uses it for the same, and gets the gradient of its own term.
+        """
+        for exchange in (self._heads, self._rows):
+            term = exchange.reduce_from(term) if exchange else term
+        return term
+
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         """Return whole rows, from each rank's part."""
         if self._heads:

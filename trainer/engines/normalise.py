@@ -98,6 +98,7 @@ class NormalisedEngine(ABC):
             micro_batches = job.task.padded(micro_batches)
         with mesh.dividing_rows():
             targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
+            job.task.started(micro_batches, lambda counts: mesh.sum(counts, "batch"))
             scale = gradient_scale(targets, mesh, self.divided_by)
             if job.task.whole_step is not None:
                 outputs = self._ahead().outputs(seed, micro_batches)

@@ -98,7 +98,8 @@ class PipelineRun:
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Run micro-batches one by one; a stage starts the next while later stages still work."""
-        total = torch.zeros(1 + len(self._task.measures), device=self._device)
+        count = 1 + len(self._task.measures)
+        total = torch.zeros(count, dtype=torch.float64, device=self._device)
         for stage in self._stages.values():
             stage.eval()
         with torch.no_grad():

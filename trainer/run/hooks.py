@@ -124,10 +124,13 @@ class RunHooks(Hooks):
     def log(self, state: RunState, metrics: Metrics, update: Update) -> bool:
         for line in self._skipped.lines():
             self._say(line)
-        by_source = self._prepared.subject.losses_by_source(metrics, self._session.machine.device)
+        subject = self._prepared.subject
+        device = self._session.machine.device
+        by_source = subject.losses_by_source(metrics, device)
+        figures = subject.training_figures(metrics, device)
         state = replace(state, engine=self._engine.scalars())
         record = self._meter.record(state, metrics, update, self._skipped.total)
-        record = replace(record, by_source=by_source)
+        record = replace(record, by_source=by_source, metrics=figures)
         for tracker in self._trackers:
             tracker.record(record)
         for line in self._slow_data.lines(record):

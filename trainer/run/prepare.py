@@ -105,9 +105,10 @@ class Prepared:
             self.undecayed,
         )
 
-    def before_training(self, engine: Engine, folder: Path) -> Prepared:
-        """Return the same with what the engine computes of the samples first. Collective."""
-        return replace(self, subject=self.subject.before_training(engine, folder))
+    def before_training(self, engine: Engine, folder: Path, step: int) -> Prepared:
+        """Return the same with what the engine computes of the samples before training, or had
+        computed, if the run is resumed after so many steps. Collective."""
+        return replace(self, subject=self.subject.before_training(engine, folder, step))
 
     @property
     def form(self) -> ModelForm:
@@ -207,7 +208,7 @@ def _tried(
     Raises ConfigError for a model, a layout or an engine that do not go together.
     """
     ranks.try_on_first(lambda: check_measures(subject.task))
-    spec, notes = checked(subject.spec, subject.task, layout, ranks, subject.packed)
+    spec, notes = checked(subject.spec, subject.probed, layout, ranks, subject.packed)
     ranks.on_first(lambda: engine.check(spec, layout))
     ranks.try_on_first(lambda: subject.trained(spec, section))
     return subject.trained(spec, section), notes

@@ -140,8 +140,10 @@ def train(prepared: Prepared, session: Session) -> None:
     check_memory = session.request.memory_check
     compared = check_memory(prepared, session.machine, folder, session.console)
     engine, state = _built(prepared, session)
-    prepared = prepared.before_training(engine, folder)
+    prepared = prepared.before_training(engine, folder, state.step)
     subject = prepared.subject
+    for note in subject.notes:
+        session.say(f"note: {note}")
     prints = ranks.first and support.has_reports(prepared.config)  # reports of DeepSpeed's
     reports = redirect_stdout(session.console.file) if prints else nullcontext()
     with (

@@ -95,7 +95,7 @@ def linear_measured(
     weight = local(weight)
     bias = None if bias is None else local(bias)
     most = weight.shape[0] if shard is None else shard.most
-    for rows in _chunks(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
+    for rows in chunks_of(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
         correct += count_correct(logits, flat_targets[rows], shard)
         total += _chunk_loss(logits, flat_targets[rows], shard=shard)[0].sum()
@@ -153,7 +153,7 @@ class _CrossEntropy(torch.autograd.Function):
         shard = call.shard
         count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
         loss_of = (shard is None and options.chunk_loss) or _chunk_loss
-        for rows in _chunks(len(given), shard.most if shard else count, wide, at_least):
+        for rows in chunks_of(len(given), shard.most if shard else count, wide, at_least):
             part = given[rows]
             logits = part if weight is None else F.linear(part, weight, bias)
             logits = logits.to(wide, copy=weight is None)
@@ -166,7 +166,7 @@ class _CrossEntropy(torch.autograd.Function):
             elif given_grad is not None:
                 torch.mm(low, weight, out=given_grad[rows])  # type: ignore[arg-type]
             if weight_grad is not None:
-                _add_product(weight_grad, low.T, part)
+                add_product(weight_grad, low.T, part)
             if bias_grad is not None:
                 bias_grad += grad.sum(0)
         sums = [None if s is None else s.to(given.dtype) for s in (weight_grad, bias_grad)]
@@ -179,7 +179,7 @@ class _CrossEntropy(torch.autograd.Function):
         return (*scaled, None, None)
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
     """Add left @ right to a total of the same or a wider dtype, in place and in its precision."""
     if total.is_cuda and total.dtype != left.dtype:
         torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
@@ -192,7 +192,7 @@ def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
 
 
-def _chunks(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:
+def chunks_of(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:
     size = max(at_least, CHUNK_BYTES // (vocabulary * dtype.itemsize))
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 

@@ -80,6 +80,11 @@ class Supervised:
     def placed(self, context: ContextRanks | None, batch: dist.ProcessGroup | None = None) -> None:
         """Take no note of them: each loss is of its own samples, and no sequence is divided."""
 
+    def started(
+        self, batches: Sequence[Batch], summed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Count nothing: the loss is a mean over the targets."""
+
     def prepare(self, model: nn.Module) -> nn.Module:
         return model
 

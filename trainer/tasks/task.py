@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from typing import Any, Protocol, TypeVar
 
@@ -99,6 +99,15 @@ class Task(Protocol):
 
     def targets(self, batch: Batch) -> torch.Tensor:
         """Count the targets of a batch, an int64 scalar on its device."""
+
+    def started(
+        self, batches: Sequence[Batch], summed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Note this rank's micro-batches of a step, before the first of them.
+
+        `summed` adds a tensor up over all data ranks, in place; collective. A loss of which a part
+        is a mean over another number than the targets counts that number here.
+        """
 
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the hidden state that a pipeline stage, except the last, sends to the next."""

@@ -48,6 +48,8 @@ class Record(Logged):
     loss_scale: float | None = None
     skipped: int | None = None
     """Steps skipped since the start of the run because a gradient was not finite."""
+    metrics: dict[str, float] = field(default_factory=dict, kw_only=True)
+    """A recipe's figures of the steps since the last record, by name."""
 
 
 @dataclass(frozen=True)

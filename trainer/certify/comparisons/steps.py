@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -147,7 +147,19 @@ def compare_held_out(
     rounding = max(one.rounding.loss, theirs.rounding)
     tolerance = tolerance_of("held-out loss", rounding, one)
     yield CheckResult("held-out loss", step, relative_error(ours.loss, theirs.loss), tolerance)
+    if theirs.figures:
+        yield from compare_figures(ours.measures, step, theirs, tolerance)
+        return
     for (name, share), right in zip(ours.measures.items(), theirs.right, strict=True):
         off = max(0.0, abs(share * ours.targets - right) - theirs.unsure - 1e-6) / ours.targets
         where = f"({name} {share:.3g}, {right / ours.targets:.3g} in one process)"
         yield CheckResult("accuracy", step, off, 0.0, where)
+
+
+def compare_figures(
+    ours: Mapping[str, float], step: int, theirs: Judged, tolerance: float
+) -> Iterator[CheckResult]:
+    """Compare the measures of an evaluation that are numbers of their own, each with its name."""
+    for (name, mean), figure in zip(ours.items(), theirs.figures, strict=True):
+        error = abs(mean * theirs.targets - figure.total) / max(figure.scale, 1e-30)
+        yield CheckResult("figures", step, error, tolerance, name)

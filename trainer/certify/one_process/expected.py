@@ -77,6 +77,14 @@ class Expected:
         return not math.isfinite(self.norm)
 
 
+class Figure(NamedTuple):
+    """The sum of a measure over the targets of an evaluation, and what it is compared with."""
+
+    total: float
+    scale: float
+    """The sum of the sizes of what it is a difference of: errors are relative to it."""
+
+
 class Judged(NamedTuple):
     """The expected result of an evaluation."""
 
@@ -88,6 +96,8 @@ class Judged(NamedTuple):
     """The number of targets whose correctness may depend on rounding."""
     rounding: float = 0.0
     """The relative difference of the loss where float8 rounds otherwise."""
+    figures: tuple[Figure, ...] = ()
+    """The measures of a task that counts no correct targets, in place of `right`."""
 
 
 def right_of(

@@ -9,7 +9,10 @@ from pydantic import AfterValidator, Field
 
 from trainer.config.keys.key import Excludes, Key, Recipes
 from trainer.config.sections.section import (
+    DOCUMENTS,
     IMAGES,
+    LABELS,
+    PAIRS,
     ROWS,
     TEXT,
     TEXTS,
@@ -124,14 +127,19 @@ class Rows(Section):
     """The subset of a hub data set."""
     records: Annotated[
         Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"],
-        Key(needs=ROWS, recipes=TEXT),
+        Key(needs=ROWS, recipes=DOCUMENTS),
     ] = "auto"
     """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt."""
-    text_column: Annotated[str, Key(needs=ROWS, recipes=TEXTS)] = "text"
+    text_column: Annotated[
+        str, Key(needs=ROWS, recipes=Recipes((*DOCUMENTS.names, *LABELS.names)))
+    ] = "text"
     prompt_column: Annotated[str | None, Key(recipes=TEXT)] = None
-    completion_column: Annotated[str | None, Key(recipes=TEXT)] = None
-    chat_column: Annotated[str, Key(needs=ROWS, recipes=TEXT)] = "messages"
+    completion_column: Annotated[str | None, Key(recipes=DOCUMENTS)] = None
+    chat_column: Annotated[str, Key(needs=ROWS, recipes=DOCUMENTS)] = "messages"
     """The column of chats; also "conversations", if it is left at the default."""
+    chosen_column: Annotated[str, Key(needs=ROWS, recipes=PAIRS)] = "chosen"
+    """The column of the better answers: texts, or messages with or without those of the prompt."""
+    rejected_column: Annotated[str, Key(needs=ROWS, recipes=PAIRS)] = "rejected"
     max_rows: Annotated[Count | None, Key(unit="records", needs=ROWS)] = None
     """The number of rows to read, from the first; None: all."""
 
@@ -157,7 +165,7 @@ class _Samples(Rows):
     """A file with a Jinja template, or the name of a shipped one; None: the tokenizer's own, or a
     plain one."""
     loss_on: Annotated[
-        Literal["assistant", "last_assistant", "all"], Key(needs=ROWS, recipes=TEXT)
+        Literal["assistant", "last_assistant", "all"], Key(needs=ROWS, recipes=DOCUMENTS)
     ] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
     too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=TEXTS)] = "truncate"
@@ -188,7 +196,7 @@ class _Samples(Rows):
     None: chats are packed, or padded if the model does not keep packed ones apart; others are
     concatenated.
     """
-    isolate: Annotated[bool, Key(needs="concatenated documents", recipes=TEXT)] = False
+    isolate: Annotated[bool, Key(needs="concatenated documents", recipes=DOCUMENTS)] = False
     """True if concatenated documents do not attend to one another; padded, packed ones never do."""
 
 
@@ -225,9 +233,21 @@ class DataSection(_Samples):
         return self.documents == "pack" or (self.arrangement == "concatenate" and self.isolate)
 
     @property
-    def arrangement(self) -> Literal["concatenate", "pad", "pack"]:
+    def arrangement(self) -> Literal["concatenate", "pad", "pack", "pairs"]:
         """The value of `documents`, which is concatenated where it has not been decided."""
         return self.documents or "concatenate"
+
+
+class PairedDataSection(DataSection):
+    """The same data, read as pairs of answers, of which each is a sample."""
+
+    @property
+    def arrangement(self) -> Literal["pairs"]:
+        return "pairs"
+
+    @property
+    def packs(self) -> bool:
+        return False
 
 
 class AugmentSection(Section):

@@ -17,11 +17,13 @@ from trainer.config.sections.model_and_data import (
     ModelSection,
     ParameterGroup,
 )
+from trainer.config.sections.pair_losses import PairsSection
 from trainer.config.sections.section import (
     EMBEDDINGS,
     HELD_OUT,
     IMAGES,
     LABELS,
+    PAIRS,
     TEXT,
     TOKENS,
     Count,
@@ -161,6 +163,7 @@ class _Subject(Section):
     images: Annotated[ImagesSection, Key(recipes=IMAGES)] = ImagesSection()
     embeddings: Annotated[EmbeddingsSection, Key(recipes=EMBEDDINGS)] = EmbeddingsSection()
     labels: Annotated[LabelsSection, Key(recipes=LABELS)] = LabelsSection()
+    pairs: Annotated[PairsSection, Key(recipes=PAIRS)] = PairsSection()
     adapter: Annotated[AdapterSection | None, Key(recipes=TOKENS)] = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []
     """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""

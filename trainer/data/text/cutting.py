@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,15 @@ from typing import Any
 import numpy as np
 
 from trainer.data.text.packing import pack
-from trainer.data.text.token_files import Arrangement, Counts, Encoded, Origin, Summary
+from trainer.data.text.token_files import (
+    MARGINS,
+    Arrangement,
+    Counts,
+    Encoded,
+    EncodedPair,
+    Origin,
+    Summary,
+)
 from trainer.errors import DataError, Problem
 
 _CHUNK = 1 << 22
@@ -47,29 +55,45 @@ class CutDocuments:
         self.tokens = bytearray()
         self.counted = bytearray()
         self.lengths = array("q")
+        self.margins = array("d")
+        """The margins of pairs, one for each two documents."""
 
     def add(self, document: Encoded, cut: Cut) -> None:
         """Add a document. Raises DataError if it is too long and that is an error."""
+        self._add([document], cut)
+
+    def add_pair(self, pair: EncodedPair, cut: Cut) -> None:
+        """Add both answers, cut at the same token, or neither. Raises DataError as `add` does."""
+        if self._add([pair.chosen, pair.rejected], cut):
+            self.margins.append(pair.margin)
+
+    def _add(self, documents: Sequence[Encoded], cut: Cut) -> bool:
+        """Add the documents of a sample; return False if they are left out."""
         longest = cut.longest
+        first = documents[0]
         self.counts.documents += 1
-        self.counts.note(document.unrendered)
-        if longest is not None and len(document.tokens) > longest + 1:
+        for document in documents:
+            self.counts.note(document.unrendered)
+        if longest is not None and any(len(one.tokens) > longest + 1 for one in documents):
             if cut.too_long == "error":
-                raise _too_long(document, longest)
+                raise _too_long(max(documents, key=lambda one: len(one.tokens)), longest)
             if cut.too_long == "drop":
                 self.counts.too_long += 1
-                return
+                return False
             self.counts.truncated += 1
         kept = slice(None if longest is None else longest + 1)
-        targets = np.array(document.counted[kept], np.bool_)
-        targets[:1] = False
-        if longest is not None and not targets.any():
+        masks = [np.array(document.counted[kept], np.bool_) for document in documents]
+        for targets in masks:
+            targets[:1] = False
+        if longest is not None and not all(targets.any() for targets in masks):
             self.counts.dropped += 1
-            self.counts.first_dropped = self.counts.first_dropped or document.place
-            return
-        self.tokens += np.asarray(document.tokens[kept], np.int32).tobytes()
-        self.counted += targets.tobytes()
-        self.lengths.append(len(targets))
+            self.counts.first_dropped = self.counts.first_dropped or first.place
+            return False
+        for document, targets in zip(documents, masks, strict=True):
+            self.tokens += np.asarray(document.tokens[kept], np.int32).tobytes()
+            self.counted += targets.tobytes()
+            self.lengths.append(len(targets))
+        return True
 
 
 class PartWriter:
@@ -83,12 +107,14 @@ class PartWriter:
         self.folder = folder
         self.counts = Counts()
         self.tokens = 0
+        self._margins = array("d")
         self._files = [open(folder / name, "wb") for name in self.FILES]
 
     def append(self, some: CutDocuments) -> None:
         parts: list[Any] = [some.tokens, some.counted, some.lengths]
         for file, part in zip(self._files, parts, strict=True):
             file.write(part)
+        self._margins.extend(some.margins)
         self.counts.add(some.counts)
         self.tokens += len(some.counted)
 
@@ -104,6 +130,10 @@ class PartWriter:
         tokens = self.tokens
         if cut.arrangement == "concatenate":
             spans, samples, tokens = _windows(self.folder, edges, cut.sequence_length, cut.isolate)
+        elif cut.arrangement == "pairs":
+            spans, samples = _documents(edges, None)
+            samples = samples[::2]
+            (self.folder / MARGINS).write_bytes(self._margins.tobytes())
         else:
             capacity = cut.sequence_length if cut.arrangement == "pack" else None
             spans, samples = _documents(edges, capacity)
@@ -123,8 +153,10 @@ class PartWriter:
         largest = -1
         count = len(samples) - 1
         digest = hashlib.sha256(np.ascontiguousarray(spans).data)
-        if cut.isolated:  # else a sample is a span
+        if cut.isolated:  # else a sample is a span, or two
             digest.update(np.ascontiguousarray(samples).data)
+        if any(self._margins):
+            digest.update(self._margins.tobytes())
         for part, counted in self._read(tokens):
             digest.update(part.data)
             digest.update(counted.data)

@@ -11,8 +11,8 @@ from trainer.data.order import held_out
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.chats.turns import Chat
 from trainer.data.text.cutting import Cut, CutDocuments
-from trainer.data.text.records import Document, Text
-from trainer.data.text.token_files import Encoded
+from trainer.data.text.records import Document, Preference, Text
+from trainer.data.text.token_files import Encoded, EncodedPair
 from trainer.data.text.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
 
@@ -69,6 +69,8 @@ def _size(document: Document) -> int:
         return 0
     if isinstance(document, Text):
         return len(document.text) + len(document.prompt or "")
+    if isinstance(document, Preference):
+        return _size(document.chosen) + _size(document.rejected)
     return sum(len(message["content"]) for message in document.messages)
 
 
@@ -88,13 +90,16 @@ class Tokenising:
         evaluated = CutDocuments()
         error = chunk.error
         try:
-            pairs = encode(chunk.documents, self.template, self.skips)
-            for number, encoded in enumerate(pairs, chunk.first):
+            every = encode(chunk.documents, self.template, self.skips)
+            for number, encoded in enumerate(every, chunk.first):
                 if isinstance(encoded, DataError):
                     train.counts.skip(encoded)
                     continue
                 part = evaluated if held_out(number, self.fraction) else train
-                part.add(encoded, self.cut)
+                if isinstance(encoded, EncodedPair):
+                    part.add_pair(encoded, self.cut)
+                else:
+                    part.add(encoded, self.cut)
         except DataError as earlier:
             error = earlier
         return Tokenised(len(chunk.documents), train, evaluated, error)
@@ -102,8 +107,9 @@ class Tokenising:
 
 def encode(
     documents: Sequence[Document], template: Template, skips: bool = False
-) -> Iterator[Encoded | DataError]:
-    """Encode each document: the tokenizer's beginning, prompt, text, end-of-text; or a chat.
+) -> Iterator[Encoded | EncodedPair | DataError]:
+    """Encode each document: the tokenizer's beginning, prompt, text, end-of-text; or a chat; or a
+    pair of either.
 
     Targets are the text and its end. Prompt and text are tokenised separately, as in inference.
     Raises DataError at the first document that can't be encoded, after all before it; if `skips`,
@@ -115,8 +121,24 @@ def encode(
             yield from alike
         elif kind is Text:
             yield from _texts(alike, template.tokenizer)
+        elif kind is Preference:
+            yield from _pairs(alike, template, skips)
         else:
             yield from _chats(alike, template, skips)
+
+
+def _pairs(
+    alike: Sequence[Preference], template: Template, skips: bool
+) -> Iterator[EncodedPair | DataError]:
+    """Encode both answers of each pair. Raises DataError, or yields it, as `encode` does."""
+    answers = encode([one for pair in alike for one in pair[:2]], template, skips)
+    for pair in alike:
+        chosen = next(answers)
+        rejected = next(answers)
+        if isinstance(chosen, Encoded) and isinstance(rejected, Encoded):
+            yield EncodedPair(chosen, rejected, pair.margin)
+        else:
+            yield chosen if isinstance(chosen, DataError) else rejected  # type: ignore[misc]
 
 
 def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[Encoded | DataError]:

@@ -29,9 +29,10 @@ from trainer.data.text import corpus
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.cutting import Cut, PartWriter
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
+from trainer.data.text.preferences import kinds_of_pairs
 from trainer.data.text.prepared import Data, Share
 from trainer.data.text.records import Document, RowsRead, read_documents
-from trainer.data.text.token_files import Origin, PreparedSource, Summary
+from trainer.data.text.token_files import Origin, PreparedSource, Summary, opened_part
 from trainer.data.text.tokenizer import end_of_text, tokenizer_key
 from trainer.data.workers import in_order
 from trainer.distributed.ranks import Ranks
@@ -124,7 +125,7 @@ class _Files:
         self._moved[0] = time.monotonic() + seconds
 
     def opened(self, folder: Path) -> PreparedSource:
-        return PreparedSource(folder / "train")
+        return opened_part(folder / "train")
 
     def awaits(self, file: int, since: float) -> None:
         own = self._opening.progress
@@ -158,11 +159,11 @@ class _Opening:
         """
         folder = self._locate(options)
         self._folders.append(folder)
-        train = PreparedSource(folder / "train")
+        train = opened_part(folder / "train")
         evaluation = folder / "evaluation"
         where = str(options.path or "the embedded corpus")
         check_alike(self._ranks, train.summary.fingerprint, where)
-        return train, PreparedSource(evaluation) if evaluation.is_dir() else None
+        return train, opened_part(evaluation) if evaluation.is_dir() else None
 
     def check(self) -> Check:
         return Check(self._folders, begins=self._prepares)
@@ -272,6 +273,8 @@ def _settings(options: DataSection, work: Tokenising) -> list[list[object]]:
     pair = options.prompt_column, options.completion_column
     columns = [options.text_column, *pair, options.chat_column]
     newer = (["skip"] if work.skips else []) + ([options.max_rows] if options.max_rows else [])
+    if options.arrangement == "pairs":
+        newer += [options.chosen_column, options.rejected_column]
     return [shape, [options.records, columns, work.template.key, *newer]]
 
 
@@ -313,7 +316,8 @@ def _documents(location: Location, options: DataSection, rows_read: RowsRead) ->
     """Yield the documents, and the errors of skipped ones. Raises DataError if all are empty."""
     rows = used = 0
     skipped: DataError | None = None
-    for document in read_documents(location, options, rows_read):
+    kinds = kinds_of_pairs(options) if options.arrangement == "pairs" else None
+    for document in read_documents(location, options, rows_read, kinds):
         rows += 1
         if document is None:
             continue

@@ -26,8 +26,18 @@ class Text(NamedTuple):
     place: str = ""
 
 
-Document = Text | Chat | DataError
-"""A document, or the error of a row that is skipped."""
+class Preference(NamedTuple):
+    """Two answers to one prompt, of which one is better."""
+
+    chosen: Text | Chat
+    rejected: Text | Chat
+    margin: float = 0.0
+    """How much better it is, as the data says."""
+    place: str = ""
+
+
+Document = Text | Chat | Preference | DataError
+"""A document, a pair of them, or the error of a row that is skipped."""
 
 
 class RowsRead:
@@ -54,10 +64,12 @@ class RowsRead:
         if kind is not None and not self.first:
             self.first = row.place
             self.kind = kind.name
-        if isinstance(document, Chat):
-            self.turns = max(self.turns, len(document.messages))
-            for message in document.messages:
-                self.roles.setdefault(message["role"])
+        both = document[:2] if isinstance(document, Preference) else (document,)
+        for chat in both:
+            if isinstance(chat, Chat):
+                self.turns = max(self.turns, len(chat.messages))
+                for message in chat.messages:
+                    self.roles.setdefault(message["role"])
 
     def describe(self) -> str:
         if not self.roles:
@@ -85,9 +97,14 @@ class Kind:
 
 
 def read_documents(
-    location: Location, options: DataSection, rows_read: RowsRead | None = None
+    location: Location,
+    options: DataSection,
+    rows_read: RowsRead | None = None,
+    kinds: Sequence[Kind] | None = None,
 ) -> Iterator[Document | None]:
     """Yield the documents in order, None for a row with nothing to train on; fill in `rows_read`.
+
+    `kinds` are those that rows may be of; None: those of documents.
 
     A row that can't be read, lacks a column, is of another kind than the first, or is no chat,
     raises DataError, or is yielded as that error if corrupt rows are skipped
@@ -97,7 +114,7 @@ def read_documents(
         yield from map(Text, corpus.documents())
         return
     rows_read = rows_read or RowsRead()
-    kinds = _kinds(options)
+    kinds = _kinds(options) if kinds is None else kinds
     columns = list(dict.fromkeys(name for kind in kinds for name in (*kind.columns, *kind.also)))
     chosen: Kind | None = kinds[0] if len(kinds) == 1 else None
     for row in islice(rows_of(location, options, columns, rows_read.progress), options.max_rows):
@@ -170,7 +187,7 @@ def _kind_of(
 
 
 def _plain(column: str, row: Row) -> Text | None:
-    return _learned(_text(row, column), None, row)
+    return learned(text_of(row, column), None, row)
 
 
 def _prompted(prompt: str, completion: str, row: Row) -> Document | None:
@@ -181,17 +198,17 @@ def _prompted(prompt: str, completion: str, row: Row) -> Document | None:
         messages = [*before, *messages_of(row, completion, wanted)]
         check_turns(row.place, messages)
         return Chat(messages, tools_of(row), len(before), row.place)
-    return _learned(_text(row, completion), _text(row, prompt) or "", row)
+    return learned(text_of(row, completion), text_of(row, prompt) or "", row)
 
 
-def _learned(text: str | None, prompt: str | None, row: Row) -> Text | None:
+def learned(text: str | None, prompt: str | None, row: Row) -> Text | None:
     return Text(text, prompt, row.place) if text and text.strip() else None
 
 
 def _instruction(row: Row) -> Chat | None:
-    instruction = _text(row, "instruction")
-    output = _text(row, "output")
-    more = {column: _text(row, column) for column in ("input", "system") if column in row.columns}
+    instruction = text_of(row, "instruction")
+    output = text_of(row, "output")
+    more = {column: text_of(row, column) for column in ("input", "system") if column in row.columns}
     if not (output or "").strip():
         return None
     question = "\n".join(part for part in (instruction, more.get("input")) if part)
@@ -220,12 +237,12 @@ ALPACA = (
 
 
 def _alpaca(row: Row) -> Text | None:
-    instruction = _text(row, "instruction") or ""
-    answer = _text(row, "output")
-    more = _text(row, "input") if "input" in row.columns else None
+    instruction = text_of(row, "instruction") or ""
+    answer = text_of(row, "output")
+    more = text_of(row, "input") if "input" in row.columns else None
     paired = ", paired with an input that provides further context" if more else ""
     given = f"### Input:\n{more}\n\n" if more else ""
-    return _learned(answer, ALPACA.format(paired, instruction, given), row)
+    return learned(answer, ALPACA.format(paired, instruction, given), row)
 
 
 def _chat(column: str, row: Row) -> Chat:
@@ -241,7 +258,7 @@ def _chat(column: str, row: Row) -> Chat:
     return Chat(messages, tools_of(row), 0, row.place)
 
 
-def _text(row: Row, column: str) -> str | None:
+def text_of(row: Row, column: str) -> str | None:
     if column not in row.columns:
         raise missing(row, column)
     if (value := row.columns[column]) is None:

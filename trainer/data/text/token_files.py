@@ -4,7 +4,8 @@ A part of the data (training, or held out) is a folder with five files, written 
 `PartWriter`: `tokens.bin` int32 [tokens], `counted.bin` bool [tokens] (True if predicting the token
 counts in the loss), `spans.npy` int64 [spans, 2] (first input token, last target token),
 `samples.npy` int64 [samples + 1] (sample s is the spans from samples[s] to samples[s + 1], one
-after the other), `summary.json`.
+after the other), `summary.json`. A part of pairs, whose samples are two spans each, has a sixth:
+`margins.bin` float64 [samples].
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from trainer.tasks.task import IGNORED
 
 SUMMARY = "summary.json"
 
-Arrangement = Literal["concatenate", "pad", "pack"]
+MARGINS = "margins.bin"
+
+Arrangement = Literal["concatenate", "pad", "pack", "pairs"]
 
 
 class Sample(TypedDict):
@@ -52,6 +55,15 @@ class Encoded(NamedTuple):
     def from_token(cls, tokens: Sequence[int] | np.ndarray, first: int, place: str = "") -> Encoded:
         """Encode a document of which all tokens from the `first` (>= 1) on are targets."""
         return cls(tokens, np.arange(len(tokens)) >= first, place)
+
+
+class EncodedPair(NamedTuple):
+    """Two answers to one prompt, each with the prompt before it, of which no token is a target."""
+
+    chosen: Encoded
+    rejected: Encoded
+    margin: float
+    """How much better the chosen one is, as the data says; 0 if it does not."""
 
 
 class Origin(NamedTuple):
@@ -179,6 +191,9 @@ class PreparedSource:
 
     def __getitem__(self, index: int) -> Sample:
         begin, end = self._samples[index : index + 2]
+        return self._of_spans(begin, end)
+
+    def _of_spans(self, begin: int, end: int) -> Sample:
         spans = [slice(first, last) for first, last in self._spans[begin:end].tolist()]
         following = [slice(span.start + 1, span.stop + 1) for span in spans]
         labels = [(self._counted[at], self._tokens[at].astype(np.int64)) for at in following]
@@ -188,3 +203,42 @@ class PreparedSource:
         if self.summary.fill is not None:
             sample["documents"] = np.array([len(part) for part in inputs])
         return sample
+
+
+class PairSample(TypedDict):
+    """A sample of two answers to one prompt."""
+
+    chosen: Sample
+    rejected: Sample
+    margin: float
+    reference: NotRequired[np.ndarray]
+    """The reference's log-probabilities of both answers, in nats, float64 [2]."""
+
+
+class PreparedPairs(PreparedSource):
+    """A part of pairs, and what the reference says of each, once it is known."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.margins = np.fromfile(folder / MARGINS, np.float64)
+        self._reference: np.ndarray | None = None
+
+    def refer_to(self, reference: np.ndarray) -> None:
+        """Add a reference's log-probabilities to the samples from now on, float64 [samples, 2]."""
+        self._reference = reference
+
+    def __getitem__(self, index: int) -> PairSample:  # type: ignore[override]
+        begin = int(self._samples[index])
+        sample: PairSample = {
+            "chosen": self._of_spans(begin, begin + 1),
+            "rejected": self._of_spans(begin + 1, begin + 2),
+            "margin": float(self.margins[index]),
+        }
+        if self._reference is not None:
+            sample["reference"] = self._reference[index]
+        return sample
+
+
+def opened_part(folder: Path) -> PreparedSource:
+    """Open a part, of documents or of pairs."""
+    return PreparedPairs(folder) if (folder / MARGINS).exists() else PreparedSource(folder)

@@ -15,7 +15,7 @@ from trainer.certify.case import MakeReference
 from trainer.certify.one_process.edges import Edge, edges_of, note_of
 from trainer.certify.one_process.options import Amend, Option, options_of, without_rates
 from trainer.certify.one_process.options import amended as amended_config
-from trainer.certify.parameters import learner, opened, published, write_base
+from trainer.certify.parameters import Learner, learner, opened, published, write_base
 from trainer.certify.recording import Sources
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
@@ -43,6 +43,7 @@ from trainer.recipes.causal_lm.task import CausalLM
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+NO_SAMPLES = Pairs((), None, "")
 LONGEST_ROW = 4096
 LOGITS = 1 << 25
 PARAMETERS = 24_000_000
@@ -67,7 +68,7 @@ class LanguageCase:
             untie(architecture)
         self.base = files.finding
         small = small.noting(files.note) if files.note else small
-        small = with_arrangement(small, architecture, machine)
+        small = self._arranged(small, architecture, machine)
         if small.packed:
             architecture, section = without_dropout(architecture, small.config.trainer)
             small = replace(small, config=replace(small.config, trainer=section)).noting(ONE_BY_ONE)
@@ -97,10 +98,17 @@ class LanguageCase:
         heads = copy.language.attention.heads
         self.edges: Sequence[Edge] = edges_of(small, config, heads, self._size[2].positions - 1)
         self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
-        without = Pairs((), None, "")  # `rehearse` has the documents
+        self.subject = self._subject(spec)
+
+    def _arranged(self, small: Tiny, architecture: PreTrainedConfig, machine: Machine) -> Tiny:
+        """Decide on the arrangement of documents. Collective."""
+        return with_arrangement(small, architecture, machine)
+
+    def _subject(self, spec: ModelSpec) -> Subject:
+        """Return the subject of the tiny copy; `rehearse` has the documents."""
         task = CausalLM.of(spec)
-        task = task.packing() if small.packed else task
-        self.subject = Subject(spec, task, without, packed=small.packed)
+        task = task.packing() if self.small.packed else task
+        return Subject(spec, task, NO_SAMPLES, packed=self.small.packed)
 
     def _plain(self, architecture: PreTrainedConfig) -> ModelSpec:
         """Return the spec of the model itself, without weights."""
@@ -140,15 +148,19 @@ class LanguageCase:
         self, small: Tiny, amend: Amend | None = None, *, spec: ModelSpec, documents: Documents
     ) -> LanguageReference:
         """Build the one process; `amend` changes the model's config."""
+        kind = PackedReference if small.packed else LanguageReference
+        own = self._learner(small, amend)
+        return kind(small, spec, own, documents, self._machine.device)
+
+    def _learner(self, small: Tiny, amend: Amend | None) -> Learner:
+        """Return the tiny copy as one process trains it."""
         section = small.config.trainer
         plain = self._plain(amended_config(self.architecture, amend))
         copy = self._copy(plain)
         read = self._is_read
         model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
-        kind = PackedReference if small.packed else LanguageReference
         own = learner(model, section, (plain, copy))
-        own = own._replace(published=partial(published, self._base, section.model))
-        return kind(small, spec, own, documents, self._machine.device)
+        return own._replace(published=partial(published, self._base, section.model))
 
 
 def with_arrangement(small: Tiny, architecture: PreTrainedConfig, machine: Machine) -> Tiny:
@@ -215,14 +227,14 @@ def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, tuple[int, int, Size
     return replace(small, row=row).noting(note), (layers, split, sizes)
 
 
-def documents_of(small: Tiny, vocabulary: int) -> Documents:
+def documents_of(small: Tiny, vocabulary: int, seed: int = 0) -> Documents:
     """Draw one and a half steps of documents, so that steps span the ends of epochs.
 
     They are the same on every rank, and use as much of the vocabulary as there is room for, with
     its last token. There are twice as many if they are to be packed: fewer than two on average fit
     in a sample.
     """
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def draw(count: int, longest: int) -> list[Encoded]:
         lengths = rng.integers(4, LONGEST + 6, 2 * count if small.packed else count)

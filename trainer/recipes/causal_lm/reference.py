@@ -59,8 +59,12 @@ class LanguageReference(Reference):
         together = scaled or self._adds_to_loss or self._padding_counts()
         size = self._layout.micro_batch if together else 1
         samples = self._evaluated_samples()
-        blank = samples[0][0], [IGNORED] * len(samples[0][0])
-        return self._judged(samples + [blank] * (-len(samples) % size), size)
+        return self._judged(samples + [self._blank(samples[0])] * (-len(samples) % size), size)
+
+    def _blank(self, sample: Any) -> Any:
+        """Return a sample like this one without a target."""
+        inputs, _ = sample
+        return inputs, [IGNORED] * len(inputs)
 
     def continued(self, documents: list[Encoded]) -> list[Encoded]:
         """Replace every other document's tokens by the likeliest, so that accuracy is not 0."""

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 
 from trainer.config import Config
 from trainer.config.sections.trainer import TrainerSection
+from trainer.data.mixture import Source
 from trainer.data.stream import Place, Stream
 from trainer.data.text.arrangement import Arranged, arranged
 from trainer.data.text.chats.chat import Template
@@ -120,22 +121,32 @@ class LanguageSubject(Subject):
         if base is not None and self.tokenizer.name_or_path == self.spec.name:
             base.save_tokenizer_files(folder)
 
+    def prompts(self) -> Source:
+        """Return the documents with whose beginning an example begins."""
+        return next(iter(self.data.evaluations.values()), self.data.train)
+
     def example(self, folder: Path, section: TrainerSection) -> str | None:
         wanted = section.generate
         if wanted.prompt is None:
             return None
-        source = next(iter(self.data.evaluations.values()), self.data.train)
+        source = self.prompts()
         room = section.data.sequence_length - wanted.tokens
         prompt = beginning(source, room) if wanted.prompt == "auto" else wanted.prompt
         trust = section.model.trust_remote_code
         return continuation(folder, self.tokenizer, prompt, wanted.tokens, trust)
 
 
-def open_language_model(context: RunContext) -> LanguageSubject:
-    """Open a language model, its tokenizer and its documents. Collective.
+class LanguageParts(NamedTuple):
+    """A language model, without its data."""
 
-    Raises ConfigError or DataError for what does not fit together.
-    """
+    spec: ModelSpec
+    tokenizer: PreTrainedTokenizerBase
+    notes: tuple[str, ...]
+    """Lines for the user."""
+
+
+def language_parts(context: RunContext) -> LanguageParts:
+    """Open a language model and its tokenizer. Raises ConfigError. Collective."""
     section = context.section
     ranks = context.ranks
     if section.evaluation.tasks:
@@ -147,7 +158,35 @@ def open_language_model(context: RunContext) -> LanguageSubject:
         stated = model_config.stated(section.model.config)
         notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
     spec = context.changed(huggingface.spec_of(architecture, section.model))
-    task = CausalLM.of(spec, tokenizer.pad_token_id or 0)
+    rotary = _longrope_notes(section.data.sequence_length, architecture)
+    return LanguageParts(spec, tokenizer, (*notes, *rotary))
+
+
+def fitted(context: RunContext, parts: LanguageParts, data: Data) -> LanguageParts:
+    """Return the model with the template of its chats, and notes on them. Collective.
+
+    Raises ConfigError or DataError if it has no id for a token, or too few positions.
+    """
+    section = context.section
+    tokenizer = parts.tokenizer
+    if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
+        template = Template.of(tokenizer, section.data.chat_template)
+        if template.text:
+            tokenizer = _tokenizer(context, chat_template=template.text)
+    _check_fit(parts.spec, data.largest_token_id, section.data.sequence_length)
+    return parts._replace(tokenizer=tokenizer, notes=(*parts.notes, *data.unrendered()))
+
+
+def open_language_model(context: RunContext) -> LanguageSubject:
+    """Open a language model, its tokenizer and its documents. Collective.
+
+    Raises ConfigError or DataError for what does not fit together.
+    """
+    section = context.section
+    ranks = context.ranks
+    parts = language_parts(context)
+    spec = parts.spec
+    task = CausalLM.of(spec, parts.tokenizer.pad_token_id or 0)
 
     def refusal() -> str:
         return packing_refusal(spec, task, context.layout, ranks, section.model.attention)
@@ -156,14 +195,8 @@ def open_language_model(context: RunContext) -> LanguageSubject:
     settled = section.data.model_copy(update={"documents": form.documents})
     task = task.packing() if settled.packs else task
     source = (cache_folder(), ranks, context.sample_order, context.progress)
-    data = open_data(settled, tokenizer, *source)
-    if data.has_chats:  # saved with the trained model, so that it is prompted as it was trained
-        template = Template.of(tokenizer, section.data.chat_template)
-        if template.text:
-            tokenizer = _tokenizer(context, chat_template=template.text)
-    _check_fit(spec, data.largest_token_id, section.data.sequence_length)
-    rotary = _longrope_notes(section.data.sequence_length, architecture)
-    notes = (*notes, *rotary, *data.unrendered())
+    data = open_data(settled, parts.tokenizer, *source)
+    _, tokenizer, notes = fitted(context, parts, data)
     if form.reason and form.documents == "pad":
         notes = (*notes, f"trainer.data.documents is pad: {form.reason}")
     spec = replace(spec, notes=(*spec.notes, *notes))

@@ -132,8 +132,8 @@ class CausalLM:
         if has_eager_alone(model) and self.attention().by_attend:
             attend_in_place_of_eager(model)
         if self._fused_head:
-            own = _head(model)
-            head = LossHead(own, self._options)
+            own = head_of(model)
+            head = self._loss_head(own)
             modules = model.named_modules(remove_duplicate=False)
             for name in [name for name, module in modules if module is own]:
                 model.set_submodule(name, head)  # a model may have a head and no way to set it
@@ -146,6 +146,10 @@ class CausalLM:
         if self._packs:
             run_by_document(model, self._mixers())
         return model
+
+    def _loss_head(self, own: nn.Linear) -> LossHead:
+        """Return the head that stands in the place of the model's `own`."""
+        return LossHead(own, self._options)
 
     def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
         """Pad samples to `input_ids` and `targets`, [batch, longest], int64.
@@ -196,6 +200,11 @@ class CausalLM:
     def targets(self, batch: Batch) -> torch.Tensor:
         return (self._own(batch, "targets") != IGNORED).sum()
 
+    def started(
+        self, batches: Sequence[Batch], summed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Count nothing: the loss is a mean over the targets."""
+
     def real(self, batch: Batch) -> torch.Tensor:
         """Return 1 for each of this rank's tokens, 0 for padding: int64 [batch, sequence]."""
         lengths = batch["lengths"]
@@ -221,10 +230,10 @@ class CausalLM:
         if self._own_loss:
             return self._own_mean(model, batch) * self.targets(batch)
         if self._fused_head:
-            return _head(model)(self.hidden(model, batch), self._own(batch, "targets"))  # type: ignore[no-any-return]
+            return head_of(model)(self.hidden(model, batch), self._own(batch, "targets"))  # type: ignore[no-any-return]
         options = self._options if model.training else NO_OPTIONS
         logits = self.logits(model, batch)
-        shard = vocabulary_shard_of_head(_head(model))
+        shard = vocabulary_shard_of_head(head_of(model))
         targets = self._own(batch, "targets")
         return logits_cross_entropy(logits, targets, options, shard)
 
@@ -232,7 +241,7 @@ class CausalLM:
         """Return the loss of the model's own `forward(labels=...)`."""
         targets = batch["targets"]
         self._trains = model.training
-        with _head(model).given(targets) if self._fused_head else nullcontext():
+        with head_of(model).given(targets) if self._fused_head else nullcontext():
             return self._run(model, model, batch, labels=targets).loss  # type: ignore[no-any-return]
 
     @property
@@ -288,12 +297,12 @@ class CausalLM:
         if not self._fused_head and not self._own_loss:
             logits = self.logits(model, batch)
             targets = self._own(batch, "targets")
-            shard = vocabulary_shard_of_head(_head(model))
+            shard = vocabulary_shard_of_head(head_of(model))
             loss = logits_cross_entropy(logits, targets, shard=shard)
             return torch.stack([loss, count_correct(logits, targets, shard)])
         loss = self.loss_sum(model, batch)
         if self._fused_head:
-            return torch.stack([loss, _head(model).take_correct()])
+            return torch.stack([loss, head_of(model).take_correct()])
         correct = self._correct
         self._correct = None
         assert correct is not None
@@ -311,7 +320,7 @@ class CausalLM:
         return total / (labels != IGNORED).sum().clamp_min(1)
 
 
-def _head(model: nn.Module) -> LossHead:
+def head_of(model: nn.Module) -> LossHead:
     return model.get_output_embeddings()  # type: ignore[operator]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -133,6 +133,11 @@ class EmbeddingTask:
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return batch["real"].sum()
+
+    def started(
+        self, batches: Sequence[Batch], summed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Count nothing: the loss is a mean over the targets."""
 
     def count(self, model: nn.Module, batch: Batch) -> int:
         return int(batch["real"].sum())

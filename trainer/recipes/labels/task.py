@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -108,6 +108,11 @@ class LabelTask:
             {**batch, **{name: filled(batch, name) for name in fills if name in batch}}
             for batch in batches
         ]
+
+    def started(
+        self, batches: Sequence[Batch], summed: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Count nothing: the loss is a mean over the targets."""
 
     def targets(self, batch: Batch) -> torch.Tensor:
         return batch["count"]

@@ -61,7 +61,7 @@ def last_chunk_dropped(engine: str) -> Any:
     from trainer.tasks import cross_entropy
 
     return around(
-        cross_entropy, "_chunks", lambda real, *args, **kwargs: real(*args, **kwargs)[:-1]
+        cross_entropy, "chunks_of", lambda real, *args, **kwargs: real(*args, **kwargs)[:-1]
     )
 
 

@@ -78,7 +78,7 @@ class ColumnTask(Supervised):
 class ColumnSubject(Subject):
     data: Pairs
 
-    def before_training(self, engine: Engine, folder: Path) -> Subject:
+    def before_training(self, engine: Engine, folder: Path, step: int) -> Subject:
         ranks, path = engine.job.machine.ranks, folder / FILE
         if not ranks.on_first(path.exists):
             column = self.computed(engine)

@@ -1,0 +1,157 @@
+"""Rows that are pairs of answers, in the forms in which data sets have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.messages import raises
+from trainer.config.sections.model_and_data import PairedDataSection
+from trainer.data.sources.location import locate
+from trainer.data.text.chats.turns import Chat
+from trainer.data.text.cutting import Cut, CutDocuments, PartWriter
+from trainer.data.text.preferences import kinds_of_pairs
+from trainer.data.text.records import Preference, Text, read_documents
+from trainer.data.text.token_files import Encoded, EncodedPair, Origin, PreparedPairs, opened_part
+from trainer.errors import DataError
+from trainer.tasks.task import IGNORED
+
+QUESTION = {"role": "user", "content": "2 + 2?"}
+FOUR = {"role": "assistant", "content": "4"}
+FIVE = {"role": "assistant", "content": "5"}
+
+
+def read(folder: Path, *rows: dict[str, Any], **options: Any) -> list[Any]:
+    path = folder / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    section = PairedDataSection(path=str(path), **options)
+    return list(read_documents(locate(str(path), "auto"), section, kinds=kinds_of_pairs(section)))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [QUESTION], "chosen": [FOUR], "rejected": [FIVE]},
+        {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"prompt": "2 + 2?", "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"prompt": [QUESTION], "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+        {"prompt": "2 + 2?", "chosen": [FOUR], "rejected": [FIVE]},
+        {"prompt": [QUESTION], "chosen": "4", "rejected": "5"},
+    ],
+    ids=["apart", "inside", "both", "repeated", "a text", "texts"],
+)
+def test_messages(row: dict[str, Any], tmp_path: Path) -> None:
+    [pair] = read(tmp_path, row)
+    assert isinstance(pair, Preference)
+    sides = [("4", pair.chosen), ("5", pair.rejected)]
+    for answer, chat in sides:
+        assert isinstance(chat, Chat)
+        assert [message["content"] for message in chat.messages] == ["2 + 2?", answer]
+        assert chat.learned_from == 1
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2 + 2 is ", "chosen": "four", "rejected": "five"},
+        {"chosen": "2 + 2 is four", "rejected": "2 + 2 is five"},
+    ],
+    ids=["apart", "inside"],
+)
+def test_texts(row: dict[str, Any], tmp_path: Path) -> None:
+    """What both begin with is the prompt, up to a word's beginning: f is none of it."""
+    [pair] = read(tmp_path, row | {"margin": 1.5})
+    answers = [pair.chosen, pair.rejected]
+    assert [(one.prompt, one.text) for one in answers] == [
+        ("2 + 2 is ", "four"),
+        ("2 + 2 is ", "five"),
+    ]
+    assert all(isinstance(one, Text) for one in answers)
+    assert pair.margin == 1.5
+
+
+def test_other_columns(tmp_path: Path) -> None:
+    row = {"q": "a ", "better": "b", "worse": "c"}
+    columns = {"prompt_column": "q", "chosen_column": "better", "rejected_column": "worse"}
+    [pair] = read(tmp_path, row, **columns)
+    assert (pair.chosen.prompt, pair.chosen.text, pair.rejected.text) == ("a ", "b", "c")
+
+
+def test_a_shared_answer_is_no_prompt(tmp_path: Path) -> None:
+    """Turns up to the first difference are the prompt, but it does not end with an answer."""
+    more = {"role": "user", "content": "sure?"}
+    chosen = [QUESTION, FOUR, more, FOUR]
+    [pair] = read(tmp_path, {"chosen": chosen, "rejected": [QUESTION, FOUR, more, FIVE]})
+    assert pair.chosen.learned_from == 3
+    [pair] = read(tmp_path, {"chosen": [QUESTION, FOUR], "rejected": [QUESTION, FOUR]})
+    assert pair.chosen.learned_from == 1
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "completion": "b", "label": True}, ("KTO", "chosen")),
+        ({"prompt": "a", "chosen": "b"}, ("rejected",)),
+        ({"chosen": "a b", "rejected": [FIVE]}, ("one kind",)),
+        ({"prompt": "a", "chosen": "b", "rejected": "c", "margin": "much"}, ("margin", "finite")),
+        ({"chosen": [QUESTION], "rejected": [QUESTION]}, ("no answer",)),
+    ],
+    ids=["labels", "column", "kinds", "margin", "answer"],
+)
+def test_wrong_rows(row: dict[str, Any], words: tuple[str, ...], tmp_path: Path) -> None:
+    with raises(DataError, *words):
+        read(tmp_path, row)
+
+
+def test_a_row_without_an_answer_is_left_out(tmp_path: Path) -> None:
+    assert read(tmp_path, {"prompt": "a", "chosen": "b", "rejected": " "}) == [None]
+
+
+def written(folder: Path, *pairs: EncodedPair, **cut: Any) -> PreparedPairs:
+    some = CutDocuments()
+    for pair in pairs:
+        some.add_pair(pair, Cut(4, "pairs", **cut))
+    writer = PartWriter(folder / "part")
+    writer.append(some)
+    writer.finish(Cut(4, "pairs"), Origin())
+    part = opened_part(folder / "part")
+    assert isinstance(part, PreparedPairs)
+    return part
+
+
+def pair_of(prompt: int, chosen: int, rejected: int, margin: float = 0.0) -> EncodedPair:
+    sides = [list(range(1, prompt + answer + 1)) for answer in (chosen, rejected)]
+    better, worse = (Encoded.from_token(tokens, prompt) for tokens in sides)
+    return EncodedPair(better, worse, margin)
+
+
+def test_both_are_cut_at_the_same_token_or_left_out_together(tmp_path: Path) -> None:
+    part = written(tmp_path, pair_of(2, 9, 2), pair_of(5, 1, 3), pair_of(1, 1, 2, 0.5))
+    assert len(part) == 2  # the prompt of the second fills the sequence
+    assert (part.summary.counts.truncated, part.summary.counts.dropped) == (2, 1)
+    sample = part[0]
+    assert sample["chosen"]["input_ids"].tolist() == [1, 2, 3, 4]
+    assert sample["chosen"]["targets"].tolist() == [IGNORED, 3, 4, 5]
+    assert sample["rejected"]["targets"].tolist() == [IGNORED, 3, 4]
+    assert part[1]["margin"] == 0.5
+    assert "reference" not in sample
+    part.refer_to(np.array([[1.0, 2.0], [3.0, 4.0]]))
+    assert part[1]["reference"].tolist() == [3.0, 4.0]
+
+
+def test_too_long_pairs_are_dropped_whole(tmp_path: Path) -> None:
+    part = written(tmp_path, pair_of(2, 9, 2), pair_of(1, 1, 2), too_long="drop")
+    assert (len(part), part.summary.counts.too_long) == (1, 1)
+
+
+def test_margins_are_in_the_fingerprint(tmp_path: Path) -> None:
+    parts = []
+    for margin in (0.0, 0.5):
+        folder = tmp_path / str(margin)
+        folder.mkdir()
+        parts.append(written(folder, pair_of(1, 1, 2, margin)))
+    assert parts[0].summary.fingerprint != parts[1].summary.fingerprint

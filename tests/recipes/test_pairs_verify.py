@@ -1,0 +1,109 @@
+"""The certificate of preference optimisation: each loss in each layout, and what it catches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.certify.certifying import certified, config
+from tests.support.certify.faults import pairs as faults
+from tests.support.layouts import EXPERTS
+from tests.support.training import GPT2
+from trainer.recipes.pairs.losses import LOSSES
+
+LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2}
+LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any]]] = {
+    "ddp": (2, "mesh", 0, {}),
+    "zero2": (2, "deepspeed", 2, {}),
+    "zero3": (2, "deepspeed", 3, {}),
+    "fsdp": (2, "mesh", 3, {}),
+    "pipeline_zero2": (4, "mesh", 2, {"stages": 2}),
+    "tensor_zero2": (4, "mesh", 2, {"tensor": 2}),
+    "context": (4, "mesh", 2, {"context": 2}),
+    "hsdp": (4, "mesh", 3, {"mesh": {"replicate": 2}}),
+    "expert": (2, "mesh", 2, {"expert": 2, "model": {"config": EXPERTS | {"vocab_size": 61}}}),
+    "lora": (2, "mesh", 2, {"adapter": {"r": 4, "dropout": 0.1}}),
+}
+"""The ranks, the engine, the ZeRO stage, and more of the config. All are exact."""
+
+
+def asked(folder: Path, layout: str, loss: str, **trainer: Any) -> tuple[int, str]:
+    """Write the config of a loss in a layout, with all that the loss has; return the ranks, too."""
+    size, engine, stage, more = LAYOUTS[layout]
+    kind = LOSSES[loss]
+    keys: dict[str, Any] = {"loss": loss, "sft_weight": 0.3}
+    keys |= {"label_smoothing": 0.1} if kind.smooths else {}
+    section: dict[str, Any] = {"model": {"config": LLAMA | {"vocab_size": 61}}, **more, **trainer}
+    if "adapter" in section:
+        section["model"] = {"name_or_path": base(folder)}
+    return size, config(folder, engine, stage, task="pairs", pairs=keys, **section)
+
+
+def base(folder: Path) -> str:
+    """Save a tiny model."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    rest = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **rest, vocab_size=61))
+    model.save_pretrained(folder / "base")
+    return str(folder / "base")
+
+
+EVERY = [(layout, loss) for layout in LAYOUTS for loss in LOSSES]
+SOME = {
+    *zip(LAYOUTS, list(LOSSES)[: len(LAYOUTS)], strict=True),
+    *zip(["ddp", "context", "tensor_zero2", "pipeline_zero2"], [*LOSSES][10:], strict=True),
+}
+"""Each layout and each loss once; all others are left to `--whole`."""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [pytest.param(*one, marks=() if one in SOME else pytest.mark.whole) for one in EVERY],
+)
+def test_each_loss_is_exact_in_each_layout(
+    pools: Any, tmp_path: Path, layout: str, loss: str
+) -> None:
+    size, path = asked(tmp_path, layout, loss)
+    for passed, _, table in pools[size].run(certified, path=path, world_size=size):
+        assert passed, table
+
+
+DROPPING = {"model": {"config": GPT2 | {"n_layer": 2, "vocab_size": 61}}}
+FAULTS: dict[Callable[[str], Any], tuple[str, str, dict[str, Any]]] = {
+    faults.answers_swapped_on_one_rank: ("fsdp", "loss", {}),
+    faults.a_prompt_token_counted: ("fsdp", "loss", {}),
+    faults.padding_counted: ("fsdp", "loss", {}),
+    faults.reference_of_another_sample: ("fsdp", "loss", {}),
+    faults.tokens_of_one_rank: ("fsdp", "loss", {}),
+    faults.truncated_unequally: ("fsdp", "output", {}),
+    faults.dropout_in_the_reference: ("fsdp", "loss", DROPPING),
+    faults.gradient_of_other_words_missing: ("tensor_zero2", "gradient", {}),
+    faults.a_sigmoid_for_each_part_of_a_sequence: ("context", "loss", {}),
+    faults.gradient_counted_by_each_part: ("context", "gradient", {}),
+}
+"""The layout in which each fault is planted, the check that finds it, and more of the config."""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_planted_fault_is_caught_and_named(
+    pools: Any, tmp_path: Path, fault: Callable[[str], Any]
+) -> None:
+    layout, check, more = FAULTS[fault]
+    size, path = asked(tmp_path, layout, "sigmoid", **more)
+    arguments = {"path": path, "world_size": size, "fault": fault}
+    for passed, first, table in pools[size].run(certified, **arguments):
+        assert not passed
+        assert first == check, table
+
+
+def test_what_the_faults_patch_is_there() -> None:
+    for fault in FAULTS:
+        with fault("mesh"):
+            pass

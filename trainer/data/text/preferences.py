@@ -1,0 +1,132 @@
+"""Rows to pairs of answers: a prompt with a chosen and a rejected answer, texts or messages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from os.path import commonprefix
+from typing import TYPE_CHECKING
+
+from trainer.data.sources.formats import Row, short
+from trainer.data.text.chats.turns import Chat, check_turns, messages_of, tools_of
+from trainer.data.text.records import Kind, Preference, Text, missing, text_of
+from trainer.errors import DataError, Problem
+from trainer.storage import Json
+
+if TYPE_CHECKING:
+    from trainer.config.sections.model_and_data import DataSection
+
+MARGIN = "margin"
+LABELLED = ("prompt", "completion", "label")
+"""The columns of single answers, each labelled good or bad (KTO)."""
+NO_LABELS = (
+    "labelled answers, one a row: their loss (KTO) compares each with an estimate over the other "
+    "answers of its micro-batch, so that its gradient depends on how a step is divided"
+)
+
+
+def kinds_of_pairs(options: DataSection) -> list[Kind]:
+    """Return the kind of rows that pairs are read from, and one that is known and refused."""
+    prompt = options.prompt_column or "prompt"
+    both = options.chosen_column, options.rejected_column
+    also = (prompt, MARGIN, "tools", "system")
+    pairs = Kind("pairs of answers", both, partial(_pair, prompt, *both), also)
+    return [pairs, Kind("labelled answers", LABELLED, _labelled)]
+
+
+def _labelled(row: Row) -> Preference:
+    hint = "Give pairs, with the columns chosen and rejected"
+    raise DataError(Problem(row.place, NO_LABELS, "a chosen and a rejected answer a row", hint))
+
+
+def _pair(prompt: str, chosen: str, rejected: str, row: Row) -> Preference | None:
+    for column in (chosen, rejected):
+        if column not in row.columns:
+            raise missing(row, column)
+    better = row.columns[chosen]
+    worse = row.columns[rejected]
+    given = row.columns.get(prompt)
+    margin = _margin(row)
+    kinds = {isinstance(better, list), isinstance(worse, list)}
+    if len(kinds) > 1:
+        actual = f'"{chosen}" and "{rejected}" are a text and a list of messages'
+        raise DataError(Problem(row.place, actual, "both of one kind"))
+    if True in kinds:
+        answers = [messages_of(row, name, row.columns[name]) for name in (chosen, rejected)]
+        return _of_messages(row, prompt, answers, margin)
+    if isinstance(given, list):
+        before = messages_of(row, prompt, given)
+        texts = [text_of(row, name) for name in (chosen, rejected)]
+        if not all(text and text.strip() for text in texts):
+            return None
+        answers = [[*before, {"role": "assistant", "content": text}] for text in texts]
+        return _chats(row, answers, len(before), margin)
+    return _of_texts(row, prompt, (chosen, rejected), margin)
+
+
+def _margin(row: Row) -> float:
+    value = row.columns.get(MARGIN)
+    if value is None:
+        return 0.0
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise DataError(Problem(f"{row.place}: {MARGIN}", short(repr(value)), "a finite number"))
+
+
+def _of_texts(row: Row, prompt: str, columns: tuple[str, str], margin: float) -> Preference | None:
+    """Return a pair of texts; without a prompt's column, the prompt is what both begin with."""
+    better, worse = (text_of(row, name) or "" for name in columns)
+    before = text_of(row, prompt) if prompt in row.columns else None
+    if before is None:
+        before = commonprefix([better, worse])
+        if not before.endswith((" ", "\n")):  # a word that both begin is a part of the answers
+            before = before[: max(before.rfind(" "), before.rfind("\n")) + 1]
+        better = better[len(before) :]
+        worse = worse[len(before) :]
+    if not better.strip() or not worse.strip():
+        return None
+    chosen = Text(better, before, row.place)
+    return Preference(chosen, Text(worse, before, row.place), margin, row.place)
+
+
+def _of_messages(row: Row, prompt: str, answers: list[list[Json]], margin: float) -> Preference:
+    """Return a pair of chats; the prompt is apart, or the messages that both begin with."""
+    shared = _shared(*answers)
+    given = row.columns.get(prompt)
+    before: list[Json] = []
+    if isinstance(given, list):
+        before = messages_of(row, prompt, given)
+    elif given and not shared:
+        before = [{"role": "user", "content": text_of(row, prompt)}]
+    if before and answers[0][: len(before)] == before:
+        before = []  # the answers repeat it
+    system = row.columns.get("system")
+    if system:
+        if not isinstance(system, str) or (before or answers[0])[0]["role"] == "system":
+            actual = f'column "system": {short(repr(system))}'
+            raise DataError(Problem(row.place, actual, "one system text"))
+        before = [{"role": "system", "content": system}, *before]
+    learned_from = len(before) + shared
+    return _chats(row, [[*before, *answer] for answer in answers], learned_from, margin)
+
+
+def _shared(better: Sequence[Json], worse: Sequence[Json]) -> int:
+    """Return the number of messages that both begin with, of which the last is no answer."""
+    shorter = min(len(better), len(worse))
+    count = next((turn for turn in range(shorter) if better[turn] != worse[turn]), shorter)
+    while count and better[count - 1]["role"] == "assistant":
+        count -= 1
+    return count
+
+
+def _chats(row: Row, answers: Sequence[list[Json]], learned_from: int, margin: float) -> Preference:
+    tools = tools_of(row)
+    chats = []
+    for messages in answers:
+        check_turns(row.place, messages)
+        if not any(message["role"] == "assistant" for message in messages[learned_from:]):
+            actual = "no answer of the assistant after what both begin with"
+            raise DataError(Problem(row.place, actual, "one in both"))
+        chats.append(Chat(messages, tools, learned_from, row.place))
+    return Preference(chats[0], chats[1], margin, row.place)

@@ -1,0 +1,1 @@
+"""Losses that a task may build on, beside the cross-entropy."""
