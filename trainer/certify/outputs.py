@@ -39,7 +39,8 @@ def parts_of(
 
 
 class Listener:
-    """Keeps the outputs of modules with parameters, but not those of recomputed activations.
+    """Keeps the outputs of modules with parameters, but not those of recomputed activations, nor
+    of passes without gradients, in which a task looks ahead.
 
     Nor of modules in the blocks `compiled`: no hook can be compiled with them.
     """
@@ -69,7 +70,8 @@ class Listener:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            if torch._C._current_graph_task_id() >= 0:  # computed again, in a backward pass
+            computed_again = torch._C._current_graph_task_id() >= 0  # in a backward pass
+            if computed_again or not torch.is_grad_enabled():
                 return
             number = self._calls[name]
             # one too many shows a module that several stages of this rank have

@@ -141,7 +141,9 @@ class Recorder:
             micro_batches = job.task.padded(micro_batches)
         part_of = division_of(layout, job.spec.language.attention.heads).part
         rows = enumerate(micro_batches)
-        return [{(place, n): part_of(batch["input_ids"], part)} for n, batch in rows]
+        # a sample may be several rows of tokens
+        ids = [(n, batch["input_ids"].flatten(0, -2)) for n, batch in rows]
+        return [{(place, n): part_of(of, part)} for n, of in ids]
 
 
 class RecordingHooks(Hooks):

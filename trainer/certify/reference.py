@@ -266,7 +266,7 @@ class Reference(ABC):
         if dtype != torch.float32:
             low = lowered(self.model, dtype, self._layout.float8)
             repeat(low)
-            alone = [self._gradients(low, step, [part], counted) for part in parts]
+            alone = [self._gradients(low, step, some, counted) for some in self._summed(parts)]
             summed = {
                 name: torch.stack([of[name] for _, of in alone if name in of]).sum(0)
                 for name in runs[0][1]
@@ -276,6 +276,10 @@ class Reference(ABC):
         for seed in range(repeats if self._layout.float8 != "none" else 0):
             repeat(shaken(low, seed))
         return rounding_of((loss, own), runs, outputs, dtype)
+
+    def _summed(self, parts: Sequence[MicroBatch]) -> Sequence[Sequence[MicroBatch]]:
+        """Return the micro-batches whose gradients are sums of their own: each by itself."""
+        return [[part] for part in parts]
 
     # Samples
 

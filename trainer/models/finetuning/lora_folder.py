@@ -98,7 +98,7 @@ def opened_as(model: nn.Module) -> Json:
 
     PEFT opens the base of a causal language model by AutoModelForCausalLM, any other by its class.
     """
-    if auto_class(model.config) is CAUSAL:
+    if auto_class(model.config) is CAUSAL and model.can_generate():  # type: ignore[operator]
         return {"task_type": "CAUSAL_LM"}
     return opened_by_class(model)
 
