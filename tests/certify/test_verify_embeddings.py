@@ -241,7 +241,7 @@ def test_a_planted_fault_is_caught(
     fault: Callable[[str], Any], pools: Pools, tmp_path: Path
 ) -> None:
     check, more = PLANTED[fault]
-    given = {"path": config(tmp_path, BERT, "mesh"), "world_size": 2, "overrides": more}
+    given: Any = {"path": config(tmp_path, QWEN3, "mesh"), "world_size": 2, "overrides": more}
     passed, first, table = pools[2].run(certified, fault=fault, **given)[0]
     assert not passed
     assert first == check, table

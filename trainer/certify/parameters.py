@@ -99,13 +99,8 @@ def write_base(copy: ModelSpec, folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def opened(
-    folder: Path, options: Any, amend: Callable[[object], None] | None = None, kind: Any = None
-) -> nn.Module:
-    """Load a model by transformers, in float32; `amend` changes its config.
-
-    `kind`: transformers' class; None: that of the causal language model.
-    """
+def opened(folder: Path, options: Any, amend: Callable[[object], None] | None = None) -> nn.Module:
+    """Load a model by transformers, in float32; `amend` changes its config."""
     from transformers import AutoConfig
 
     more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
@@ -114,15 +109,12 @@ def opened(
         amend(config)
     if options.attention in ("eager", "sdpa"):
         more["attn_implementation"] = options.attention
-    kind = kind or class_in_folder(config)
+    kind = class_in_folder(config)
     return kind.from_pretrained(folder, config=config, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 
-def published(base: Path, options: object, exported: Path, kind: Any = None) -> Published:
-    """Open a trained adapter, around its base and merged, by PEFT and transformers alone.
-
-    `kind` as in `opened`.
-    """
+def published(base: Path, options: object, exported: Path) -> Published:
+    """Open a trained adapter, around its base and merged, by PEFT and transformers alone."""
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -130,12 +122,12 @@ def published(base: Path, options: object, exported: Path, kind: Any = None) -> 
         named = of.named_parameters(remove_duplicate=False)
         return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named}
 
-    model: Any = opened(base, options, kind=kind)
+    model: Any = opened(base, options)
     before = tensors(model)
     merged = exported / MERGED
     model = PeftModel.from_pretrained(model, exported / FINAL)
     adapted = tensors(model)
-    ours = tensors(opened(merged, options, kind=kind)) if merged.exists() else None
+    ours = tensors(opened(merged, options)) if merged.exists() else None
     stored = [value for file in merged.glob("*.safetensors") for value in load_file(file).values()]
     eps = max((torch.finfo(v.dtype).eps for v in stored if v.is_floating_point()), default=0.0)
     return Published(adapted, before, tensors(model.merge_and_unload()), ours, eps)

@@ -1,5 +1,5 @@
 """The class of transformers that opens a model: a language model, alone or with its image tower,
-or one with a head for labels.
+one with a head for labels, or a body without a head.
 """
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
@@ -18,6 +19,7 @@ CAUSAL = AutoModelForCausalLM
 WITH_IMAGES = AutoModelForImageTextToText
 SEQUENCES = AutoModelForSequenceClassification
 TOKENS = AutoModelForTokenClassification
+BODIES = AutoModel
 
 
 def auto_class(config: PreTrainedConfig) -> Any:
@@ -35,12 +37,12 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def class_in_folder(config: PreTrainedConfig) -> Any:
     """Return the class that opens the trained model whose folder has this config."""
     stated = (getattr(config, "architectures", None) or [""])[0]
-    return _of_labels(config, stated) or auto_class(config)
+    return _without_words(config, stated) or auto_class(config)
 
 
-def _of_labels(config: PreTrainedConfig, name: str) -> Any:
-    """Return the auto class that opens the class of this name, if it has a head for labels."""
-    for kind in (SEQUENCES, TOKENS):
+def _without_words(config: PreTrainedConfig, name: str) -> Any:
+    """Return the auto class that opens the class of this name, if it gives no logits of words."""
+    for kind in (SEQUENCES, TOKENS, BODIES):
         known = kind._model_mapping.get(type(config), None)
         classes = known if isinstance(known, tuple) else (known,)
         if name in [getattr(one, "__name__", "") for one in classes]:

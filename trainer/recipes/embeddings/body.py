@@ -6,13 +6,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import AutoModel
 
 from trainer.config import TrainerSection
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.language import model_config
+from trainer.models.language.auto_class import BODIES
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import VOCABULARY
 from trainer.recipes.embeddings.data import TextSample, TextTokens
@@ -33,7 +33,7 @@ def body_of(
     Raises ConfigError for one that can't be built, or whose loss has terms of its own.
     """
     options = section.model.model_copy(update={"keep_untrained": False})
-    spec = huggingface.spec_of(config, options, weights=weights, kind=AutoModel)
+    spec = huggingface.spec_of(config, options, weights=weights, kind=BODIES)
     if spec.language.own_loss:
         actual = "true: a router's loss, which is no part of this task's"
         raise ConfigError(Problem("trainer.model.config: output_router_logits", actual, "false"))

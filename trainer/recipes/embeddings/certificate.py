@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from transformers import AutoModel
 
 from trainer.certify.case import MakeReference
 from trainer.certify.finding import CheckResult
@@ -102,12 +101,10 @@ class EmbeddingsCase:
         section = small.config.trainer
         plain = self._plain(amended_config(self.architecture, amend))
         copy = self._copy(plain)
-        if self._is_read:
-            model = opened(self._base, section.model, amend, AutoModel)
-        else:
-            model = on_host(copy, section.seed)
+        read = self._is_read
+        model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
         own = learner(model, section, (plain, copy))
-        files = partial(published, self._base, section.model, kind=AutoModel)
+        files = partial(published, self._base, section.model)
         own = own._replace(published=files)
         device = self._machine.device
         return EmbeddingReference(small, spec, own, sources, self.skipped, device)

@@ -161,7 +161,7 @@ class EmbeddingReference(Reference):
     def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         """Return the vector of each text, [samples, texts, width]."""
         ids = inputs["input_ids"]
-        hidden = model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False)
+        hidden = model(input_ids=ids, attention_mask=(ids != 0).long())
         vectors = []
         each = zip(hidden.last_hidden_state, inputs["lengths"], inputs["skips"], strict=True)
         for states, length, skip in each:

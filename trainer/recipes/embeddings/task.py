@@ -14,6 +14,7 @@ from torch import nn
 from trainer.config.sections.embeddings import EmbeddingsSection
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
+from trainer.models.language.forward import without_cache
 from trainer.models.spec import ModelSpec, Trial
 from trainer.recipes.embeddings.contrast import Contrast, Vectors
 from trainer.recipes.embeddings.data import TextSample
@@ -145,7 +146,7 @@ class EmbeddingTask:
     def hidden(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the model's last hidden states, [samples x columns, tokens, width]."""
         given = {name: batch[name].flatten(0, 1) for name in ("input_ids", "attention_mask")}
-        return model(**given, use_cache=False)[0]  # type: ignore[no-any-return]
+        return model(**given, **without_cache(model))[0]  # type: ignore[no-any-return]
 
     def vectors(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the vector of each text, [samples, columns, width], float32 or wider."""
