@@ -13,6 +13,7 @@ import pytest
 
 from tests.support.certify.certifying import certified
 from tests.support.certify.faults.planting import around
+from tests.support.embeddings import bert_folder, llama_folder
 from tests.support.pool import Pools
 from trainer.errors import ConfigError
 
@@ -25,10 +26,14 @@ QWEN3 = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48,
     "attention_dropout": 0.1,
 }  # fmt: skip
+PLAIN = QWEN3 | {"attention_dropout": 0.0}
 QWEN3_MOE = QWEN3 | {
     "model_type": "qwen3_moe", "moe_intermediate_size": 16, "num_experts": 4,
     "num_experts_per_tok": 2,
 }  # fmt: skip
+BERT_BASE = {"model_type": "bert"}
+LLAMA_BASE = {"model_type": "llama"}
+"""Bases that are written first."""
 LORA = 'trainer.adapter={"r": 2, "dropout": 0.1, "merge": true}'
 ZERO2 = "zero_optimization.stage=2"
 ZERO3 = "zero_optimization.stage=3"
@@ -52,11 +57,11 @@ EXACT: dict[str, tuple[dict[str, Any], str, int, list[str]]] = {
     "zero3, accelerate": (BERT, "accelerate", 2, [ZERO3, FIRST]),
     "zero3, deepspeed, recomputed": (BERT, "deepspeed", 2, [ZERO3, FULL]),
     "hsdp, mesh": (BERT, "mesh", 4, [ZERO3, "trainer.mesh.shard=2"]),
-    "tensor x zero2, mesh": (QWEN3, "mesh", 4, [ZERO2, TENSOR, LAST]),
-    "tensor x zero2, deepspeed": (QWEN3, "deepspeed", 4, [ZERO2, TENSOR, LAST]),
+    "tensor x zero2, mesh": (BERT, "mesh", 4, [ZERO2, TENSOR, LAST]),
+    "tensor x zero2, deepspeed": (PLAIN, "deepspeed", 4, [ZERO2, TENSOR, LAST]),
     "expert, mesh": (QWEN3_MOE, "mesh", 4, [ZERO2, *EXPERT, LAST]),
-    "LoRA, ddp, mesh": (QWEN3, "mesh", 2, [LORA, LAST]),
-    "LoRA, zero3, deepspeed": (BERT, "deepspeed", 2, [LORA, ZERO3]),
+    "LoRA, ddp, mesh": (LLAMA_BASE, "mesh", 2, [LORA, LAST]),
+    "LoRA, zero3, deepspeed": (BERT_BASE, "deepspeed", 2, [LORA, ZERO3]),
     "prompts not pooled": (BERT, "mesh", 2, ["trainer.embeddings.include_prompt=false"]),
     "normalised, four negatives": (
         BERT, "mesh", 2, ["trainer.embeddings.normalize=true", "trainer.embeddings.negatives=4"],
@@ -72,6 +77,8 @@ REFUSED = {
 
 
 def config(folder: Path, model: dict[str, Any], engine: str) -> str:
+    write = {"bert": bert_folder, "llama": llama_folder} if len(model) == 1 else {}
+    base = write[model["model_type"]](folder / "base") if write else None
     content = {
         "train_batch_size": 64,
         "gradient_clipping": 0.1,
@@ -80,7 +87,7 @@ def config(folder: Path, model: dict[str, Any], engine: str) -> str:
         "trainer": {
             "task": "embeddings",
             "engine": engine,
-            "model": {"config": model},
+            "model": {"name_or_path": str(base)} if base else {"config": model},
             "data": {"path": "pairs.jsonl"},
         },
     }

@@ -72,9 +72,7 @@ def check_layout(layout: Layout) -> None:
     if layout.context > 1:
         actual = f"{layout.context}: a rank would pool a part of each text"
         expected = "1: texts are short, and a step has many"
-        raise ConfigError(
-            Problem("sequence parallel ranks of the task embeddings", actual, expected)
-        )
+        raise ConfigError(Problem("sequence_parallel_size", actual, expected))
 
 
 def check_fit(spec: ModelSpec, section: TrainerSection, largest: int) -> None:

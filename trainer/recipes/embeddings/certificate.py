@@ -25,7 +25,7 @@ from trainer.models.materialise import on_host
 from trainer.models.pretrained.named_base import NamedBase
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.recipe import Subject
-from trainer.recipes.embeddings.body import body_of, read_architecture, tried_body
+from trainer.recipes.embeddings.body import body_of, check_layout, read_architecture, tried_body
 from trainer.recipes.embeddings.data import TextSample
 from trainer.recipes.embeddings.reference import EmbeddingReference
 from trainer.recipes.embeddings.task import EmbeddingTask
@@ -47,6 +47,7 @@ class EmbeddingsCase:
 
     def __init__(self, small: Tiny, machine: Machine, folder: Path) -> None:
         """Make the copy, and in `folder` its weights if a run would read them. Collective."""
+        check_layout(small.layout)
         section = small.config.trainer
         options = section.embeddings
         self._machine = machine
