@@ -148,6 +148,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         f"trainer.run.folder={{out}} "
         "trainer.epochs=0.1",
     ),
+    "python examples/embeddings.py": ("python examples/embeddings.py --steps 2 --runs {out}",),
     "python examples/one_curve.py": (
         "python examples/one_curve.py --steps 2 --output {out}/a.png",
     ),

@@ -54,12 +54,11 @@ class Reference(ABC):
     """One process with the whole tiny model in float32.
 
     `listens` is False where it runs the micro-batches of all data ranks as one: no rank has its
-    modules' outputs.
-
-    `tops` has, for each measure of the task, the number of highest logits among which a correct
+    modules' outputs. `adds_up` is False where a loss is no sum of those of micro-batches. `tops` has, for each measure of the task, the number of highest logits among which a correct
     target is."""
 
     listens = True
+    adds_up = True
 
     def __init__(
         self,
@@ -266,7 +265,8 @@ class Reference(ABC):
         if dtype != torch.float32:
             low = lowered(self.model, dtype, self._layout.float8)
             repeat(low)
-            alone = [self._gradients(low, step, some, counted) for some in self._summed(parts)]
+            groups = [[part] for part in parts] if self.adds_up else [parts]
+            alone = [self._gradients(low, step, some, counted) for some in groups]
             summed = {
                 name: torch.stack([of[name] for _, of in alone if name in of]).sum(0)
                 for name in runs[0][1]
@@ -276,10 +276,6 @@ class Reference(ABC):
         for seed in range(repeats if self._layout.float8 != "none" else 0):
             repeat(shaken(low, seed))
         return rounding_of((loss, own), runs, outputs, dtype)
-
-    def _summed(self, parts: Sequence[MicroBatch]) -> Sequence[Sequence[MicroBatch]]:
-        """Return the micro-batches whose gradients are sums of their own: each by itself."""
-        return [[part] for part in parts]
 
     # Samples
 

@@ -25,6 +25,8 @@ Row = tuple[list[Text], list[int]]
 class EmbeddingReference(Reference):
     """One process with the whole tiny body, and the loss by its definition."""
 
+    adds_up = False
+
     def __init__(
         self,
         small: Tiny,
@@ -128,9 +130,6 @@ class EmbeddingReference(Reference):
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         scaled = {n: g.float().cpu() / self._scale for n, g in gradients.items()}
         return float(loss.detach()) / counted, scaled
-
-    def _summed(self, parts: Sequence[MicroBatch]) -> Sequence[Sequence[MicroBatch]]:
-        return [parts]
 
     def _micro_batches(self, step: int, data_rank: int) -> list[MicroBatch]:
         parts = self._samples(step, data_rank)
