@@ -54,8 +54,8 @@ class Reference(ABC):
     """One process with the whole tiny model in float32.
 
     `listens` is False where it runs the micro-batches of all data ranks as one: no rank has its
-    modules' outputs. `adds_up` is False where a loss is no sum of those of micro-batches. `tops` has, for each measure of the task, the number of highest logits among which a correct
-    target is."""
+    modules' outputs. `adds_up` is False where a loss is no sum of those of micro-batches. `tops`
+    has, for each measure, the number of highest logits among which a correct target is."""
 
     listens = True
     adds_up = True
