@@ -50,7 +50,8 @@ class CertifiedPairs(Subject):
         return CausalLM.of(self.spec)
 
     def before_training(self, engine: Engine, folder: Path, step: int) -> Subject:
-        for part, drawn in self.parts.values():
+        has_reference = LOSSES[self.task.keys.loss].has_reference
+        for part, drawn in self.parts.values() if has_reference else ():
             numbers = np.arange(len(part))
             known = reference.log_probabilities(engine, self.task, part, numbers)
             part.refer_to(known + drawn.shifts[: len(known)])

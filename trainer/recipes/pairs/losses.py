@@ -160,7 +160,7 @@ class PairLossKind:
     needs_smoothing: bool = False
     takes_margins: bool = False
     means: bool = False
-    """True if it compares means over an answer's tokens: so are its rewards."""
+    """True if its rewards are means over an answer's tokens, as in TRL."""
     sft_weight: float = 0.0
     """The usual weight of the chosen answers' cross-entropy."""
 
@@ -168,9 +168,9 @@ class PairLossKind:
 LOSSES: dict[str, PairLossKind] = {
     "sigmoid": PairLossKind(_sigmoid, smooths=True, takes_margins=True),
     "hinge": PairLossKind(_hinge, takes_margins=True),
-    "ipo": PairLossKind(_ipo, means=True),
+    "ipo": PairLossKind(_ipo),
     "robust": PairLossKind(_robust, smooths=True, takes_margins=True),
-    "sigmoid_norm": PairLossKind(_sigmoid_norm, smooths=True, means=True),
+    "sigmoid_norm": PairLossKind(_sigmoid_norm, smooths=True),
     "apo_zero": PairLossKind(_apo_zero),
     "apo_down": PairLossKind(_apo_down, takes_margins=True),
     "exo_pair": PairLossKind(_exo_pair, smooths=True, needs_smoothing=True, takes_margins=True),

@@ -171,7 +171,7 @@ class PairsTask(CausalLM):
         """
         sums = -losses.double().sum(1)
         sums = self._context.summed(sums) if self._context else sums
-        reference = batch.get("reference")
+        reference = batch.get("reference") if self._kind.has_reference else None
         known = sums.new_zeros(len(sums) // 2, 2) if reference is None else reference.double()
         chosen, rejected = sums.chunk(2)
         return self._answers(torch.stack([chosen, rejected], 1), known, batch)
