@@ -149,6 +149,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         "trainer.epochs=0.1",
     ),
     "python examples/embeddings.py": ("python examples/embeddings.py --steps 2 --runs {out}",),
+    f"deepspeed {TRAIN} examples/preferences.json": (
+        f"deepspeed {TRAIN} examples/preferences.json trainer.model.name_or_path={{run}}/final "
+        f"trainer.run.folder={{out}} "
+        "trainer.epochs=0.1",
+    ),
     "python examples/one_curve.py": (
         "python examples/one_curve.py --steps 2 --output {out}/a.png",
     ),

@@ -10,6 +10,7 @@ import pytest
 
 from tests.support.certify.certifying import certified, config
 from tests.support.certify.faults import pairs as faults
+from tests.support.commands import ROOT
 from tests.support.layouts import EXPERTS
 from tests.support.training import GPT2
 from trainer.recipes.pairs.losses import LOSSES
@@ -101,6 +102,17 @@ def test_a_planted_fault_is_caught_and_named(
     for passed, first, table in pools[size].run(certified, **arguments):
         assert not passed
         assert first == check, table
+
+
+def test_the_page_has_the_table_of_losses_and_layouts() -> None:
+    """No cell is empty, and each that says exact is a case of the certificate."""
+    lines = (ROOT / "docs" / "preferences.md").read_text().splitlines()
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
+    [head] = [row for row in rows if row[1:2] == ["ddp"]]
+    cells = {row[0]: row[1:] for row in rows if row[0] in LOSSES and len(row) == len(head)}
+    assert head[1:] == list(LAYOUTS)
+    assert list(cells) == list(LOSSES)
+    assert all(set(row) == {"exact"} for row in cells.values())
 
 
 def test_what_the_faults_patch_is_there() -> None:

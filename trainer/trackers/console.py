@@ -66,6 +66,7 @@ def progress_line(record: Record, unit: str = "tok") -> str:
         f"scale {record.loss_scale:g}" if record.loss_scale is not None else "",
         f"skipped {record.skipped}" if record.skipped else "",
         *(f"{name} {loss:.3f}" for name, loss in (record.by_source or {}).items()),
+        *(f"{name} {value:.4g}" for name, value in record.metrics.items()),
     ]
     return " | ".join(filter(None, parts))
 
