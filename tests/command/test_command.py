@@ -208,12 +208,14 @@ def test_config_errors_come_before_torch(tmp_path):
 def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path):
     job = write_job(tmp_path, generate={"prompt": "def "})
     long = "scheduler.params.warmup_num_steps=3"
-    result = train("--config", job, "trainer.seed=11", long, "--dry-run")
+    unused = "trainer.data.chat_template=chatml"
+    result = train("--config", job, "trainer.seed=11", long, unused, "--dry-run")
     assert result.code == 0, result.output
     for text in (
         "layout  one process, ZeRO-2, float32, batch 8 = 4 x 2 x 1 (engine deepspeed)",
         "plan    3 steps, 24 samples",
         "note    scheduler.params.warmup_num_steps is 3, and the run has 3 steps: all of it is",
+        "note    trainer.data.chat_template has no effect",
         "train_micro_batch_size_per_gpu = 4  <- auto: from",
         '"seed": 11',
         "sample 0: 16 tokens, 15 count in the loss (+)",

@@ -44,6 +44,7 @@ VISION = dict(
     patch_size=14,
     out_hidden_size=32,
 )
+SECTIONS = dict(rope_type="default", rope_theta=1e4, mrope_section=[1, 1, 2])
 TWELVE = 12
 """Experts: with more than ten, the order of names as text is another model."""
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -107,10 +108,48 @@ FAMILIES: dict[str, dict[str, Any]] = {
         vision_config=VISION | dict(model_type="clip_vision_model", projection_dim=32),
         image_token_index=5,
     ),
+    "glm4v_moe": dict(
+        text_config=SMALL
+        | ROUTED
+        | dict(n_routed_experts=TWELVE, first_k_dense_replace=1, n_group=1, topk_group=1)
+        | dict(n_shared_experts=1, rope_parameters=SECTIONS | dict(partial_rotary_factor=1.0)),
+        vision_config=VISION,
+    ),
+    "qwen2_5_vl": dict(text_config=SMALL | dict(rope_parameters=SECTIONS), vision_config=VISION),
+    "qwen3_vl_moe": dict(
+        text_config=SMALL | ROUTED | dict(num_experts=TWELVE, decoder_sparse_step=1),
+        vision_config=VISION | dict(deepstack_visual_indexes=[0]),
+    ),
+    "internvl": dict(
+        text_config=SMALL | dict(model_type="qwen2"),
+        vision_config=VISION
+        | dict(model_type="internvl_vision", image_size=[28, 28], patch_size=[14, 14]),
+    ),
+    "llava_next": dict(
+        text_config=SMALL | dict(model_type="llama"),
+        vision_config=VISION | dict(model_type="clip_vision_model", projection_dim=32),
+        image_token_index=5,
+        image_grid_pinpoints=[[28, 56], [56, 28]],
+    ),
+    "mllama": dict(
+        text_config=SMALL | dict(cross_attention_layers=[1]),
+        vision_config=VISION
+        | dict(num_global_layers=1, vision_output_dim=64, intermediate_layers_indices=[0])
+        | dict(attention_heads=4, max_num_tiles=1, supported_aspect_ratios=[[1, 1]]),
+    ),
 }
-DIVIDED = {"sarvam_moe": SMALL | ROUTED | dict(n_routed_experts=TWELVE)}
+DIVIDED = {
+    "sarvam_moe": SMALL | ROUTED | dict(n_routed_experts=TWELVE),
+    "ernie4_5_vl_moe": dict(
+        text_config=SMALL
+        | dict(moe_num_experts=TWELVE, moe_k=2, moe_num_shared_experts=1)
+        | dict(moe_intermediate_size=[16, 16], mlp_layer_types=["dense", "sparse"])
+        | dict(rope_parameters=SECTIONS),
+        vision_config=VISION,
+    ),
+}
 """Families whose files have tensors that transformers divides among several of the model."""
-MULTIMODAL = {name for name, values in FAMILIES.items() if "vision_config" in values}
+MULTIMODAL = {name for name, values in (FAMILIES | DIVIDED).items() if "vision_config" in values}
 
 
 def write_base(folder: Path, family: str, **more: Any) -> Path:

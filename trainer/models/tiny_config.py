@@ -196,7 +196,7 @@ class _Resize:
             return [sum(value) // scale.head_size - sum(parts[1:]), *parts[1:]]
         if len(value) == self.layers > 0:
             return kind(self.value(name, value[index]) for index in self.keep)
-        if _is_spelled_out(value, self.layers):  # [[["global", "local"], 12]]
+        if _is_spelled_out(value, self.layers):
             kinds = [word for pattern, times in value for _ in range(times) for word in pattern]
             return [[[kinds[index]], 1] for index in self.keep]
         indices = all(_is_int(v) and 0 <= v < self.layers for v in value)
@@ -309,10 +309,12 @@ def _is_int(value: object) -> bool:
 
 
 def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
-    pairs = all(
-        isinstance(v, (list, tuple)) and len(v) == 2 and isinstance(v[1], int) for v in value
-    )
-    return bool(value) and pairs and sum(len(v[0]) * v[1] for v in value) == layers
+    """Return True for kinds of layers and how often they come: [[["global", "local"], 12]]."""
+    for pair in value:
+        is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
+        if not (is_pair and isinstance(pair[0], (list, tuple)) and isinstance(pair[1], int)):
+            return False
+    return bool(value) and sum(len(kinds) * times for kinds, times in value) == layers
 
 
 def _first(config: PreTrainedConfig, *names: str) -> int | None:

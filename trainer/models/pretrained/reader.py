@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
@@ -80,12 +79,10 @@ class ConvertedWeights(Weights):
 
         Those that are not whole tensors of the files have none.
         """
-        made: dict[int, int] = Counter(map(id, self._conversions.values()))
-        return {
-            name: pieces_of(conversion, self._like[name], self._stored, self._model)
-            for name, conversion in self._conversions.items()
-            if made[id(conversion)] == 1
-        }
+        result: dict[str, tuple[FileTensor, ...]] = {}
+        for conversion in {id(one): one for one in self._conversions.values()}.values():
+            result |= pieces_of(conversion, self._like, self._stored, self._model)
+        return result
 
     def dtypes(self) -> dict[str, torch.dtype]:
         """Return the dtype in the files of each of the model's tensors that has one source there.

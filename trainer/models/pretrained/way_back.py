@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from copy import deepcopy
 from functools import partial
 
@@ -22,20 +23,30 @@ _CODES = re.compile(r"(_packed|_blocks)$")
 
 
 def pieces_of(
-    conversion: Conversion, like: torch.Tensor, stored: StoredTensors, model: PreTrainedModel
-) -> tuple[FileTensor, ...]:
-    """Return the tensors of the files that the bytes of a model's tensor are, in their order.
+    conversion: Conversion,
+    likes: Mapping[str, torch.Tensor],
+    stored: StoredTensors,
+    model: PreTrainedModel,
+) -> dict[str, tuple[FileTensor, ...]]:
+    """Return the tensors of the files that the bytes of the model's tensors are, in their order.
 
-    `like`: the model's tensor. Empty where its bytes are not those of whole tensors of the files,
-    one after the other: where transformers permutes values, or divides a tensor.
+    `likes`: the model's tensors that the conversion makes. Empty where the bytes of one are not
+    those of whole tensors of the files, one after the other: where transformers permutes values, or
+    divides a tensor.
     """
-    keys = _in_order(conversion, stored, model)
+    orders = _in_order(conversion, stored, model)
     names = {key: _value_name(key, pattern) for key, pattern in conversion.sources}
-    if len(keys) == 1:
-        return (FileTensor(names[keys[0]], tuple(like.shape)),)
-    pieces = tuple(FileTensor(names[key], tuple(stored.like(key).shape)) for key in keys)
-    count = sum(math.prod(piece.shape) for piece in pieces)
-    return pieces if count == like.numel() else ()
+    result = {}
+    for name, keys in orders.items():
+        like = likes[name]
+        shapes = [tuple(stored.like(key).shape) for key in keys]
+        if len(keys) == 1:
+            shapes = [tuple(like.shape)]
+        if sum(map(math.prod, shapes)) != like.numel():
+            return {}
+        named = zip(keys, shapes, strict=True)
+        result[name] = tuple(FileTensor(names[key], shape) for key, shape in named)
+    return result
 
 
 def values_of(conversion: Conversion) -> list[str]:
@@ -49,19 +60,21 @@ def _value_name(key: str, pattern: str | None) -> str:
     return _CODES.sub("", key) if pattern and _CODES.search(pattern) else key
 
 
-def _in_order(conversion: Conversion, stored: StoredTensors, model: PreTrainedModel) -> list[str]:
-    """Return the sources in the order of their bytes; empty if they are mixed.
+def _in_order(
+    conversion: Conversion, stored: StoredTensors, model: PreTrainedModel
+) -> dict[str, list[str]]:
+    """Return the sources of each tensor in the order of their bytes; empty if they are mixed.
 
     Transformers converts tensors that are as small as they can be, each value another number: where
     these come to lie shows the order.
     """
     weights = conversion.weights
     if conversion.transform is None:
-        return weights[:1]
+        return {conversion.first: weights[:1]}
     steps = conversion.transform.operations
     steps = [deepcopy(step) for step in steps if not getattr(step, "hf_quantizer", None)]
     if not steps:
-        return weights if len(weights) == 1 else []
+        return {conversion.first: weights} if len(weights) == 1 else {}
     patterns = conversion.transform.source_patterns, conversion.transform.target_patterns
     transform = WeightConverter(*map(list, patterns), operations=steps)
     numbers: dict[int, tuple[str, int]] = {}
@@ -78,12 +91,14 @@ def _in_order(conversion: Conversion, stored: StoredTensors, model: PreTrainedMo
     try:
         made = transform.convert(conversion.first, model=model, config=model.config)
     except Exception:  # whatever an operation raises for a tensor of another size
-        return []
-    if list(made) != [conversion.first]:
-        return []
-    value = made[conversion.first]
-    flat = (value[0] if isinstance(value, list) else value).reshape(-1).int().tolist()
-    return _consecutive(flat, numbers)
+        return {}
+    orders = {}
+    for name, value in made.items():
+        flat = (value[0] if isinstance(value, list) else value).reshape(-1).int().tolist()
+        orders[name] = _consecutive(flat, numbers)
+    used = [key for keys in orders.values() for key in keys]
+    whole = all(orders.values()) and sorted(used) == sorted(weights)
+    return orders if whole else {}
 
 
 def _itself(value: torch.Tensor) -> torch.Tensor:
@@ -102,4 +117,4 @@ def _consecutive(flat: list[int], numbers: dict[int, tuple[str, int]]) -> list[s
             return []
         keys.append(key)
         place += count
-    return keys if len(keys) == len(numbers) else []
+    return keys

@@ -173,8 +173,11 @@ def fitted(context: RunContext, parts: LanguageParts, data: Data) -> LanguagePar
         template = Template.of(tokenizer, section.data.chat_template)
         if template.text:
             tokenizer = _tokenizer(context, chat_template=template.text)
+    notes = [*parts.notes, *data.unrendered()]
+    if section.data.chat_template is not None and not data.has_chats:
+        notes.append("trainer.data.chat_template has no effect: the data has no chats")
     _check_fit(parts.spec, data.largest_token_id, section.data.sequence_length)
-    return parts._replace(tokenizer=tokenizer, notes=(*parts.notes, *data.unrendered()))
+    return parts._replace(tokenizer=tokenizer, notes=tuple(notes))
 
 
 def open_language_model(context: RunContext) -> LanguageSubject:
