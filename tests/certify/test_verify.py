@@ -8,7 +8,7 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import pytest
 from tests.support.certify.certifying import BALANCED, DEEPSEEK, MISTRAL, SPREAD, certified, config
 from tests.support.certify.faults import (
     attention,
+    documents,
     experts,
     gradients,
     randomness,
@@ -73,6 +74,33 @@ OF_ROWS = {
     attention.weighed_by_its_own_targets: ("gradient", 0, {}),
 }
 """The check that finds it, the first rank, and more of the config."""
+LFM2 = {
+    **{"model_type": "lfm2", "num_hidden_layers": 3, "vocab_size": 61},
+    "layer_types": ["conv", "full_attention", "conv"],
+}
+MAMBA2 = {"model_type": "mamba2", "num_hidden_layers": 2, "vocab_size": 61}
+PACKED = {"data": {"documents": "pack"}}
+OF_DOCUMENTS: dict[Callable[[str], Any], Planted] = {
+    documents.state_reset_at_a_ranks_border: Planted(
+        "mesh", 2, "output", "model.layers.0.conv", rank=1, trainer={"model": {"config": LFM2}}
+    ),
+    documents.border_ignored_on_the_second_rank: Planted(
+        "deepspeed",
+        2,
+        "output",
+        "model.layers.0.conv",
+        step=1,
+        rank=1,
+        trainer={"model": {"config": LFM2}, **PACKED},
+    ),
+    documents.gradient_of_the_state_not_sent_back: Planted(
+        "mesh", 3, "gradient", "backbone.layers.1.norm", trainer={"model": {"config": MAMBA2}}
+    ),
+    documents.tokens_of_one_place_later: Planted(
+        "accelerate", 2, "output", "model.layers.0.conv", trainer={"model": {"config": LFM2}}
+    ),
+}
+"""Faults of layers with state, whose tokens two ranks share."""
 PLACES = {"output": "model.layers.0.self_attn.o_proj", "gradient": "lm_head.weight"}
 
 FAULTS: dict[Callable[[str], Any], Planted] = {
@@ -176,6 +204,10 @@ FAULTS: dict[Callable[[str], Any], Planted] = {
         "mesh", 2, "overflow", BIAS, step=6, trainer=BALANCED
     ),
     experts.rows_of_the_next_expert: Planted("mesh", 2, "output", "mlp", trainer=SPREAD),
+    **{
+        fault: replace(planted, trainer={"context": 2, **planted.trainer})
+        for fault, planted in OF_DOCUMENTS.items()
+    },
 }
 
 
@@ -228,6 +260,7 @@ def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
             assert passed, table
         sound[content] = path
     arguments = {"path": path, "world_size": planted.size, "fault": fault}
+    arguments |= {"probes": fault in OF_DOCUMENTS}
     for passed, first, table in pools[planted.size].run(certified, **arguments):
         assert not passed
         assert first == planted.check, table

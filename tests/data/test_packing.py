@@ -25,6 +25,7 @@ from tests.support.messages import raises, shows
 from tests.support.models.families import SMALL
 from tests.support.models.lora import LORA, write_base
 from tests.support.models.masks import FAMILIES, Waits, tiny
+from tests.support.models.stateful import STATEFUL
 from tests.support.pool import machine_here
 from tests.support.probing import ask_about
 from tests.support.training import GPT2, LLAMA, Case, Outcome, assert_same, spec_of, task_of
@@ -296,29 +297,6 @@ APART: dict[str, dict[str, Any]] = {
         for name in ("gpt_neox", "falcon", "mixtral", "starcoder2")
     },
     **{"bloom": ALIBI, "mpt": MPT, "opt": OPT, "gpt2 with dropout": GPT2},
-}
-HEADS = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 1, "mamba_d_state": 8}
-MAMBA2 = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8}
-STATEFUL = {
-    **{
-        name: {**SMALL, "model_type": name}
-        for name in ("mamba", "rwkv", "recurrent_gemma", "jamba", "qwen3_next", "falcon_h1")
-    },
-    "mamba2": {**SMALL, **MAMBA2, "model_type": "mamba2"},
-    "bamba": {
-        **SMALL,
-        **HEADS,
-        "model_type": "bamba",
-        "attn_layer_indices": [1],
-        "attention_dropout": 0.0,
-    },
-    "granitemoehybrid": {
-        **SMALL,
-        **HEADS,
-        "model_type": "granitemoehybrid",
-        "layer_types": ["mamba", "attention", "mamba"],
-    },
-    "lfm2": {**SMALL, "model_type": "lfm2", "layer_types": ["conv", "full_attention", "conv"]},
 }
 LEAKING = {"xlstm": {**SMALL, "model_type": "xlstm"}}
 

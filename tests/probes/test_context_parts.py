@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support.layouts import EXPERTS, TIED, family
+from tests.support.layouts import EXPERTS, HYBRID, PARTS, TIED, family
 from tests.support.messages import shows
 from tests.support.training import GPT2, Case, layout_of, spec_in, task_of
 from trainer.errors import ConfigError
@@ -44,10 +44,13 @@ def checked(model: dict[str, Any], packed: bool = False, **axes: Any) -> str:
         TIED | {"num_key_value_heads": 1},
         TIED | {"num_attention_heads": 1, "num_key_value_heads": 1},
         family("gpt_oss", sliding_window=4, num_local_experts=4),
+        HYBRID,
+        HYBRID | {"num_attention_heads": 1, "num_key_value_heads": 1},
+        family("mamba", state_size=8),
     ],
     ids=[
         *("llama", "gpt2", "dropout", "window", "experts", "rotary that grows", "one kv head"),
-        *("one head", "sinks"),
+        *("one head", "sinks", "hybrid", "hybrid, one head", "recurrent"),
     ],
 )
 def test_rows_are_divided(model, packed):
@@ -59,18 +62,32 @@ def test_rows_are_divided(model, packed):
     [
         (TIED | {"attention_dropout": 0.1}, ("dropout of 0.1", "for all heads")),
         (EXPERTS | {"output_router_logits": True}, ("router's loss",)),
-        (family("mamba"), ("its attention (eager)", "transformers' SDPA")),
-        (
-            family("lfm2", layer_types=["conv", "full_attention", "conv"]),
-            ("outside attention", "differs by"),
-        ),
+        (family("xlstm"), ("layer with state", "tensor of shape")),
     ],
-    ids=["dropout in attention", "router's loss", "recurrent", "hybrid"],
+    ids=["dropout in attention", "router's loss", "a state beside the tokens"],
 )
 def test_a_model_is_refused_with_the_reason(model, keys):
     found = checked(model)
     assert found.startswith("sequence_parallel_size: ")
     shows(found, *keys, "Remove it", "1")
+
+
+def test_a_layer_with_state_that_is_not_found_is_refused(monkeypatch):
+    monkeypatch.setattr("trainer.recipes.causal_lm.task.mixers_of", lambda *_: frozenset())
+    shows(checked(HYBRID), "sequence_parallel_size", "outside attention", "differs by")
+
+
+def test_a_layer_with_state_that_draws_is_refused():
+    """A rank would draw for whole documents, and one process draws for whole sequences."""
+    adapter = {"r": 2, "dropout": 0.1, "targets": ["in_proj"]}
+    shows(checked(HYBRID, adapter=adapter), "layer with state", "draws random numbers")
+    assert checked(HYBRID, adapter=adapter | {"dropout": 0.0}) == ""
+
+
+def test_whole_documents_and_parts_of_tensor_ranks_are_refused():
+    axes = {"tensor": 2, "world_size": 4, "more": PARTS}
+    shows(checked(HYBRID, **axes), "layers with state", "tensor_parallel.sequence_parallel")
+    assert checked(HYBRID, **axes | {"more": {}}) == ""
 
 
 class _Mixing(torch.nn.Module):

@@ -71,6 +71,12 @@ EXPERTS_4 = EXPERTS | {"num_hidden_layers": 4}
 SPREAD = Case(expert=2, zero_stage=2, model=EXPERTS)
 SPREAD_4 = replace(SPREAD, world_size=4, micro_batch=1)
 CONTEXT = Case(context=2, micro_batch=4, model=TIED)
+HYBRID = family("lfm2", layer_types=["conv", "full_attention", "conv"])
+HYBRID_4 = HYBRID | {
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "conv", "full_attention", "conv"],
+}
+"""Its convolutions have a state: under context parallelism a rank computes whole documents."""
 PARTS = {"tensor_parallel": {"sequence_parallel": True}}
 BIASED_4 = FAMILIES["llama, biases"] | {"num_key_value_heads": 4}
 
@@ -255,6 +261,29 @@ LAYOUTS = {
         context=4,
         zero_stage=3,
         model=TIED | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "context, hybrid, zero3, full": replace(CONTEXT, zero_stage=3, recompute="full", model=HYBRID),
+    "context, hybrid, ddp, a sequence at a time": replace(
+        CONTEXT, zero_stage=0, micro_batch=1, model=HYBRID
+    ),
+    "context over four, hybrid, two heads, selective": replace(
+        CONTEXT,
+        world_size=4,
+        context=4,
+        recompute="selective",
+        model=HYBRID | {"num_attention_heads": 2, "num_key_value_heads": 1},
+    ),
+    "pipeline x context, hybrid, full": replace(
+        CONTEXT,
+        world_size=4,
+        pipeline=2,
+        micro_batch=2,
+        zero_stage=0,
+        recompute="full",
+        model=HYBRID_4,
+    ),
+    "context x hsdp, hybrid": replace(
+        CONTEXT, world_size=4, replicate=2, micro_batch=1, zero_stage=3, model=HYBRID
     ),
     "zero3 over four, two experts": replace(
         DATA,

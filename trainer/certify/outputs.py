@@ -42,11 +42,11 @@ class Listener:
     """Keeps the outputs of modules with parameters, but not those of recomputed activations, nor
     of passes without gradients, in which a task looks ahead.
 
-    Nor of modules in the blocks `compiled`: no hook can be compiled with them.
+    Nor of what is inside the modules `closed`.
     """
 
-    def __init__(self, models: Iterable[nn.Module], compiled: Sequence[str] = ()) -> None:
-        inside = tuple(f"{block}." for block in compiled)
+    def __init__(self, models: Iterable[nn.Module], closed: Sequence[str] = ()) -> None:
+        inside = tuple(f"{name}." for name in closed)
         self._parts: Sequence[Tokens] = ()
         self._calls = Counter[str]()
         self._found = Outputs()

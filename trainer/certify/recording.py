@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from trainer import checkpoint
 from trainer.certify.one_process.edges import Edge, samples_at
@@ -36,6 +37,7 @@ from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import RunState
 from trainer.supervise.stall import Phase
 from trainer.tasks import cross_entropy
+from trainer.tasks.mixers import runs_by_document
 from trainer.tasks.task import Batch, Task
 
 ROWS = 7
@@ -105,8 +107,7 @@ class Recorder:
         self._recording = recording
         self._observes = observes
         modules = [module.get_submodule("model") for module in engine.modules if observes]
-        compiled = engine.job.spec.blocks if engine.job.layout.compile == "blocks" else ()
-        self._listener = Listener(modules, compiled)
+        self._listener = Listener(modules, _closed(modules, engine.job))
         recording.states.append(state_of(engine))
 
     def __getattr__(self, name: str) -> object:
@@ -144,6 +145,18 @@ class Recorder:
         # a sample may be several rows of tokens
         ids = [(n, batch["input_ids"].flatten(0, -2)) for n, batch in rows]
         return [{(place, n): part_of(of, part)} for n, of in ids]
+
+
+def _closed(modules: Sequence[nn.Module], job: Job) -> list[str]:
+    """Return the names of modules inside which nothing can be compared with one process.
+
+    No hook can be compiled with a block. Under context parallelism, a layer with state has whole
+    documents, of any rank's tokens.
+    """
+    names = list(job.spec.blocks) if job.layout.compile == "blocks" else []
+    pairs = [pair for module in modules for pair in module.named_modules()]
+    by_document = [name for name, module in pairs if runs_by_document(module)]
+    return names + by_document if job.layout.context > 1 else names
 
 
 class RecordingHooks(Hooks):

@@ -3,22 +3,25 @@
 Attention exchanges tokens for heads (Ulysses, arXiv 2309.14509): each rank attends over whole rows
 with a part of the heads. If more ranks share a row than can divide the heads, they form groups: the
 ranks of a group exchange, and each gathers the keys and values of all groups (as Llama 3, arXiv
-2407.21783, section 3.3.2). All else works on each token by itself.
+2407.21783, section 3.3.2). Layers with state along the sequence compute whole documents
+(`documents.py`). All else works on each token by itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from trainer.distributed.documents import Lengths, Places, WholeDocuments
 from trainer.distributed.exchange import Exchange
 
 ATTRIBUTE = "context_ranks"
@@ -52,6 +55,16 @@ class Division:
         group = rank // self.group_size
         return [(n * each, (n + 1) * each) for n in (group, 2 * self.groups - 1 - group)]
 
+    def places(self, row: int) -> list[Places]:
+        """Return the tokens that each rank has of rows of `row` tokens, which can be divided."""
+        tokens = np.arange(row)
+        own = []
+        for rank in range(self.size):
+            sections = self.sections(rank, row) if self.groups > 1 else [(0, row)]
+            group = np.concatenate([tokens[begin:end] for begin, end in sections])
+            own.append(np.split(group, self.group_size)[rank % self.group_size])
+        return own
+
     def part(self, whole: torch.Tensor, rank: int, dim: int = 1, fill: float = 0) -> torch.Tensor:
         """Return a rank's tokens of whole rows, which are filled up first."""
         if missing := self.filled(whole.shape[dim]) - whole.shape[dim]:
@@ -72,12 +85,20 @@ class ContextRanks:
     """The exchanges among the ranks of a row, and where this rank's tokens stand in it.
 
     `heads`: the ranks of a group; `rows`: those with the same heads in all groups. None: one rank.
+    `every`: all ranks of a row, where it is neither of these.
     """
 
-    def __init__(self, division: Division, heads: Exchange | None, rows: Exchange | None) -> None:
+    def __init__(
+        self,
+        division: Division,
+        heads: Exchange | None,
+        rows: Exchange | None,
+        every: Exchange | None = None,
+    ) -> None:
         self.division = division
         self._heads = heads
         self._rows = rows
+        self._every = every or heads or rows
         group = rows.group.rank() if rows else 0
         self.rank = group * division.group_size + (heads.group.rank() if heads else 0)
         self._divides = False
@@ -107,13 +128,23 @@ class ContextRanks:
         return self  # a copy of a model has the same ranks
 
     @contextmanager
-    def dividing(self) -> Iterator[None]:
+    def dividing(self, divides: bool = True) -> Iterator[None]:
         """Wrap forward and backward passes over parts of rows."""
-        self._divides = True
+        before = self._divides
+        self._divides = divides
         try:
             yield
         finally:
-            self._divides = False
+            self._divides = before
+
+    def documents(self, lengths: Lengths) -> WholeDocuments:
+        """Return the documents of a micro-batch, of which this rank has a part."""
+        places = self.division.places(sum(lengths[0]))
+        return WholeDocuments(lengths, places, self.rank, self._every, self.alone)
+
+    def alone(self) -> AbstractContextManager[None]:
+        """Wrap what this rank computes of whole documents."""
+        return self.dividing(False)
 
     def part(self, whole: torch.Tensor, dim: int = 1, fill: float = 0) -> torch.Tensor:
         """Return this rank's tokens of whole rows, filled up to a number that can be divided."""

@@ -154,8 +154,11 @@ def _context_ranks(layout: Layout, mesh: DeviceMesh, heads: int) -> ContextRanks
     groups = [row[i : i + inner] for row in data for i in range(0, len(row), inner)]
     rows = [row[i : i + size] for row in data for i in range(0, len(row), size)]
     alike = [row[i::inner] for row in rows for i in range(inner)]
-    exchanges = (Exchange(group_of_rows(g)) if len(g[0]) > 1 else None for g in (groups, alike))
-    return ContextRanks(division, *exchanges)
+    heads_of, rows_of = (
+        Exchange(group_of_rows(g)) if len(g[0]) > 1 else None for g in (groups, alike)
+    )
+    every = Exchange(group_of_rows(rows)) if 1 < inner < size else None
+    return ContextRanks(division, heads_of, rows_of, every)
 
 
 def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:

@@ -1,7 +1,8 @@
 """Layers that carry state along a sequence, run a document at a time (Mamba, gated delta nets).
 
 Masks keep packed documents apart in attention alone. A recurrence or a convolution along the
-sequence takes no mask: it starts from nothing only where it is called again.
+sequence takes no mask: it starts from nothing only where it is called again. It also needs all of
+a document's tokens, so of ranks that share sequences one gets the whole document.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from trainer.distributed.documents import DocumentPlace, Lengths, WholeDocuments
 from trainer.models.names import outermost, pattern_of
 from trainer.models.spec import ModelSpec
 from trainer.probes.inputs import sequence_of
@@ -24,14 +26,12 @@ from trainer.probes.probe import TOLERANCE, Finding, observe, tiny
 from trainer.tasks.attention import CuSeqlens
 from trainer.tasks.patches import replace_mixer
 
-Lengths = Sequence[Sequence[int]]
-"""The lengths of the documents of each row of a micro-batch; they fill the row."""
-DOCUMENTS: ContextVar[Lengths | None] = ContextVar("DOCUMENTS", default=None)
+DOCUMENTS: ContextVar[WholeDocuments | None] = ContextVar("DOCUMENTS", default=None)
 """The documents of the forward pass that runs; None: a row is one."""
 
 
 @contextmanager
-def within(documents: Lengths | None) -> Iterator[None]:
+def within(documents: WholeDocuments | None) -> Iterator[None]:
     """Let layers with state know the documents of a forward pass."""
     token = DOCUMENTS.set(documents)
     try:
@@ -46,7 +46,9 @@ def kept_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
     return forward if documents is None else partial(_among, documents, forward)
 
 
-def _among(documents: Lengths, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _among(
+    documents: WholeDocuments, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with within(documents):
         return forward(*args, **kwargs)
 
@@ -69,73 +71,84 @@ class Mixer(NamedTuple):
 Mixers = frozenset[Mixer]
 
 
-def run_by_document(model: nn.Module, mixers: Mixers) -> None:
-    """Run layers of these kinds a document at a time, in place."""
+def run_by_document(model: nn.Module, mixers: Callable[[], Mixers]) -> None:
+    """Run layers of these kinds on whole documents, each by itself, in place."""
+    kinds = mixers()
+    number = 0
     for name, module in model.named_modules():
         kind = Mixer(pattern_of(name), type(module).__name__)
-        if kind in mixers and not runs_by_document(module):
-            replace_mixer(module, partial(_by_document, module.forward))
+        if kind in kinds and not runs_by_document(module):
+            replace_mixer(module, partial(_by_document, module.forward, number))
+            number += 1
 
 
 def runs_by_document(module: nn.Module) -> bool:
-    """Return True for a layer that may be called another number of times on each rank."""
+    """Return True for a layer that may run for another number of documents on each rank."""
     forward = module.forward
     return isinstance(forward, partial) and forward.func is _by_document
 
 
 @torch.compiler.disable
-def _by_document(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _by_document(forward: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
     documents = DOCUMENTS.get()
-    if documents is None or all(len(own) == 1 for own in documents):
+    if documents is None or documents.are_rows:
         return forward(*args, **kwargs)
-    rows = []
-    with within(None):
-        for row, lengths in enumerate(documents):
-            ends = [sum(lengths[: count + 1]) for count in range(len(lengths))]
-            parts = []
-            for length, end in zip(lengths, ends, strict=True):
-                part = partial(_part, (len(documents), ends[-1]), row, slice(end - length, end))
-                own, named = tree_map(part, (args, kwargs))
-                parts.append(forward(*own, **named))
-                _check(parts[-1], length)
-            rows.append(_joined(parts, dim=1))
-    return _joined(rows, dim=0)
+    leaves, form = tree_flatten((args, kwargs))
+    kinds = [_has_tokens(value, documents) for value in leaves]
+
+    def compute(group: Sequence[DocumentPlace], parts: Sequence[torch.Tensor]) -> object:
+        tokens = iter(parts)
+        own = [
+            next(tokens) if moved else _within(group, value, documents)
+            for value, moved in zip(leaves, kinds, strict=True)
+        ]
+        own_args, own_kwargs = tree_unflatten(own, form)
+        with within(None):
+            output = forward(*own_args, **own_kwargs)
+        _check(output, (len(group), group[0].length))
+        return output
+
+    parts = [value for value, moved in zip(leaves, kinds, strict=True) if moved]
+    if not parts:
+        raise ValueError(f"a layer with state gets nothing of each of {documents.part} tokens")
+    return documents.computed(compute, parts, number)
 
 
-def _check(output: Any, length: int) -> None:
+def _check(output: object, shape: tuple[int, int]) -> None:
     """Raise ValueError for a result that is not one of each token: a state, a cache."""
-    for value in tree_flatten(output)[0]:
-        if torch.is_tensor(value) and value.shape[:2] != (1, length):
+    for value in tree_leaves(output):
+        if torch.is_tensor(value) and value.shape[:2] != shape:
             raise ValueError(f"a layer with state returns a tensor of shape {list(value.shape)}")
 
 
-def _part(shape: tuple[int, int], row: int, tokens: slice, value: Any) -> Any:
-    """Return what a tensor has for some tokens of a sequence: hidden states, positions, a mask.
-
-    `shape`: batch and sequence. Raises ValueError for a tensor with another place for tokens, and
-    for a mask that is no tensor.
+def _has_tokens(value: Any, documents: WholeDocuments) -> bool:
+    """Return True for a tensor with something for each of this rank's tokens: hidden states,
+    positions. Raises ValueError for a tensor with another place for tokens, and for a mask that is
+    no tensor.
     """
-    batch, sequence = shape
     if isinstance(value, CuSeqlens | BlockMask | Mapping):
         raise ValueError("a layer with state gets the mask of an attention kernel")
-    if not torch.is_tensor(value):
-        return value
-    if sequence not in value.shape:
-        return value
-    own = slice(row, row + 1) if value.shape[0] == batch else slice(0, 1)
-    if value.ndim == 4 and value.shape[-2:] == (sequence, sequence):
-        return value[own, :, tokens, tokens]
-    if value.ndim > 1 and value.shape[0] in (1, batch) and value.shape[1] == sequence:
-        return value[own, tokens]
+    if not torch.is_tensor(value) or _is_mask(value, documents):
+        return False
+    if not {documents.part, documents.row} & {*value.shape}:
+        return False
+    rows = len(documents.lengths)
+    if value.ndim > 1 and value.shape[0] in (1, rows) and value.shape[1] == documents.part:
+        return True
     raise ValueError(f"a layer with state gets a tensor of shape {list(value.shape)}")
 
 
-def _joined(parts: Sequence[Any], dim: int) -> Any:
-    """Join the results of documents or rows, which may be tuples."""
-    leaves = [tree_flatten(part) for part in parts]
-    columns = zip(*(values for values, _ in leaves), strict=True)
-    joined = [torch.cat(own, dim) if torch.is_tensor(own[0]) else own[0] for own in columns]
-    return tree_unflatten(joined, leaves[0][1])
+def _is_mask(value: torch.Tensor, documents: WholeDocuments) -> bool:
+    return value.ndim == 4 and value.shape[-2:] == (documents.row, documents.row)
+
+
+def _within(group: Sequence[DocumentPlace], value: Any, documents: WholeDocuments) -> Any:
+    """Return a mask of whole rows for some documents, and all else as it is."""
+    if not torch.is_tensor(value) or not _is_mask(value, documents):
+        return value
+    masks = value.expand(len(documents.lengths), *value.shape[1:])
+    tokens = [(row, slice(begin, begin + length)) for row, begin, length in group]
+    return torch.stack([masks[row, :, own, own] for row, own in tokens])
 
 
 def mixers_of(spec: ModelSpec, logits: Callable[..., torch.Tensor]) -> Mixers:

@@ -47,3 +47,15 @@ def loss_alone(model: Any, samples: list[dict[str, np.ndarray]]) -> torch.Tensor
                 logits[0], targets[0], reduction="sum", ignore_index=IGNORED
             )
     return total
+
+
+def samples_of(lengths: list[list[int]]) -> list[dict[str, np.ndarray]]:
+    """Draw a packed sample for each row of documents of these lengths."""
+    rng = np.random.default_rng(0)
+    found = []
+    for row in lengths:
+        ids = [rng.integers(1, VOCABULARY, n) for n in row]
+        targets = [np.append(own[1:], own[0] if len(own) == 1 else IGNORED) for own in ids]
+        sample = {"input_ids": np.concatenate(ids), "targets": np.concatenate(targets)}
+        found.append(sample | {"documents": np.array(row)})
+    return found

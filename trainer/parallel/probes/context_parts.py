@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from trainer.distributed.context_ranks import ContextRanks, Division
+from trainer.distributed.documents import Compute, Lengths, WholeDocuments
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.probes.inputs import batches, packed_batch
 from trainer.probes.probe import TOLERANCE, Differs, Finding, probe
 from trainer.probes.question import Need, Probed, Question
+from trainer.tasks.mixers import Mixers
+
+
+@runtime_checkable
+class HasMixers(Protocol):
+    """A task that finds its model's layers with state (`trainer/tasks/mixers.py`)."""
+
+    mixers: Callable[[], Mixers]
 
 
 def _ask(about: Probed) -> Finding | None:
@@ -29,6 +41,9 @@ def _ask(about: Probed) -> Finding | None:
         loss = "the router's loss (output_router_logits)"
         actual = f"{loss} is a product of means over whole sequences"
         return Finding(actual, "output_router_logits false")
+    if about.layout.sequence_parallel and isinstance(about.task, HasMixers) and about.task.mixers():
+        actual = "its layers with state need whole documents, not a tensor rank's part of them"
+        return Finding(actual, "tensor_parallel.sequence_parallel false")
     in_groups = division_of(about.layout, spec.language.attention.heads).groups > 1
 
     def change(model: nn.Module, small: ModelSpec) -> _InParts:
@@ -47,7 +62,9 @@ def _ask(about: Probed) -> Finding | None:
 
 
 class _InParts:
-    """A tiny copy whose attention is recorded over whole sequences, then given in parts."""
+    """A tiny copy whose attention, and layers with state, are recorded over whole sequences, then
+    given in parts.
+    """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, task: Any, in_groups: bool) -> None:
         self._ranks = _Recorded(spec.language.attention.heads, in_groups)
@@ -74,7 +91,7 @@ class _InParts:
 
 
 class _Recorded(ContextRanks):
-    """Attends over whole rows at first, and keeps it; then gives each of two ranks its part.
+    """Computes over whole rows at first, and keeps it; then gives each of two ranks its part.
 
     `heads`: those of the model that is tried; an odd number makes two groups of the two ranks.
     `in_groups`: sections of a row are tried by themselves, too, as groups of the run's ranks need.
@@ -84,7 +101,8 @@ class _Recorded(ContextRanks):
         super().__init__(Division(2, 1 if heads % 2 == 0 else 2), None, None)
         self._divides = True
         self._in_groups = in_groups
-        self._calls: list[tuple[torch.Tensor, ...]] = []
+        self._calls: list[tuple[Any, ...]] = []
+        """For each attention and layer with state what it got, and last what it gave."""
         self._ranks: Sequence[int] = (0, 1)
         self._next = 0
 
@@ -124,13 +142,30 @@ class _Recorded(ContextRanks):
                 _compare(attention, output[:, begin:end], "a token sees later ones")
             self._calls.append((*heads, output))
             return output, weights
+        return self.part(self._recorded(heads, 2)), None
+
+    def documents(self, lengths: Lengths) -> WholeDocuments:
+        if len(self._ranks) > 1:
+            return _OfWholeRows(lengths, [np.arange(self.row)], alone=self.alone, ranks=self)
+        return _OfParts(lengths, self.division.places(self.row), self._ranks[0], ranks=self)
+
+    def keep(self, parts: Sequence[torch.Tensor], output: object) -> None:
+        """Keep what a layer with state got and gave."""
+        self._calls.append((*parts, output))
+
+    def replayed(self, parts: Sequence[torch.Tensor]) -> object:
+        """Return for this rank's tokens what a layer with state gave for whole rows."""
+        return tree_map_only(torch.Tensor, self.part, self._recorded(parts, 1))
+
+    def _recorded(self, given: Sequence[torch.Tensor], dim: int) -> Any:
+        """Return what was given for whole rows, of which this rank has a part along `dim`."""
         if self._next == len(self._calls):
             raise Differs("a part of a sequence attends more often than a whole one")
         *whole, output = self._calls[self._next]
-        for ours, theirs in zip(heads, whole, strict=True):
-            _compare(ours, self.part(theirs, 2), "it mixes tokens outside attention")
+        for ours, theirs in zip(given, whole, strict=True):
+            _compare(ours, self.part(theirs, dim), "it mixes tokens outside attention")
         self._next += 1
-        return self.part(output), None
+        return output
 
     def joined(self, part: torch.Tensor) -> torch.Tensor:
         if len(self._ranks) > 1:
@@ -139,6 +174,33 @@ class _Recorded(ContextRanks):
 
     def __len__(self) -> int:
         return len(self._calls)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfWholeRows(WholeDocuments):
+    """Whole documents, computed by one rank and kept."""
+
+    ranks: _Recorded
+    are_rows = False
+
+    def computed(self, compute: Compute, parts: Sequence[torch.Tensor], number: int = 0) -> object:
+        before = torch.default_generator.get_state()
+        output = super().computed(compute, parts, number)
+        if not torch.equal(before, torch.default_generator.get_state()):
+            raise Differs("a layer with state draws random numbers (dropout), for whole documents")
+        self.ranks.keep(parts, output)
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class _OfParts(WholeDocuments):
+    """Parts of documents, which were computed as wholes before."""
+
+    ranks: _Recorded
+    are_rows = False
+
+    def computed(self, compute: Compute, parts: Sequence[torch.Tensor], number: int = 0) -> object:
+        return self.ranks.replayed(parts)
 
 
 def _compare(ours: torch.Tensor, whole: torch.Tensor, difference: str) -> None:
@@ -151,7 +213,7 @@ def _compare(ours: torch.Tensor, whole: torch.Tensor, difference: str) -> None:
 QUESTION = Question(
     name="whether its sequences can be divided",
     key="sequence_parallel_size",
-    expected="tokens that meet in attention alone",
+    expected="tokens that meet in attention, or in layers with state, alone",
     hint="Remove it, or set it to 1: each rank then has whole sequences.",
     need=Need(
         "`sequence_parallel_size`",
@@ -161,7 +223,8 @@ QUESTION = Question(
     ask=_ask,
     holds="Parts of a sequence, with the attention over the whole one, add up to its loss",
     otherwise=(
-        "unsupported: tokens that meet outside attention (recurrence, convolution), a router's loss"
+        "unsupported: tokens that meet outside attention and the layers with state that are found, "
+        "random numbers drawn in such a layer, a router's loss"
     ),
     cost="0.1 s",
 )

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.context_ranks import ContextRanks
+from trainer.distributed.documents import WholeDocuments
 from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
@@ -30,7 +31,7 @@ from trainer.tasks.cross_entropy import (
 from trainer.tasks.kernel_probes import attention_of
 from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
-from trainer.tasks.mixers import Lengths, Mixers, lengths_of, mixers_of, run_by_document, within
+from trainer.tasks.mixers import Mixers, lengths_of, mixers_of, run_by_document, within
 from trainer.tasks.patches import (
     attend_in_place_of_eager,
     divide_rows,
@@ -71,7 +72,7 @@ class CausalLM:
         self._padding_id = padding
         self.attention = cache(attention)
         self._masks = Masks()
-        self._mixers = cache(mixers)
+        self.mixers = cache(mixers)
         self._packs = False
         self._smoothing = 0.0
         self._trains = False
@@ -143,8 +144,8 @@ class CausalLM:
             replace_loss(model, self._mean)
         if self._context is not None:
             divide_rows(model, self._context)
-        if self._packs:
-            run_by_document(model, self._mixers())
+        if self._packs or self._context is not None:
+            run_by_document(model, self.mixers)
         return model
 
     def _loss_head(self, own: nn.Linear) -> LossHead:
@@ -278,16 +279,20 @@ class CausalLM:
             lengths = documents.lengths if documents else batch["lengths"]
             self._noise.start(lengths, self._context)
         kernels = kernel_chooser(self.attention, ids.device, self._context)
-        apart = self._kept_apart(batch, row) if documents else None
+        apart = self._kept_apart(batch, row) if documents or self._context else None
         masks = self._masks.of(documents, self._context, kernels, lacks_sdpa(model))
         with masks, within(apart):
             return forward(input_ids=self._own(batch, "input_ids"), use_cache=False, **arguments)
 
-    def _kept_apart(self, batch: Batch, row: int) -> Lengths | None:
+    def _kept_apart(self, batch: Batch, row: int) -> WholeDocuments | None:
         """Return the documents if the model has layers with state, which then run by document."""
-        if not self._packs:
+        if "documents" in batch and not self._packs:
             raise ValueError("packed documents, and a task without packing()")
-        return lengths_of(batch["documents"], row) if self._mixers() else None
+        if not self.mixers():
+            return None
+        rows = len(batch["input_ids"])
+        lengths = lengths_of(batch["documents"], row) if "documents" in batch else [[row]] * rows
+        return self._context.documents(lengths) if self._context else WholeDocuments.whole(lengths)
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss and the number of targets with the highest logit.

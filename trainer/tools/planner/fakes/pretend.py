@@ -34,6 +34,7 @@ from trainer.parallel.splits import expert_ranks
 from trainer.probes.dispatch_modes import HostReads
 from trainer.tasks.attention import Attention
 from trainer.tasks.kernels import kernel_chooser
+from trainer.tasks.mixers import Mixers, run_by_document
 from trainer.tools.planner.fakes.messages import place
 from trainer.tools.planner.fakes.replicas_by_buckets import BucketedReplica
 
@@ -121,6 +122,7 @@ def _replacements(
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
     yield from _everywhere(kernel_chooser, _kernels)
+    yield from _everywhere(run_by_document, partial(_by_document, run_by_document))
     if deepspeed is not None:
         yield from _in_deepspeed(deepspeed)
     tables = _TiedTables()
@@ -150,6 +152,13 @@ def _kernels(
     with _disable_current_modes():
         kernel = "mask" if attention().refusal else "cu_seqlens"
     return lambda *_: kernel
+
+
+def _by_document(change: Any, model: nn.Module, mixers: Callable[[], Mixers]) -> None:
+    """Run layers with state by document; the trial that finds them needs values."""
+    with _disable_current_modes():
+        mixers()
+    change(model, mixers)
 
 
 class _TiedTables:
