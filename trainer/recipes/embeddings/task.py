@@ -182,11 +182,11 @@ class EmbeddingTask:
         first = (dist.get_rank(group) if group is not None else 0) * len(own.real)
         totals = own.vectors.new_zeros(1 + len(self.measures), dtype=torch.float64)
         for rows in self._contrast.chunks(every, first, len(own.real)):
-            real = every.real[rows]
-            ranks = self._contrast.ranks(every, rows)[real].double()
-            within = [(ranks <= top).sum().double() for top in TOPS]
+            real = every.real[rows].double()
+            places = self._contrast.ranks(every, rows).double()
+            within = [((places <= top) * real).sum() for top in TOPS]
             loss = self._contrast.losses(every, rows).double().sum()
-            totals += torch.stack([loss, *within, (1 / ranks).sum()])
+            totals += torch.stack([loss, *within, (real / places).sum()])
         return totals
 
     def compared(self, batches: Sequence[Batch], outputs: Sequence[torch.Tensor]) -> list[Batch]:
