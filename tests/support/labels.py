@@ -93,6 +93,15 @@ def content(body: str, kind: str, layout: str = "ddp", **trainer: Any) -> dict[s
     }
 
 
+def base_of(folder: Path, body: str) -> str:
+    """Save a body without a head for labels, as a hub has it; return its folder."""
+    from transformers import AutoConfig, AutoModel
+
+    path = folder / body
+    AutoModel.from_config(AutoConfig.for_model(**BODIES[body])).save_pretrained(path)
+    return str(path)
+
+
 def written(folder: Path, body: str, kind: str, layout: str = "ddp", **trainer: Any) -> str:
     """Write a config; return its path."""
     path = folder / "config.json"

@@ -86,8 +86,9 @@ def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
 def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module:
     required("peft", f"{place}: an adapter", "lora")
     import peft
+    from transformers import AutoConfig
 
-    from trainer.models.language.auto_class import CAUSAL
+    from trainer.models.language.auto_class import CAUSAL, class_in_folder
 
     stated = object_in(folder / "adapter_config.json")
     name = stated.get("base_model_name_or_path")
@@ -96,7 +97,11 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
     whole = stated.get("task_type") is None and stated.get("auto_mapping")
     kind: Any = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
     with opening(place, EXPECTED):
-        if whole or base is CAUSAL:
+        if (folder / "config.json").exists():  # of a head for labels, which the base may not have
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
+            base = class_in_folder(config)
+            options["config"] = config
+        elif whole or base is CAUSAL:
             return kind.from_pretrained(folder, **options).eval()  # type: ignore[no-any-return]
         # PEFT takes each causal language model to be one of AutoModelForCausalLM
         model = base.from_pretrained(name, revision=stated.get("revision"), **options)

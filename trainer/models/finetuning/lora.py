@@ -21,8 +21,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
 from trainer.models.finetuning.lora_folder import (
-    OPENS_ANY,
-    OPENS_CAUSAL,
+    OPENS,
     PREFIX,
     STEM,
     completed,
@@ -164,10 +163,11 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
 def _training(spec: ModelSpec, model: nn.Module, published: Mapping[str, str]) -> Training:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     tensors = {*parameters, *dict(model.named_buffers())}
+    fresh = {n for n in parameters if lora_weights.base_name(n) in spec.training.fresh}
     return replace(
         spec.training,
         frozen={name: p.numel() for name, p in model.named_parameters() if not p.requires_grad},
-        fresh=frozenset(filter(lora_weights.is_adapters, parameters)),
+        fresh=frozenset(filter(lora_weights.is_adapters, parameters)) | fresh,
         unsaved=frozenset(tensors - published.keys()),
     )
 
@@ -206,7 +206,7 @@ def _files(
         published=published,
         merged=merged if options.merge else None,
         stem=STEM,
-        opens=OPENS_CAUSAL if config.task_type else OPENS_ANY,
+        opens=OPENS[config.task_type],
         save_config=save_config,
         check=check,
         base=base,

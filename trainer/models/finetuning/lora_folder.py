@@ -13,7 +13,7 @@ from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused, show
 from trainer.models.door import check_folder
-from trainer.models.language.auto_class import CAUSAL, auto_class
+from trainer.models.language.auto_class import CAUSAL, SEQUENCES, TOKENS, opening_class
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.storage import Json, parse_json, read_file
 
@@ -22,9 +22,15 @@ STEM = "adapter_model"
 PREFIX = "base_model.model."
 """The beginning of the names of an adapter's tensors."""
 PLACE = "trainer.adapter.path"
-OPENS_CAUSAL = "peft.AutoPeftModelForCausalLM.from_pretrained"
-OPENS_ANY = "peft.AutoPeftModel.from_pretrained"
-"""The functions that open an adapter, on a causal language model or on the class it names."""
+OPENS = {
+    "CAUSAL_LM": "peft.AutoPeftModelForCausalLM.from_pretrained",
+    "SEQ_CLS": "peft.AutoPeftModelForSequenceClassification.from_pretrained",
+    "TOKEN_CLS": "peft.AutoPeftModelForTokenClassification.from_pretrained",
+    None: "peft.AutoPeftModel.from_pretrained",
+}
+"""PEFT's `task_type` -> the function that opens an adapter; None: on the class it names."""
+TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCES: "SEQ_CLS", TOKENS: "TOKEN_CLS"}
+"""Transformers' class that opens the base -> PEFT's `task_type`."""
 WEIGHT = ".weight"
 """The end of the name of a linear layer's matrix, as `target_parameters` name it."""
 _SAME = {
@@ -96,11 +102,11 @@ def completed(options: AdapterSection) -> AdapterSection:
 def opened_as(model: nn.Module) -> Json:
     """Return PEFT's keys that say what the adapter of a transformers model is opened on.
 
-    PEFT opens the base of a causal language model by AutoModelForCausalLM, any other by its class.
+    PEFT opens a causal language model and a head for labels by its auto class, any other by its
+    own class.
     """
-    if auto_class(model.config) is CAUSAL and model.can_generate():  # type: ignore[operator]
-        return {"task_type": "CAUSAL_LM"}
-    return opened_by_class(model)
+    task = TASKS.get(opening_class(model))  # type: ignore[arg-type]
+    return {"task_type": task} if task else opened_by_class(model)
 
 
 def opened_by_class(model: nn.Module) -> Json:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
-from trainer.models.finetuning.lora_folder import OPENS_ANY, PREFIX, opened_by_class
+from trainer.models.finetuning.lora_folder import OPENS, PREFIX, opened_by_class
 from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
 from trainer.models.patches import saved_adapter_config
 from trainer.models.spec import BaseFolder
@@ -89,7 +89,7 @@ class WholeAdapter(BaseFolder):
 
     @property
     def opens(self) -> str:
-        return OPENS_ANY
+        return OPENS[None]
 
     @property
     def is_part(self) -> bool:

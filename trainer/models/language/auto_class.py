@@ -13,6 +13,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
+    PreTrainedModel,
 )
 
 CAUSAL = AutoModelForCausalLM
@@ -38,6 +39,11 @@ def class_in_folder(config: PreTrainedConfig) -> Any:
     """Return the class that opens the trained model whose folder has this config."""
     stated = (getattr(config, "architectures", None) or [""])[0]
     return _without_words(config, stated) or auto_class(config)
+
+
+def opening_class(model: PreTrainedModel) -> Any:
+    """Return the class that opens the folder of a model."""
+    return _without_words(model.config, type(model).__name__) or auto_class(model.config)
 
 
 def _without_words(config: PreTrainedConfig, name: str) -> Any:

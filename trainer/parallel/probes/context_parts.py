@@ -35,8 +35,13 @@ def _ask(about: Probed) -> Finding | None:
     It runs in training, with one seed: dropout has to draw the same, too.
     """
     spec = about.trained
-    if not about.is_language or not spec.language.vocabulary:
+    if not spec.language.vocabulary:
         return Finding("it is no language model of transformers", "sequences to divide")
+    if not about.is_language:
+        head = (
+            "its head is no language model's: nothing shows what it gives on a part of a sequence"
+        )
+        return Finding(f"{head}, so that it needs whole sequences", "a language model")
     if spec.language.own_loss:
         loss = "the router's loss (output_router_logits)"
         actual = f"{loss} is a product of means over whole sequences"

@@ -28,7 +28,13 @@ from trainer.models.pretrained.named_base import NamedBase
 from trainer.models.spec import ModelSpec, TinyCopies
 from trainer.recipe import Subject
 from trainer.recipes.labels.kinds import LabelKind
-from trainer.recipes.labels.model import labelled_config, made_up, spec_of, task_of
+from trainer.recipes.labels.model import (
+    labelled_config,
+    made_up,
+    spec_of,
+    task_of,
+    with_trained_head,
+)
 from trainer.recipes.labels.reference import LabelsReference
 from trainer.recipes.labels.rows import kind_in
 from trainer.recipes.labels.subject import kind_of
@@ -51,11 +57,14 @@ class LabelsCase:
             expected = "rowwise, to verify it"
             raise ConfigError(Problem("trainer.float8", "tensorwise, of labels", expected))
         self._machine = machine
-        self._section = section
+        self._section = section  # for the plain model
         self.kind, note = ranks.on_first(lambda: certified_kind(section))
         self._architecture = model_config.read_config(section.model)
         labelled_config(self._architecture, self.kind, section.labels.names, 0)
         plain = self._plain(self._architecture)
+        section = with_trained_head(section, plain)
+        small = replace(small, config=replace(small.config, trainer=section))
+        self._section = section
         assert plain.tiny.copy is not None
         self._size = (max(2, small.layout.stages + 1), small.layout.tensor * small.layout.context)
         copy = plain.tiny.copy(*self._size)

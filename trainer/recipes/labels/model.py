@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from trainer.config.sections.model_and_data import ModelSection
+from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError, Problem, listed
 from trainer.models import huggingface
 from trainer.models.language.auto_class import SEQUENCES, TOKENS
@@ -176,3 +177,29 @@ def with_new_head(spec: ModelSpec, new_head: bool) -> ModelSpec:
     begins = f"{listed(sorted(fresh))} of {spec.name} begin at random (trainer.seed)"
     training = replace(spec.training, fresh=spec.training.fresh | fresh)
     return replace(spec, training=training, notes=(*spec.notes, begins))
+
+
+def with_trained_head(section: TrainerSection, spec: ModelSpec) -> TrainerSection:
+    """Return the config in which an adapter's `modules_to_save` has the head, as in PEFT.
+
+    So has a pooler that begins at random. An adapter that is started from says itself what it has.
+    """
+    adapter = section.adapter
+    if adapter is None or adapter.path is not None:
+        return section
+    model: Any = spec.build()
+    inside = f"{model.base_model_prefix}."
+    named = [name for name, _ in model.named_parameters()]
+    whole = dict.fromkeys(name.partition(".")[0] for name in named if not name.startswith(inside))
+    poolers = [
+        name.partition(".pooler.")[0] + ".pooler"
+        for name in sorted(spec.training.fresh)
+        if name.startswith(inside) and ".pooler." in name
+    ]
+    wanted = [
+        name for name in dict.fromkeys((*whole, *poolers)) if name not in adapter.modules_to_save
+    ]
+    saved = [*adapter.modules_to_save, *wanted]
+    return section.model_copy(
+        update={"adapter": adapter.model_copy(update={"modules_to_save": saved})}
+    )

@@ -12,7 +12,7 @@ from trainer.models.language import model_config
 from trainer.models.spec import ModelSpec
 from trainer.recipe import PlannedModel, SampleCost
 from trainer.recipes.labels.kinds import Labelled
-from trainer.recipes.labels.model import labelled_config, spec_of, task_of
+from trainer.recipes.labels.model import labelled_config, spec_of, task_of, with_trained_head
 from trainer.recipes.labels.subject import kind_of
 from trainer.tasks.task import Batch, Task
 
@@ -28,7 +28,8 @@ def planned_labels(section: TrainerSection) -> PlannedModel:
     kind = kind_of(name, classes, section, [])
     padding = architecture.get_text_config().pad_token_id
     labelled_config(architecture, kind, section.labels.names, padding or 0)
-    spec = changed_spec(spec_of(architecture, section.model, kind, weights=False), section, ALONE)
+    plain = spec_of(architecture, section.model, kind, weights=False)
+    spec = changed_spec(plain, with_trained_head(section, plain), ALONE)
     length = section.data.sequence_length
     rows = 2 if name == "reward" else 1
     ids = torch.ones(length, dtype=torch.int64).numpy()
@@ -36,13 +37,13 @@ def planned_labels(section: TrainerSection) -> PlannedModel:
     sample: Labelled = {"input_ids": ids, "labels": labels}
     if name == "reward":
         sample = {"chosen": ids, "rejected": ids, "margin": 0.0}
-    plain = task_of(spec, kind)
+    labelling = task_of(spec, kind)
 
     def batch(count: int) -> Batch:
-        return plain.collate([sample] * count)
+        return labelling.collate([sample] * count)
 
     def task(spec: ModelSpec) -> Task:
-        return plain.regularised(spec, section.label_smoothing, section.neftune_alpha)
+        return labelling.regularised(spec, section.label_smoothing, section.neftune_alpha)
 
     def cost(spec: ModelSpec) -> SampleCost:
         tokens = rows * length

@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from trainer.config import Config
+from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.tokenizer import embedded_tokenizer, load_any_tokenizer
 from trainer.errors import ConfigError, DataError, Problem
+from trainer.models.finetuning.changed import changed_spec
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.language.own_vocabulary import align
@@ -26,6 +29,7 @@ from trainer.recipes.labels.model import (
     padding_of,
     spec_of,
     task_of,
+    with_trained_head,
 )
 from trainer.recipes.labels.own_loss import check_own_loss
 from trainer.recipes.labels.rows import kind_in
@@ -45,9 +49,20 @@ class LabelSubject(Subject):
     task: LabelTask
     data: LabelData
     tokenizer: PreTrainedTokenizerBase = None
+    adapter: AdapterSection | None = None
+    """The config's adapter, with which the head is trained."""
+    plain: ModelSpec | None = None
+    """The spec without an adapter."""
 
     unit: ClassVar[str] = "sample"
     units: ClassVar[str] = "labels"
+
+    def settled(self, config: Config) -> Config:
+        if self.adapter is None or self.adapter == config.trainer.adapter:
+            return config
+        reason = {"trainer.adapter.modules_to_save": "auto: the head is trained"}
+        trainer = config.trainer.model_copy(update={"adapter": self.adapter})
+        return replace(config, trainer=trainer, origins={**config.origins, **reason})
 
     def lines(self, workers: int) -> Iterator[str]:
         if names := self.data.names:
@@ -67,6 +82,8 @@ class LabelSubject(Subject):
 
     def save(self, folder: Path, dtype: torch.dtype | None) -> None:
         super().save(folder, dtype)
+        if self.adapter is not None and self.plain is not None:  # its labels, which PEFT leaves out
+            self.plain.files.save_config(folder, dtype)
         self.tokenizer.save_pretrained(folder)
 
 
@@ -101,12 +118,15 @@ def open_labels(context: RunContext) -> LabelSubject:
     new_head = base.is_classifier and bool(section.labels.names) and base.names != data.names
     ranks.on_first(lambda: _check_classes(base, kind, data, new_head, section))
     labelled_config(architecture, kind, data.names, padding)
-    spec = spec_of(architecture, section.model, kind, new_head=new_head)
+    plain = spec_of(architecture, section.model, kind, new_head=new_head)
+    adapted = with_trained_head(section, plain)
+    spec = changed_spec(plain, adapted, ranks)
     _check_fit(spec, data)
     ranks.on_first(lambda: check_own_loss(spec, kind))
     task = task_of(spec, kind).measuring()
     spec = replace(spec, notes=(*spec.notes, *notes, *_notes(kind, tokenizer, padding)))
-    return LabelSubject(spec, task, data, check=data.check, tokenizer=tokenizer)
+    more = {"tokenizer": tokenizer, "adapter": adapted.adapter, "plain": plain}
+    return LabelSubject(spec, task, data, check=data.check, **more)
 
 
 def kind_of(name: str, count: int, section: TrainerSection, centre: list[float]) -> LabelKind:
