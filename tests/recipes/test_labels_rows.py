@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.labels import tokenizer_of
 from tests.support.messages import raises
 from trainer.config.sections.labels import LabelsSection
 from trainer.config.sections.model_and_data import DataSection
@@ -20,30 +21,6 @@ from trainer.recipes.labels import samples
 from trainer.recipes.labels.encoded import Encoder
 from trainer.recipes.labels.rows import kind_in
 from trainer.recipes.labels.samples import Known, LabelData
-
-WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh")
-
-
-def tokenizer_of(**special: str) -> Any:
-    """Return a tokenizer of words of one letter, which puts [CLS] and [SEP] around a text."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, processors
-    from transformers import PreTrainedTokenizerFast
-
-    ids = {word: number for number, word in enumerate(WORDS)}
-    plain = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
-    plain.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Whitespace(), pre_tokenizers.Split("", "isolated")]
-    )
-    plain.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]",
-        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
-    )
-    known = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
-    names = ["input_ids", "token_type_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=plain, model_input_names=names, **known, **special
-    )
 
 
 def opened(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,31 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
+WORDS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", *"abcdefgh")
+
+
+def tokenizer_of(**special: str) -> Any:
+    """Return a tokenizer of words of one letter, which puts [CLS] and [SEP] around a text."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate(WORDS)}
+    plain = Tokenizer(models.WordLevel(ids, unk_token="[UNK]"))
+    plain.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Whitespace(), pre_tokenizers.Split("", "isolated")]
+    )
+    plain.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+    )
+    known = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]"}
+    names = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=plain, model_input_names=names, **known, **special
+    )
+
+
 def content(body: str, kind: str, layout: str = "ddp", **trainer: Any) -> dict[str, Any]:
     """Return a config: clipped, decayed, accumulated."""
     of_layout = dict(LAYOUTS[layout])
@@ -99,7 +125,29 @@ def base_of(folder: Path, body: str) -> str:
 
     path = folder / body
     AutoModel.from_config(AutoConfig.for_model(**BODIES[body])).save_pretrained(path)
+    tokenizer_of(eos_token="[SEP]").save_pretrained(path)
     return str(path)
+
+
+def rows_of(kind: str, count: int) -> list[dict[str, Any]]:
+    """Draw rows whose labels can be learned from their words."""
+    rng = random.Random(count)
+    rows = []
+    for _ in range(count):
+        words = [rng.choice("abcdefgh") for _ in range(rng.randint(2, 12))]
+        text = " ".join(words)
+        more = sum(word < "e" for word in words) * 2 - len(words)
+        if kind == "reward":
+            worse = " ".join(rng.choice("efgh") for _ in words)
+            rows.append({"chosen": text, "rejected": worse, "margin": rng.random() / 4})
+        elif kind == "tokens":
+            tags = ["low" if word < "e" else "high" for word in words]
+            rows.append({"tokens": words, "ner_tags": tags})
+        else:
+            label: Any = {"single": "more" if more > 0 else "less", "regression": more / 4}
+            names = {"multi": sorted({*words} & {*"ace"})}
+            rows.append({"text": text, "label": (label | names)[kind]})
+    return rows
 
 
 def written(folder: Path, body: str, kind: str, layout: str = "ddp", **trainer: Any) -> str:

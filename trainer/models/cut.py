@@ -48,6 +48,11 @@ class _Passed(nn.Module):
         super().__init__()
         self._tuples = tuples
 
+    @property
+    def weight(self) -> torch.Tensor:
+        """Return no values: a model's initialiser may draw those of its head, wherever that is."""
+        return torch.empty(0)
+
     def forward(self, *args: object, **kwargs: object) -> object:
         hidden = args[0] if args else next(iter(kwargs.values()))
         return (hidden, *[None] * (self._tuples - 1)) if self._tuples else hidden
@@ -82,9 +87,13 @@ class _Blank(nn.Module):
         self._table = table
 
     @property
-    def weight(self) -> torch.Tensor | None:
-        """The hidden state: some models ask a table for its device and dtype."""
-        return self._stage_input.hidden
+    def weight(self) -> torch.Tensor:
+        """The hidden state: some models ask a table for its device and dtype.
+
+        No values before there is one: a model's initialiser may draw those of its tables.
+        """
+        hidden = self._stage_input.hidden
+        return torch.empty(0) if hidden is None else hidden
 
     def forward(self, given: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         hidden = self._stage_input.hidden
