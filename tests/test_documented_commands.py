@@ -149,6 +149,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "trainer.epochs=0.1",
     ),
     "python examples/embeddings.py": ("python examples/embeddings.py --steps 2 --runs {out}",),
+    f"deepspeed {TRAIN} examples/labels.json": (
+        f"deepspeed {TRAIN} examples/labels.json trainer.run.folder={{out}} trainer.epochs=0.1",
+    ),
     f"deepspeed {TRAIN} examples/preferences.json": (
         f"deepspeed {TRAIN} examples/preferences.json trainer.model.name_or_path={{run}}/final "
         f"trainer.run.folder={{out}} "
