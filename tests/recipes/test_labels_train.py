@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.labels import base_of, content, rows_of
+from tests.support.labels import BODIES, base_of, content, rows_of
+from tests.support.messages import shows
 from tests.support.plugins import command
 from trainer.models.opened import opened
 
@@ -105,3 +106,79 @@ def test_a_run_ends_in_a_folder_that_others_open(
         assert loss_by_transformers(folder, model, kind) == pytest.approx(reported, rel=1e-5)
         own = opened(folder)
         assert loss_by_transformers(folder, own, kind) == pytest.approx(reported, rel=1e-5)
+
+
+def test_what_it_does_not_read_is_refused(tmp_path: Path) -> None:
+    """By name, before anything is imported: packing first, which no head for labels is made for."""
+    asked = content("llama", "single", data={"path": "rows.jsonl", "documents": "pack"})
+    asked["trainer"]["evaluation"] = {"tasks": ["piqa"]}
+    result = command(tmp_path, asked, "train", "--processes", "1")
+    assert result.returncode == 64
+    shows(result.stderr, "trainer.data.documents", "trainer.evaluation.tasks")
+
+
+ROUTED = {"output_router_logits": True, "vocab_size": 5000}
+WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
+    "noise": ("single", {"neftune_alpha": 5.0}, ("trainer.neftune_alpha",)),
+    "smoothed numbers": ("regression", {"label_smoothing": 0.1}, ("trainer.label_smoothing",)),
+    "centred classes": ("single", {"labels": {"centring": 0.1}}, ("trainer.labels.centring",)),
+    "a router": (
+        "single",
+        {"model": {"config": BODIES["qwen3_moe"] | ROUTED}},
+        ("trainer.model", "output_router_logits"),
+    ),
+    "an encoder with a decoder": (
+        "single",
+        {"model": {"config": {"model_type": "t5", "num_layers": 2}}},
+        ("trainer.model", "decoder"),
+    ),
+}
+"""A kind of labels, keys, and words of the error."""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
+    kind, keys, words = WRONG[name]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows_of(kind, 9)))
+    base = {"name_or_path": base_of(tmp_path, "llama")}
+    asked = content("llama", kind, **({"model": base} | keys))
+    result = command(tmp_path, asked, "train", "--processes", "1")
+    assert result.returncode == 64, result.stdout + result.stderr
+    shows(result.stdout + result.stderr, *words)
+
+
+@pytest.mark.more
+def test_a_base_that_is_a_classifier_keeps_its_head_and_its_classes(tmp_path: Path) -> None:
+    """With other classes it is refused, and with names of one's own its head begins at random."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    folder = Path(base_of(tmp_path, "bert"))
+    names = {"id2label": {0: "more", 1: "less"}, "label2id": {"more": 0, "less": 1}}
+    config = AutoConfig.for_model(**BODIES["bert"], **names)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    lines = "".join(json.dumps(row) + "\n" for row in rows_of("single", 30))
+    (tmp_path / "rows.jsonl").write_text(lines)
+    asked = content("bert", "single", model={"name_or_path": str(folder)}, steps=1)
+    result = command(tmp_path, asked, "train", "--processes", "1", "--dry-run")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "labels  more, less" in result.stdout
+    assert "at random" not in result.stdout
+    asked["trainer"]["labels"]["names"] = ["less", "more"]
+    result = command(tmp_path, asked, "train", "--processes", "1", "--dry-run")
+    assert "labels  less, more" in result.stdout
+    assert "classifier.weight" in result.stdout
+    asked["trainer"]["labels"].pop("names")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "other"}\n' * 9)
+    result = command(tmp_path, asked, "train", "--processes", "1", "--dry-run")
+    assert result.returncode == 65
+    shows(result.stdout + result.stderr, "rows.jsonl:1", "other", "more")
+
+
+@pytest.mark.more
+def test_it_is_planned(tmp_path: Path) -> None:
+    asked = content("llama", "reward", "zero2")
+    words = ("plan", "--gpus", "2", "--device", "a100-40gb", "--json")
+    result = command(tmp_path, asked, *words)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert json.loads(result.stdout)["fits"]

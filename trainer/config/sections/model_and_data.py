@@ -187,7 +187,7 @@ class _Samples(Rows):
             recipes=Recipes(
                 TEXT.names,
                 lambda documents: documents == "concatenate",
-                "none: images have no text",
+                "none: its samples are no documents",
             )
         ),
     ] = None
