@@ -15,10 +15,20 @@ from tests.support.embeddings import LENGTH, bert_folder, write_texts
 from tests.support.plugins import command
 from tests.support.pool import Pools
 from trainer.config.sections.embeddings import EmbeddingsSection
+from trainer.config.sections.trainer import TrainerSection
 from trainer.data.sources.formats import Row
-from trainer.errors import DataError
+from trainer.errors import ConfigError, DataError
+from trainer.recipes.embeddings.body import (
+    body_of,
+    check_padding,
+    read_architecture,
+    task_of,
+    tried_body,
+)
 from trainer.recipes.embeddings.columns import Columns, check_columns
 from trainer.recipes.embeddings.contrast import Contrast, Vectors
+from trainer.recipes.embeddings.task import EmbeddingTask
+from trainer.tasks.task import Batch
 
 
 def vectors_of(count: int) -> Vectors:
@@ -119,6 +129,27 @@ def test_columns_are_named_once_and_two_at_least() -> None:
             check_columns(EmbeddingsSection(columns=names))
     row = Row("file:1", {"b": "x", "a": "y"})
     assert Columns.of(row, EmbeddingsSection(columns=["a", "b"])).texts(row, None) == ["y", "x"]
+
+
+class Unmasked(EmbeddingTask):
+    """The planted fault: padding is attended to."""
+
+    def collate(self, samples: Any) -> Batch:
+        batch = super().collate(samples)
+        return {**batch, "attention_mask": torch.ones_like(batch["attention_mask"])}
+
+
+def test_a_body_that_looks_at_padding_is_refused() -> None:
+    section = TrainerSection.model_validate(
+        {"task": "embeddings", "model": {"config": {"model_type": "bert", "vocab_size": 80}}}
+    )
+    spec = body_of(read_architecture(section), section)
+    task = task_of(section, spec, None)
+    check_padding(tried_body(spec, task), task)
+    planted = Unmasked(task._reading, task._contrast)
+    with pytest.raises(ConfigError) as caught:
+        check_padding(tried_body(spec, planted), planted)
+    assert "padding" in str(caught.value)
 
 
 def config(folder: Path, **embeddings: Any) -> dict[str, Any]:

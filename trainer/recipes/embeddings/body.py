@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
 
 from trainer.config import TrainerSection
 from trainer.errors import ConfigError, DataError, Problem
@@ -15,6 +16,7 @@ from trainer.models.language import model_config
 from trainer.models.language.auto_class import BODIES
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import VOCABULARY
+from trainer.probes.probe import TOLERANCE, Finding, observe, tiny
 from trainer.recipes.embeddings.data import TextSample, TextTokens
 from trainer.recipes.embeddings.task import EmbeddingTask
 
@@ -44,6 +46,32 @@ def body_of(
 def tried_body(spec: ModelSpec, task: EmbeddingTask) -> ModelSpec:
     """Return the spec with the texts on which it and its tiny copies are tried."""
     return spec.tried_on(task.trial(made_up(min(VOCABULARY, spec.language.vocabulary))))
+
+
+def check_padding(spec: ModelSpec, task: EmbeddingTask) -> None:
+    """Raise ConfigError if other texts of a micro-batch, by their length, move a text's vector.
+
+    Tried on a tiny copy, in evaluation.
+    """
+
+    def moved() -> float:
+        small, model = tiny(spec)
+        model.eval()
+        samples = made_up(min(VOCABULARY, small.language.vocabulary))
+        with torch.no_grad():
+            together = task.vectors(model, task.collate(samples))
+            alone = [task.vectors(model, task.collate([sample])) for sample in samples]
+        return float((together - torch.cat(alone)).abs().max() / together.abs().max())
+
+    result = observe(moved)
+    place = f"trainer.model: {spec.name}"
+    expected = "a body whose vectors depend on no padding"
+    if isinstance(result, Finding):
+        raise result.error(place, expected, start="a tiny copy of it does not run: ")
+    if not result <= TOLERANCE:
+        hint = "Its attention does not look at attention_mask: take another body."
+        actual = f"on a tiny copy, padding moves vectors by {result:.1e} of the largest value"
+        raise ConfigError(Problem(place, actual, expected, hint))
 
 
 def made_up(vocabulary: int) -> list[TextSample]:

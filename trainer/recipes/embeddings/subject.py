@@ -18,6 +18,7 @@ from trainer.recipes.embeddings.body import (
     body_of,
     check_fit,
     check_layout,
+    check_padding,
     padding_token,
     read_architecture,
     task_of,
@@ -93,6 +94,7 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
     data = open_texts(section.data, options, work, cache_folder(), ranks, context.progress)
     check_fit(spec, section, data.largest_token_id)
     spec = tried_body(spec, task)
+    ranks.try_on_first(lambda: check_padding(spec, task))
     return EmbeddingSubject(spec, task, data, False, data.check, section, tokenizer)
 
 
