@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,11 @@ import pytest
 from tests.support.certify.certifying import certified, config
 from tests.support.certify.faults import pairs as faults
 from tests.support.commands import ROOT
-from tests.support.layouts import EXPERTS
+from tests.support.layouts import EXPERTS, FAMILIES
 from tests.support.training import GPT2
 from trainer.recipes.pairs.losses import LOSSES
 
+DROPPED = {"config": GPT2 | {"n_layer": 2, "vocab_size": 61}}
 LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2}
 LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any]]] = {
     "ddp": (2, "mesh", 0, {}),
@@ -75,7 +77,36 @@ def test_each_loss_is_exact_in_each_layout(
         assert passed, table
 
 
-DROPPING = {"model": {"config": GPT2 | {"n_layer": 2, "vocab_size": 61}}}
+ODD: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a router's loss": (
+        "fsdp",
+        {"model": {"config": EXPERTS | {"vocab_size": 61, "output_router_logits": True}}},
+        "float32",
+    ),
+    "capped logits": (
+        "tensor_zero2",
+        {"model": {"config": FAMILIES["gemma2"] | {"vocab_size": 61, "num_hidden_layers": 2}}},
+        "float32",
+    ),
+    "dropout and noise": ("ddp", {"model": DROPPED, "neftune_alpha": 5.0}, "float32"),
+    "bfloat16": ("fsdp", {}, "config"),
+}
+"""The layout, more of the config, and the precision."""
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", ODD)
+def test_other_models_and_precisions(pools: Any, tmp_path: Path, name: str) -> None:
+    layout, more, precision = ODD[name]
+    size, path = asked(tmp_path, layout, "sigmoid", **more)
+    content = json.loads(Path(path).read_text()) | {"bf16": {"enabled": precision == "config"}}
+    Path(path).write_text(json.dumps(content))
+    arguments = {"path": path, "world_size": size, "precision": precision}
+    for passed, _, table in pools[size].run(certified, **arguments):
+        assert passed, table
+
+
+DROPPING = {"model": DROPPED}
 FAULTS: dict[Callable[[str], Any], tuple[str, str, dict[str, Any]]] = {
     faults.answers_swapped_on_one_rank: ("fsdp", "loss", {}),
     faults.a_prompt_token_counted: ("fsdp", "loss", {}),

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.certify.case import MakeReference
 from trainer.certify.one_process.options import Amend, Option
 from trainer.certify.recording import Sources
-from trainer.certify.tiny_run import Tiny
+from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.data.text.cutting import Cut, CutDocuments, PartWriter
 from trainer.data.text.token_files import Encoded, EncodedPair, Origin, PreparedPairs
 from trainer.engines import Engine, Machine
@@ -33,7 +33,10 @@ from trainer.recipes.pairs.task import PairsTask
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-NO_ROUNDING = "in low precision, pairs are compared step by step alone: it proves less"
+NO_ROUNDING = (
+    f"in low precision, pairs of at most {LONGEST} tokens are compared step by step: it proves less"
+)
+"""The rounding of a long sequence's sum decides how much a pair weighs."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +65,10 @@ class PreferenceCase(LanguageCase):
     """The tiny copy of the config's language model, and its pairs."""
 
     def _arranged(self, small: Tiny, architecture: PreTrainedConfig, machine: Machine) -> Tiny:
-        data = small.config.trainer.data.model_copy(update={"documents": "pad"})
+        update: dict[str, object] = {"documents": "pad"}
+        if small.low_precision:
+            update["sequence_length"] = LONGEST
+        data = small.config.trainer.data.model_copy(update=update)
         trainer = small.config.trainer.model_copy(update={"data": data})
         small = replace(small, config=replace(small.config, trainer=trainer))
         return small.noting(NO_ROUNDING) if small.low_precision else small
@@ -108,7 +114,7 @@ class PreferenceCase(LanguageCase):
         self._machine.ranks.on_first(write)
         parts = [PreparedPairs(self._folder / name) for name in names]
         subject.parts.update(zip(names, zip(parts, drawn, strict=True), strict=True))
-        make = partial(self._compared, spec=spec, drawn=drawn, parts=parts)
+        make = partial(self._compared, spec=spec, drawn=drawn)
         return Sources(*parts), make
 
     def _compared(
@@ -118,12 +124,11 @@ class PreferenceCase(LanguageCase):
         *,
         spec: ModelSpec,
         drawn: Sequence[Drawn],
-        parts: Sequence[PreparedPairs],
     ) -> PreferenceReference:
         """Build the one process; `amend` changes the model's config."""
         own = self._learner(small, amend)
         device = self._machine.device
-        return PreferenceReference(small, spec, own, (drawn, parts), device)
+        return PreferenceReference(small, spec, own, drawn, device)
 
 
 def _drawn(

@@ -11,10 +11,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from trainer.certify.one_process.expected import IGNORED, Figure, Judged, MicroBatch
+from trainer.certify.one_process.factors import lowered
 from trainer.certify.parameters import Learner
 from trainer.certify.recording import Sources, State
 from trainer.certify.tiny_run import Tiny
-from trainer.data.text.token_files import Encoded, PreparedPairs
+from trainer.data.text.token_files import Encoded
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.reference import LanguageReference, Sample, sample_of
 from trainer.recipes.pairs.losses import LOSSES, Answers
@@ -34,6 +35,8 @@ class Pair(NamedTuple):
     chosen: Sample
     rejected: Sample
     reference: np.ndarray
+    low: np.ndarray
+    """The reference as it is computed in the run's precision, float64 [2]."""
     margin: float
 
 
@@ -43,6 +46,7 @@ class Compared(NamedTuple):
     targets: torch.Tensor
     """[2 x pairs, sequence], the chosen answers first."""
     reference: torch.Tensor
+    low: torch.Tensor
     margins: torch.Tensor
 
 
@@ -54,18 +58,17 @@ class PreferenceReference(LanguageReference):
         small: Tiny,
         spec: ModelSpec,
         own: Learner,
-        pairs: tuple[Sequence[Drawn], Sequence[PreparedPairs]],
+        pairs: Sequence[Drawn],
         device: torch.device,
     ) -> None:
-        """`pairs`: as they were drawn, and as the run has them."""
         self._keys = small.config.trainer.pairs
         self._kind = LOSSES[self._keys.loss]
         weight = self._keys.sft_weight
         self._sft = self._kind.sft_weight if weight is None else weight
         self._share = 0.0
-        drawn: Any = pairs[0]
+        drawn: Any = pairs
         super().__init__(small, spec, own, drawn, device)
-        parts = zip(self._data, *pairs, strict=True)
+        parts = zip(self._data, pairs, strict=True)
         self._tops = ()  # it measures numbers, and counts no targets
         self._data = Sources(*(self._referring(*part) for part in parts))
 
@@ -79,26 +82,32 @@ class PreferenceReference(LanguageReference):
         sides = zip(drawn.chosen, drawn.rejected, drawn.margins.tolist(), strict=True)
         nothing = np.zeros(2)
         return [
-            Pair(sample_of(chosen, longest), sample_of(rejected, longest), nothing, margin)
+            Pair(sample_of(chosen, longest), sample_of(rejected, longest), nothing, nothing, margin)
             for chosen, rejected, margin in sides
         ]
 
-    def _referring(self, pairs: Any, drawn: Drawn, part: PreparedPairs) -> list[Pair]:
+    def _referring(self, pairs: Any, drawn: Drawn) -> list[Pair]:
         """Return pairs with their reference: by the initial weights, in evaluation.
 
-        In low precision, whose rounding the difference of two sums shows, it is the run's own.
+        A model in low precision is compared with itself in it: its rounding is in both sums.
         """
         if not self._kind.has_reference:
             return list(pairs)
-        if self.small.low_precision and "reference" in part[0]:
-            known = [part[number]["reference"] for number in range(len(pairs))]
-        else:
-            self.model.eval()
-            with torch.no_grad():
-                sums = [self._sums(self.model, *self._collated([pair])) for pair in pairs]
-            self.model.train()
-            known = [both.cpu().numpy() + drawn.shifts[n] for n, both in enumerate(sums)]
-        return [pair._replace(reference=own) for pair, own in zip(pairs, known, strict=True)]
+        exact = self._references(self.model, pairs, drawn)
+        low = exact
+        if self.small.low_precision:
+            dtype = getattr(torch, self._layout.precision)
+            low = self._references(lowered(self.model, dtype, self._layout.float8), pairs, drawn)
+        known = zip(pairs, exact, low, strict=True)
+        return [pair._replace(reference=one, low=other) for pair, one, other in known]
+
+    def _references(self, model: nn.Module, pairs: Any, drawn: Drawn) -> list[np.ndarray]:
+        """Return both log-probabilities of each pair, with what is added to them."""
+        model.eval()
+        with torch.no_grad():
+            sums = [self._sums(model, *self._collated([pair])) for pair in pairs]
+        model.train()
+        return [both.cpu().numpy() + drawn.shifts[n] for n, both in enumerate(sums)]
 
     def _sums(self, model: nn.Module, inputs: torch.Tensor, compared: Compared) -> torch.Tensor:
         """Return the log-probability of each answer, float64 [2 x pairs]."""
@@ -126,21 +135,24 @@ class PreferenceReference(LanguageReference):
         """Return a micro-batch in which each row is compared with the next."""
         own = [row[0] for row in rows]
         both = zip(own, [*own[1:], own[0]], strict=True)
-        pairs: Any = [Pair(chosen, rejected, np.zeros(2), 0.0) for chosen, rejected in both]
+        nothing = np.zeros(2)
+        pairs: Any = [Pair(chosen, rejected, nothing, nothing, 0.0) for chosen, rejected in both]
         return [MicroBatch(rank, number, *self._collated(pairs))]
 
     def _collated(self, samples: Sequence[Any], width: int = 0) -> tuple[torch.Tensor, Any]:
         pairs: Sequence[Pair] = samples
         sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
         inputs, targets = super()._collated(sides, width)
-        reference = np.array([pair.reference for pair in pairs])
-        margins = [pair.margin for pair in pairs]
-        numbers = torch.from_numpy(reference), torch.tensor(margins, dtype=torch.float64)
+        exact = np.array([pair.reference for pair in pairs])
+        low = np.array([pair.low for pair in pairs])
+        margins = np.array([pair.margin for pair in pairs])
+        numbers = map(torch.from_numpy, (exact, low, margins))
         return inputs, Compared(targets, *(values.to(self._device) for values in numbers))
 
-    def _answers(self, sums: torch.Tensor, compared: Compared) -> Answers:
+    def _answers(self, model: nn.Module, sums: torch.Tensor, compared: Compared) -> Answers:
         tokens = (compared.targets != IGNORED).sum(1).double()
-        known = [*sums.chunk(2), *compared.reference.unbind(1), *tokens.chunk(2)]
+        reference = compared.reference if model is self.model else compared.low
+        known = [*sums.chunk(2), *reference.unbind(1), *tokens.chunk(2)]
         return Answers._make([*known, compared.margins])
 
     def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
@@ -149,7 +161,7 @@ class PreferenceReference(LanguageReference):
         compared: Compared = targets
         counted = self._has_targets(compared)
         sums = self._sums(model, inputs, compared)
-        answers = self._answers(sums, compared)
+        answers = self._answers(model, sums, compared)
         total = self._kind.compute(answers, self._keys)[counted].sum()
         if model.training and self._sft:
             total = total - self._share * answers.chosen[counted].sum()
@@ -184,11 +196,8 @@ class PreferenceReference(LanguageReference):
         with torch.no_grad():
             for pair in samples:
                 inputs, compared = self._collated([pair])
-                rows.append(
-                    self._figures_of(
-                        self._answers(self._sums(self.model, inputs, compared), compared)
-                    )
-                )
+                sums = self._sums(self.model, inputs, compared)
+                rows.append(self._figures_of(self._answers(self.model, sums, compared)))
         self.model.train()
         totals, scales = torch.stack(rows).sum(0)
         return tuple(map(Figure, totals.tolist(), scales.tolist()))
@@ -199,7 +208,8 @@ class PreferenceReference(LanguageReference):
         beta = self._keys.beta
         chosen = beta * (one.chosen - one.chosen_reference) / tokens[0]
         rejected = beta * (one.rejected - one.rejected_reference) / tokens[1]
-        sizes = [beta * (one.chosen.abs() + one.rejected.abs())] * 3
+        terms = one.chosen, one.rejected, one.chosen_reference, one.rejected_reference
+        sizes = [beta * torch.stack(terms).abs().sum(0)] * 3
         values = [chosen, rejected, chosen - rejected, (chosen > rejected).double()]
         values += [one.chosen, one.rejected]
         sizes += [torch.ones_like(chosen), one.chosen.abs(), one.rejected.abs()]

@@ -31,7 +31,7 @@ def _stage(draft: Draft, keys: Roles) -> None:
     stage = keys["stage"]
     trains = keys["do_train"]
     if stage.value not in ("sft", "pt"):
-        raise stage.refused("sft or pt: no other is offered")
+        raise stage.refused("sft or pt: no other is imported")
     if not trains.value:
         actual = f"saw {show(trains.value)}: LLaMA-Factory predicts, chats or exports with it"
         raise ConfigError(Problem("do_train", actual, "true: a training"))

@@ -25,6 +25,7 @@ class KeyRule(NamedTuple):
     says: Any = None
 
 
+PREFERENCES = "docs/preferences.md says how each key of theirs is written here by hand."
 Table = Mapping[str, KeyRule]
 Group = Callable[[Draft, Roles], None]
 """Converts keys that belong together."""
@@ -182,7 +183,8 @@ def _apart(given: Json, rules: Table) -> Iterator[tuple[str, object]]:
 def _other(kind: str, entries: Sequence[Entry]) -> Problem:
     keys = listed([f"{entry.key} {show(entry.value)}" for entry in entries])
     expected = "training on the next token of text: no other is imported"
-    return Problem(entries[0].key, f"saw {keys}: {kind}", expected)
+    hint = PREFERENCES if kind.startswith("preferences") else ""
+    return Problem(entries[0].key, f"saw {keys}: {kind}", expected, hint)
 
 
 def _alike(value: Any, values: Iterable[object]) -> bool:
