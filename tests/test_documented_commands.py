@@ -281,6 +281,7 @@ SMALL: dict[str, tuple[str, ...]] = {
         "python benchmarks/plan_memory.py --smoke mesh-zero3",
     ),
     "python benchmarks/plan_order.py": ("python benchmarks/plan_order.py --smoke",),
+    "python benchmarks/preferences.py": ("python benchmarks/preferences.py --smoke --rounds 1",),
     f"{PREPARATION} speed": (f"{PREPARATION} speed --megabytes 0.1",),
     f"{PREPARATION} memory": (f"{PREPARATION} memory --documents 2000",),
     f"{PREPARATION} check": (f"{PREPARATION} check --megabytes 4",),
