@@ -17,7 +17,7 @@ from typing import Any
 
 from tests.support.commands import ROOT
 from tests.support.pool import Pool, machine_here
-from tests.support.whole_table import section
+from tests.support.whole_table import TITLE
 
 TABLE = Path(__file__).with_name("table.json")
 PAGE = ROOT / "docs" / "families.md"
@@ -139,11 +139,13 @@ def main(names: list[str]) -> int:
         print(f"{family:<26} {time.monotonic() - start:5.1f} s  {known[family]}", flush=True)
         TABLE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")
     pool.close()
-    PAGE.write_text(page(known))
+    _, title, rest = PAGE.read_text().partition(TITLE)
+    PAGE.write_text(f"{page(known)}\n{title}{rest}")
     return 0
 
 
 def page(table: dict[str, dict[str, str]]) -> str:
+    """Return the page of families up to the table of bases, which `whole_table` makes."""
     counts = {name: sum(row.get(name) == "pass" for row in table.values()) for name in LAYOUTS}
     reasons: dict[str, int] = {}
 
@@ -188,7 +190,6 @@ def page(table: dict[str, dict[str, str]]) -> str:
             "",
             *(f"{number}. {reason}" for reason, number in reasons.items()),
             "",
-            section(),
         ]
     )
 
