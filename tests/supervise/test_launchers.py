@@ -54,7 +54,7 @@ def test_the_console_is_quiet(reference):
     _, result = reference
     assert len(result.lines) <= 30, result.output
     assert "warn" not in result.output.lower()
-    starts = ("layout", "model", "data", "plan", "update", "done")
+    starts = ("layout", "model", "data", "plan", "update", "applied", "step", "done")
     assert all(line.startswith(starts) for line in result.lines), result.output
 
 
