@@ -18,10 +18,10 @@ from trainer.config.sections.embeddings import EmbeddingsSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.sources.formats import Row
 from trainer.errors import ConfigError, DataError
+from trainer.models.language import model_config
 from trainer.recipes.embeddings.body import (
     body_of,
     check_padding,
-    read_architecture,
     task_of,
     tried_body,
 )
@@ -143,7 +143,7 @@ def test_a_body_that_looks_at_padding_is_refused() -> None:
     section = TrainerSection.model_validate(
         {"task": "embeddings", "model": {"config": {"model_type": "bert", "vocab_size": 80}}}
     )
-    spec = body_of(read_architecture(section), section)
+    spec = body_of(model_config.read_config(section.model), section)
     task = task_of(section, spec, None)
     check_padding(tried_body(spec, task), task)
     planted = Unmasked(task._reading, task._contrast)

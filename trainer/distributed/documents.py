@@ -192,16 +192,14 @@ class _Hand:
         """Send this rank's tokens [tokens, ...]; return those of its documents, in their order."""
         order, _, _, documents = self._indices(tokens.device)
         _, sent, received, _ = self._moves
-        exchange = self._documents.exchange
-        tokens = tokens.index_select(0, order)
-        tokens = exchange.move(tokens, sent, received) if exchange else tokens
-        return tokens.index_select(0, documents)
+        return self._moved(tokens.index_select(0, order), sent, received).index_select(0, documents)
 
     def back(self, tokens: torch.Tensor) -> torch.Tensor:
         """Undo `there`."""
         _, own, place, _ = self._indices(tokens.device)
         _, sent, received, _ = self._moves
+        return self._moved(tokens.index_select(0, place), received, sent).index_select(0, own)
+
+    def _moved(self, tokens: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
         exchange = self._documents.exchange
-        tokens = tokens.index_select(0, place)
-        tokens = exchange.move(tokens, received, sent) if exchange else tokens
-        return tokens.index_select(0, own)
+        return exchange.move(tokens, sent, received) if exchange else tokens

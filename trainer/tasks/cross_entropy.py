@@ -8,7 +8,7 @@ Shapes: n tokens, h hidden size, v vocabulary. Targets of -100 are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,6 +126,62 @@ def logits_cross_entropy(
     return _CrossEntropy.apply(flat, None, None, flat_targets, call)  # type: ignore[no-any-return]
 
 
+class ChunkGradients:
+    """The gradients of hidden states, weight and bias, or of logits, from a chunk's at a time."""
+
+    def __init__(
+        self,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        wide: torch.dtype,
+        needed: Sequence[bool],
+    ) -> None:
+        """`needed`: which of the three are wanted."""
+        wants, wants_weight, wants_bias = needed
+        self._weight = weight
+        self._dtype = given.dtype
+        self._given = torch.empty_like(given) if wants else None
+        # summed over chunks in full precision, rounded once at the end
+        self._of_weight = self._of_bias = None
+        if wants_weight and weight is not None:
+            self._of_weight = torch.zeros_like(weight, dtype=wide)
+        if wants_bias and bias is not None:
+            self._of_bias = torch.zeros_like(bias, dtype=wide)
+
+    def add(self, rows: slice, part: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add what the gradient of a chunk's logits gives; `part`: the chunk of what is given."""
+        low = grad.to(self._dtype)
+        if self._given is not None and self._weight is None:
+            self._given[rows] = low
+        elif self._given is not None and self._weight is not None:
+            torch.mm(low, self._weight, out=self._given[rows])
+        if self._of_weight is not None:
+            add_product(self._of_weight, low.T, part)
+        if self._of_bias is not None:
+            self._of_bias += grad.sum(0)
+
+    def whole(self) -> list[torch.Tensor | None]:
+        """Return the three gradients; None for one that is not needed."""
+        sums = (self._of_weight, self._of_bias)
+        return [self._given, *(None if one is None else one.to(self._dtype) for one in sums)]
+
+
+def product_chunks(
+    given: torch.Tensor,
+    weight: torch.Tensor | None,
+    shard: VocabularyShard | None,
+    wide: torch.dtype,
+) -> list[slice]:
+    """Return the chunks of hidden states [n, h] or, without a weight, of logits [n, v].
+
+    Each passes over the whole weight gradient: with h / 2 rows its product costs more than that.
+    """
+    width = given.shape[1]
+    count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
+    return chunks_of(len(given), shard.most if shard else count, wide, at_least)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The summed loss of hidden states [n, h] or, without a weight, of logits [n, v]."""
 
@@ -141,36 +197,19 @@ class _CrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(given.dtype, torch.float32)
         total = torch.zeros((), dtype=wide, device=given.device)
         needed = ctx.needs_input_grad[:3] if call.with_gradients else [False] * 3
-        wants, wants_weight, wants_bias = needed
-        given_grad = torch.empty_like(given) if wants else None
-        # summed over chunks in full precision, rounded once at the end
-        weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None  # type: ignore[arg-type]
-        bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias else None  # type: ignore[arg-type]
-        # each chunk passes over the whole weight gradient: with h / 2 rows its product costs more
-        # than that
-        width = given.shape[1]
+        gradients = ChunkGradients(given, weight, bias, wide, needed)
         options = call.options
         shard = call.shard
-        count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
         loss_of = (shard is None and options.chunk_loss) or _chunk_loss
-        for rows in chunks_of(len(given), shard.most if shard else count, wide, at_least):
+        for rows in product_chunks(given, weight, shard, wide):
             part = given[rows]
             logits = part if weight is None else F.linear(part, weight, bias)
             logits = logits.to(wide, copy=weight is None)
             losses, grad = loss_of(logits, targets[rows], options.smoothing, shard)
             total += losses.sum()
             options.report(rows, losses)
-            low = grad.to(given.dtype)
-            if given_grad is not None and weight is None:
-                given_grad[rows] = low
-            elif given_grad is not None:
-                torch.mm(low, weight, out=given_grad[rows])  # type: ignore[arg-type]
-            if weight_grad is not None:
-                add_product(weight_grad, low.T, part)
-            if bias_grad is not None:
-                bias_grad += grad.sum(0)
-        sums = [None if s is None else s.to(given.dtype) for s in (weight_grad, bias_grad)]
-        ctx.save_for_backward(given_grad, *sums)
+            gradients.add(rows, part, grad)
+        ctx.save_for_backward(*gradients.whole())
         return total
 
     @staticmethod

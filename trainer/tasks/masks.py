@@ -61,8 +61,8 @@ class Masks:
         row is one. Ranks that share rows have a part of each; masks are those of whole rows.
 
         `choose(pattern, device, dtype)` is one of KERNELS. Flash attention uses no mask: it gets
-        the cu_seqlens, and a model that does not pass them on to it is refused. `always`: no mask
-        is left out, as a kernel that knows causal rows would need.
+        the cu_seqlens, and a model that does not pass them on to it is refused. `always`:
+        whole causal rows get their mask, too, which most kernels do without.
         """
         row, sections = (ranks.row, ranks.sections) if ranks else (None, [])
         rows = _Rows(documents, row, sections, choose, always)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,13 @@ from trainer.data.progress import QUIET, Progress
 from trainer.data.text import corpus
 from trainer.errors import DataError, Problem, refused
 from trainer.models.door import check_folder
+from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from trainer.config.sections.trainer import TrainerSection
+    from trainer.distributed.ranks import Ranks
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -67,8 +71,37 @@ def load_any_tokenizer(
         return AutoTokenizer.from_pretrained(name_or_path, **options)  # type: ignore[no-any-return]
 
 
+def tokenizer_name(section: TrainerSection) -> str | None:
+    """Return the folder or hub id of a config's tokenizer; None: the embedded one."""
+    return section.data.tokenizer or section.model.name_or_path
+
+
+def named_tokenizer(
+    section: TrainerSection,
+    load: Callable[..., PreTrainedTokenizerBase],
+    ranks: Ranks,
+    progress: Progress,
+    **options: Any,
+) -> PreTrainedTokenizerBase:
+    """Load the tokenizer that a config names, or train the embedded one. Collective.
+
+    `load`: `load_tokenizer` or `load_any_tokenizer`.
+    """
+    name = tokenizer_name(section)
+    if name is None:
+
+        def embedded() -> PreTrainedTokenizerBase:
+            return embedded_tokenizer(cache_folder(), progress=progress, **options)
+
+        ranks.try_on_first(embedded)  # the rank that trains it
+        return embedded()
+    trust = section.model.trust_remote_code
+    revision = section.model.revision
+    return ranks.on_own(lambda: load(name, trust, revision, **options))
+
+
 def embedded_tokenizer(
-    cache_folder: Path, vocabulary: int = 4096, progress: Progress = QUIET, **options: object
+    cache: Path, vocabulary: int = 4096, progress: Progress = QUIET, **options: object
 ) -> PreTrainedTokenizerBase:
     """Return a byte-level BPE for the embedded corpus, trained at first use (seconds) and cached.
 
@@ -77,7 +110,7 @@ def embedded_tokenizer(
     from transformers import PreTrainedTokenizerFast
 
     name = f"tokenizer-{corpus.name()}-{vocabulary}"
-    folder = cached_folder(cache_folder, name, lambda folder: _train(vocabulary, folder), progress)
+    folder = cached_folder(cache, name, lambda folder: _train(vocabulary, folder), progress)
     return PreTrainedTokenizerFast.from_pretrained(folder, **options)
 
 

@@ -14,8 +14,7 @@ import numpy as np
 from trainer.certify.case import MakeReference
 from trainer.certify.one_process.edges import Edge, edges_of, note_of
 from trainer.certify.one_process.options import Amend, Option, options_of, without_rates
-from trainer.certify.one_process.options import amended as amended_config
-from trainer.certify.parameters import Learner, learner, opened, published, write_base
+from trainer.certify.one_process.saved_copy import SavedCopy
 from trainer.certify.recording import Sources
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
@@ -26,11 +25,9 @@ from trainer.data.text.token_files import Encoded, PreparedSource
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
-from trainer.models.finetuning.changed import changed_spec, with_changes
 from trainer.models.language import model_config
-from trainer.models.materialise import on_host
-from trainer.models.pretrained.named_base import NamedBase, untie
-from trainer.models.spec import ModelSpec, TinyCopies
+from trainer.models.pretrained.named_base import untie
+from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import SIZES, Sizes
 from trainer.parallel.checks import packing_refusal
 from trainer.probes.probe import own_randomness, tiny
@@ -75,28 +72,17 @@ class LanguageCase:
         self._machine = machine
         self._folder = folder
         self._section = small.config.trainer
-        options = self._section.model
         ranks = machine.ranks
         self.architecture = architecture
-        plain = self._plain(architecture)
-        small, self._size = with_copy(small, plain)
-        copy = self._copy(plain)
-        self._base = folder / "base"
-        self._is_read = bool(options.name_or_path or self._section.adapter or small.low_precision)
-        if self._is_read:
-            ranks.on_first(lambda: write_base(copy, self._base))
-            read = options.model_copy(update={"name_or_path": str(self._base)})
-            copy = copy.with_weights(NamedBase.opened(read).weights(copy.build()))
-        whole = changed_spec(
-            replace(plain, tiny=TinyCopies(copy=lambda *_: copy)), self._section, ranks
-        )
-        assert whole.tiny.copy is not None
-        spec = whole.tiny.copy(len(copy.blocks), small.layout.tensor * small.layout.context)
-        spec = with_changes(spec)
+        small, size = with_copy(small, self._plain(architecture))
+        base = folder / "base"
+        self._copy = SavedCopy(self._plain, architecture, size, small, base, ranks)
+        spec = self._copy.changed(small, ranks)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
+        copy = self._copy.spec
         config = copy.build().config
         heads = copy.language.attention.heads
-        self.edges: Sequence[Edge] = edges_of(small, config, heads, self._size[2].positions - 1)
+        self.edges: Sequence[Edge] = edges_of(small, config, heads, size[2].positions - 1)
         self.small = small.noting(*lacking, *note_of(self.edges, small.packed))
         self.subject = self._subject(spec)
 
@@ -114,10 +100,6 @@ class LanguageCase:
         """Return the spec of the model itself, without weights."""
         options = self._section.model.model_copy(update={"name_or_path": None})
         return huggingface.spec_of(architecture, options)
-
-    def _copy(self, plain: ModelSpec) -> ModelSpec:
-        assert plain.tiny.copy is not None
-        return plain.tiny.copy(*self._size)
 
     def options(self, small: Tiny) -> Sequence[Option]:
         return options_of(small, self.architecture)
@@ -149,18 +131,8 @@ class LanguageCase:
     ) -> LanguageReference:
         """Build the one process; `amend` changes the model's config."""
         kind = PackedReference if small.packed else LanguageReference
-        own = self._learner(small, amend)
+        own = self._copy.learner(small, amend)
         return kind(small, spec, own, documents, self._machine.device)
-
-    def _learner(self, small: Tiny, amend: Amend | None) -> Learner:
-        """Return the tiny copy as one process trains it."""
-        section = small.config.trainer
-        plain = self._plain(amended_config(self.architecture, amend))
-        copy = self._copy(plain)
-        read = self._is_read
-        model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
-        own = learner(model, section, (plain, copy))
-        return own._replace(published=partial(published, self._base, section.model))
 
 
 def with_arrangement(small: Tiny, architecture: PreTrainedConfig, machine: Machine) -> Tiny:

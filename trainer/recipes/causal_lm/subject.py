@@ -20,13 +20,13 @@ from trainer.data.text.chats.chat import Template
 from trainer.data.text.preparation import open_data
 from trainer.data.text.prepared import Data
 from trainer.data.text.preview import preview
-from trainer.data.text.tokenizer import embedded_tokenizer, load_tokenizer
+from trainer.data.text.tokenizer import load_tokenizer, named_tokenizer
 from trainer.engines import Metrics
-from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import huggingface
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
+from trainer.models.language.fit import check_fit
 from trainer.models.language.own_vocabulary import align
 from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import packing_refusal
@@ -176,7 +176,7 @@ def fitted(context: RunContext, parts: LanguageParts, data: Data) -> LanguagePar
     notes = [*parts.notes, *data.unrendered()]
     if section.data.chat_template is not None and not data.has_chats:
         notes.append("trainer.data.chat_template has no effect: the data has no chats")
-    _check_fit(parts.spec, data.largest_token_id, section.data.sequence_length)
+    check_fit(parts.spec, data.largest_token_id, section.data.sequence_length)
     return parts._replace(tokenizer=tokenizer, notes=tuple(notes))
 
 
@@ -206,41 +206,15 @@ def open_language_model(context: RunContext) -> LanguageSubject:
     return LanguageSubject(spec, task, data, settled.packs, data.check, tokenizer, form)
 
 
-def _check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
-    """Raise unless the model has an id for each token, and a position: sequences have so many."""
-    ids = spec.language.vocabulary
-    positions = spec.language.positions
-    if largest >= ids:
-        expected = f"ids below {ids}, the rows of the embedding of {spec.name}"
-        own = "Use the model's own tokenizer (trainer.data.tokenizer)"
-        hint = f"{own}, or a vocab_size that holds all ids"
-        raise DataError(Problem("tokenizer", f"the data has token id {largest}", expected, hint))
-    if positions is not None and sequence > positions:
-        expected = f"at most the model's {positions} positions"
-        raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
-
-
 def _tokenizer(context: RunContext, chat_template: str | None = None) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the config names, or train the embedded one. Collective.
 
     With `chat_template`, it is saved with that one in place of its own.
     """
-    data = context.section.data
-    model = context.section.model
-    options: Json = {}
-    if chat_template is not None:
-        options["chat_template"] = chat_template
-    name = data.tokenizer or model.name_or_path
-    if name is None:
-
-        def load() -> PreTrainedTokenizerBase:
-            return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
-
-        context.ranks.try_on_first(load)  # the rank that trains it
-        return load()
-    trust = model.trust_remote_code
-    revision = model.revision
-    return context.ranks.on_own(lambda: load_tokenizer(name, trust, revision, **options))
+    options: Json = {} if chat_template is None else {"chat_template": chat_template}
+    return named_tokenizer(
+        context.section, load_tokenizer, context.ranks, context.progress, **options
+    )
 
 
 def _longrope_notes(sequence: int, architecture: PreTrainedConfig) -> tuple[str, ...]:

@@ -12,7 +12,6 @@ from trainer.config import TrainerSection
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.layout import Layout
 from trainer.models import huggingface
-from trainer.models.language import model_config
 from trainer.models.language.auto_class import BODIES
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import VOCABULARY
@@ -101,26 +100,6 @@ def check_layout(layout: Layout) -> None:
         actual = f"{layout.context}: a rank would pool a part of each text"
         expected = "1: texts are short, and a step has many"
         raise ConfigError(Problem("sequence_parallel_size", actual, expected))
-
-
-def check_fit(spec: ModelSpec, section: TrainerSection, largest: int) -> None:
-    """Raise unless the model has an id for each token, and a position."""
-    ids = spec.language.vocabulary
-    positions = spec.language.positions
-    length = section.data.sequence_length
-    if largest >= ids:
-        expected = f"ids below {ids}, the rows of the embedding of {spec.name}"
-        hint = "Use the model's own tokenizer (trainer.data.tokenizer)"
-        actual = f"the data has token id {largest}"
-        raise DataError(Problem("tokenizer", actual, expected, hint))
-    if positions is not None and length > positions:
-        expected = f"at most the model's {positions} positions"
-        raise ConfigError(Problem("trainer.data.sequence_length", str(length), expected))
-
-
-def read_architecture(section: TrainerSection) -> PreTrainedConfig:
-    """Read the config of the body. Raises ConfigError."""
-    return model_config.read_config(section.model)
 
 
 def padding_token(tokenizer: PreTrainedTokenizerBase) -> None:

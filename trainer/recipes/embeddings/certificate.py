@@ -14,18 +14,15 @@ from trainer.certify.case import MakeReference
 from trainer.certify.finding import CheckResult
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.options import Amend, Option, options_of
-from trainer.certify.one_process.options import amended as amended_config
-from trainer.certify.parameters import learner, opened, published, write_base
+from trainer.certify.one_process.saved_copy import SavedCopy
 from trainer.certify.recording import Sources
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.data.dataset import Pairs
 from trainer.engines import Machine
-from trainer.models.finetuning.changed import changed_spec, with_changes
-from trainer.models.materialise import on_host
-from trainer.models.pretrained.named_base import NamedBase
-from trainer.models.spec import ModelSpec, TinyCopies
+from trainer.models.language import model_config
+from trainer.models.spec import ModelSpec
 from trainer.recipe import Subject
-from trainer.recipes.embeddings.body import body_of, check_layout, read_architecture, tried_body
+from trainer.recipes.embeddings.body import body_of, check_layout, tried_body
 from trainer.recipes.embeddings.data import TextSample
 from trainer.recipes.embeddings.reference import EmbeddingReference
 from trainer.recipes.embeddings.task import EmbeddingTask
@@ -51,21 +48,12 @@ class EmbeddingsCase:
         section = small.config.trainer
         options = section.embeddings
         self._machine = machine
-        self._base = folder / "base"
         self._section = section
-        self.architecture = read_architecture(section)
-        self._size = max(2, small.layout.stages + 1), small.layout.tensor
-        plain = self._plain(self.architecture)
-        copy = self._copy(plain)
-        self._is_read = bool(section.model.name_or_path or section.adapter or small.low_precision)
-        if self._is_read:
-            machine.ranks.on_first(lambda: write_base(copy, self._base))
-            read = section.model.model_copy(update={"name_or_path": str(self._base)})
-            copy = copy.with_weights(NamedBase.opened(read).weights(copy.build()))
-        copies = replace(plain, tiny=TinyCopies(copy=lambda *_: copy))
-        whole = changed_spec(copies, section, machine.ranks)
-        assert whole.tiny.copy is not None
-        spec = with_changes(whole.tiny.copy(*self._size))
+        self.architecture = model_config.read_config(section.model)
+        size = max(2, small.layout.stages + 1), small.layout.tensor
+        base = folder / "base"
+        self._copy = SavedCopy(self._plain, self.architecture, size, small, base, machine.ranks)
+        spec = self._copy.changed(small, machine.ranks)
         self.skipped = (0, 0) if options.include_prompt else SKIPPED
         task = EmbeddingTask.of(options, 0, self.skipped, spec.language.hidden_size or 0)
         self.columns = max(len(options.columns), 2 + (options.negatives or COLUMNS - 2))
@@ -79,10 +67,6 @@ class EmbeddingsCase:
         unnamed = self._section.model.model_copy(update={"name_or_path": None})
         section = self._section.model_copy(update={"model": unnamed})
         return body_of(architecture, section)
-
-    def _copy(self, plain: ModelSpec) -> ModelSpec:
-        assert plain.tiny.copy is not None
-        return plain.tiny.copy(*self._size)
 
     def options(self, small: Tiny) -> Sequence[Option]:
         return [*options_of(small, self.architecture), *_of_the_task(small)]
@@ -99,14 +83,7 @@ class EmbeddingsCase:
         self, small: Tiny, amend: Amend | None = None, *, spec: ModelSpec, sources: Sources
     ) -> EmbeddingReference:
         """Build the one process; `amend` changes the model's config."""
-        section = small.config.trainer
-        plain = self._plain(amended_config(self.architecture, amend))
-        copy = self._copy(plain)
-        read = self._is_read
-        model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
-        own = learner(model, section, (plain, copy))
-        files = partial(published, self._base, section.model)
-        own = own._replace(published=files)
+        own = self._copy.learner(small, amend)
         device = self._machine.device
         return EmbeddingReference(small, spec, own, sources, self.skipped, device)
 

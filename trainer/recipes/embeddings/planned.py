@@ -7,12 +7,12 @@ import torch
 from trainer.config import TrainerSection
 from trainer.layout import Layout
 from trainer.models.flops import flops_per_token
+from trainer.models.language import model_config
 from trainer.models.spec import ModelSpec
 from trainer.recipe import PlannedModel, SampleCost
 from trainer.recipes.embeddings.body import (
     body_of,
     check_layout,
-    read_architecture,
     task_of,
     tried_body,
 )
@@ -27,7 +27,7 @@ def planned_embeddings(section: TrainerSection, layout: Layout) -> PlannedModel:
     """
     check_layout(layout)
     options = section.embeddings
-    spec = body_of(read_architecture(section), section, weights=False)
+    spec = body_of(model_config.read_config(section.model), section, weights=False)
     task = task_of(section, spec, None)
     spec = tried_body(spec, task)
     length = section.data.sequence_length

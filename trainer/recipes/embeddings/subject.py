@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from trainer.config import TrainerSection
-from trainer.data.text.tokenizer import embedded_tokenizer, load_any_tokenizer
+from trainer.data.text.tokenizer import load_any_tokenizer, named_tokenizer
 from trainer.errors import ConfigError, Problem
 from trainer.models.flops import flops_per_token
+from trainer.models.language import model_config
+from trainer.models.language.fit import check_fit
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.embeddings.body import (
     body_of,
-    check_fit,
     check_layout,
     check_padding,
     padding_token,
-    read_architecture,
     task_of,
     tried_body,
 )
 from trainer.recipes.embeddings.data import TextData, TextTokens, open_texts
 from trainer.recipes.embeddings.sentence_files import write_modules
-from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
@@ -84,7 +83,7 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
         expected = "files with the columns anchor and positive"
         raise ConfigError(Problem("trainer.data.path", "nothing", expected))
     check_layout(context.layout)
-    architecture = ranks.on_own(lambda: read_architecture(section))
+    architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     tokenizer = open_tokenizer(context)
     options = section.embeddings
     prompts = options.prompts.get("query", ""), options.prompts.get("document", "")
@@ -92,7 +91,7 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
     spec = body_of(architecture, section)
     task = task_of(section, spec, work)
     data = open_texts(section.data, options, work, cache_folder(), ranks, context.progress)
-    check_fit(spec, section, data.largest_token_id)
+    check_fit(spec, data.largest_token_id, section.data.sequence_length)
     spec = tried_body(spec, task)
     ranks.try_on_first(lambda: check_padding(spec, task))
     return EmbeddingSubject(spec, task, data, False, data.check, section, tokenizer)
@@ -101,19 +100,14 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
 def open_tokenizer(context: RunContext) -> PreTrainedTokenizerBase:
     """Load the tokenizer that the config names, or train the embedded one. Collective."""
     section = context.section
-    model = section.model
-    name = section.data.tokenizer or model.name_or_path
-    options: Json = {"padding_side": "right", "model_max_length": section.data.sequence_length}
-    if name is None:
-
-        def load() -> PreTrainedTokenizerBase:
-            return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
-
-        context.ranks.try_on_first(load)  # the rank that trains it
-        tokenizer = load()
-    else:
-        given = name, model.trust_remote_code, model.revision
-        tokenizer = context.ranks.on_own(lambda: load_any_tokenizer(*given, **options))
+    tokenizer = named_tokenizer(
+        section,
+        load_any_tokenizer,
+        context.ranks,
+        context.progress,
+        padding_side="right",
+        model_max_length=section.data.sequence_length,
+    )
     context.ranks.try_on_first(lambda: padding_token(tokenizer))
     padding_token(tokenizer)
     return tokenizer

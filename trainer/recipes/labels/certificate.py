@@ -7,25 +7,23 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from trainer.certify.case import MakeReference
 from trainer.certify.finding import CheckResult
 from trainer.certify.one_process.edges import Edge
-from trainer.certify.one_process.options import Amend, Option, amended, options_of
-from trainer.certify.parameters import learner, opened, published, write_base
+from trainer.certify.one_process.options import Amend, Option, options_of
+from trainer.certify.one_process.saved_copy import SavedCopy
 from trainer.certify.recording import Sources
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.config import TrainerSection
 from trainer.data.dataset import Pairs
 from trainer.engines import Machine
 from trainer.errors import ConfigError, DataError, Problem
-from trainer.models.finetuning.changed import changed_spec, with_changes
 from trainer.models.language import model_config
-from trainer.models.materialise import on_host
-from trainer.models.pretrained.named_base import NamedBase
-from trainer.models.spec import ModelSpec, TinyCopies
+from trainer.models.spec import ModelSpec
 from trainer.recipe import Subject
 from trainer.recipes.labels.kinds import LabelKind
 from trainer.recipes.labels.model import (
@@ -38,6 +36,9 @@ from trainer.recipes.labels.model import (
 from trainer.recipes.labels.reference import LabelsReference
 from trainer.recipes.labels.rows import kind_in
 from trainer.recipes.labels.subject import kind_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 CLASSES = 5
 """The classes where the config names none, and where a label is several numbers."""
@@ -57,37 +58,26 @@ class LabelsCase:
             expected = "rowwise, to verify it"
             raise ConfigError(Problem("trainer.float8", "tensorwise, of labels", expected))
         self._machine = machine
-        self._section = section  # for the plain model
+        self._section = section
         self.kind, note = ranks.on_first(lambda: certified_kind(section))
         self._architecture = model_config.read_config(section.model)
         labelled_config(self._architecture, self.kind, section.labels.names, 0)
-        plain = self._plain(self._architecture)
-        section = with_trained_head(section, plain)
+        section = with_trained_head(section, self._plain(self._architecture))
         small = replace(small, config=replace(small.config, trainer=section))
-        self._section = section
-        assert plain.tiny.copy is not None
-        self._size = (max(2, small.layout.stages + 1), small.layout.tensor * small.layout.context)
-        copy = plain.tiny.copy(*self._size)
-        self._base = folder / "base"
-        self._is_read = bool(section.model.name_or_path or section.adapter or small.low_precision)
-        if self._is_read:
-            ranks.on_first(lambda: write_base(copy, self._base))
-            read = section.model.model_copy(update={"name_or_path": str(self._base)})
-            copy = copy.with_weights(NamedBase.opened(read).weights(copy.build()))
-        copies = TinyCopies(input=copy.tiny.input, copy=lambda *_: copy)
-        whole = changed_spec(replace(plain, tiny=copies), section, ranks)
-        assert whole.tiny.copy is not None
-        spec = with_changes(whole.tiny.copy(len(copy.blocks), self._size[1]))
+        size = max(2, small.layout.stages + 1), small.layout.tensor * small.layout.context
+        base = folder / "base"
+        self._copy = SavedCopy(self._plain, self._architecture, size, small, base, ranks)
+        spec = self._copy.changed(small, ranks)
         lacking = (f"the tiny copy lacks {what}: it proves less" for what in spec.tiny.lacks)
         lengths = f"sequences of at most {LONGEST} tokens"
         self.small = small.noting(*lacking, note, lengths)
         task = task_of(spec, self.kind)
         self.subject = Subject(spec, task, Pairs((), None, ""))
 
-    def _plain(self, architecture: object) -> ModelSpec:
+    def _plain(self, architecture: PreTrainedConfig) -> ModelSpec:
         """Return the spec of the model itself, without weights."""
         options = self._section.model.model_copy(update={"name_or_path": None})
-        return spec_of(architecture, options, self.kind)  # type: ignore[arg-type]
+        return spec_of(architecture, options, self.kind)
 
     def options(self, small: Tiny) -> Sequence[Option]:
         return options_of(small, self._architecture)
@@ -105,14 +95,7 @@ class LabelsCase:
         self, small: Tiny, amend: Amend | None = None, *, spec: ModelSpec, data: Sources
     ) -> LabelsReference:
         """Build the one process; `amend` changes the model's config."""
-        section = small.config.trainer
-        plain = self._plain(amended(self._architecture, amend))
-        assert plain.tiny.copy is not None
-        copy = plain.tiny.copy(*self._size)
-        read = self._is_read
-        model = opened(self._base, section.model, amend) if read else on_host(copy, section.seed)
-        own = learner(model, section, (plain, copy))
-        own = own._replace(published=partial(published, self._base, section.model))
+        own = self._copy.learner(small, amend)
         return LabelsReference(small, spec, own, data, self.kind, self._machine.device)
 
 

@@ -13,11 +13,12 @@ from trainer.config import Config
 from trainer.config.sections.model_and_data import AdapterSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.text.chats.chat import Template
-from trainer.data.text.tokenizer import embedded_tokenizer, load_any_tokenizer
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.data.text.tokenizer import load_any_tokenizer, named_tokenizer, tokenizer_name
+from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning.changed import changed_spec
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
+from trainer.models.language.fit import check_ids
 from trainer.models.language.own_vocabulary import align
 from trainer.models.spec import ModelSpec
 from trainer.recipe import RunContext, Subject
@@ -36,7 +37,6 @@ from trainer.recipes.labels.rows import kind_in
 from trainer.recipes.labels.samples import Known, LabelData, open_samples
 from trainer.recipes.labels.task import LabelTask
 from trainer.storage import Json
-from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -144,21 +144,12 @@ def tokenizer_of(context: RunContext, words: bool, **more: str) -> PreTrainedTok
 
     `words`: its texts are words that are given apart.
     """
-    section = context.section
-    name = section.data.tokenizer or section.model.name_or_path
     options: dict[str, Any] = dict(more)
-    if name is None:
-
-        def load() -> PreTrainedTokenizerBase:
-            return embedded_tokenizer(cache_folder(), progress=context.progress, **options)
-
-        context.ranks.try_on_first(load)  # the rank that trains it
-        return load()
-    trust = section.model.trust_remote_code
-    revision = section.model.revision
-    # some tokenizers have to be told that a space is before each word
-    options |= {"add_prefix_space": True} if words else {}
-    return context.ranks.on_own(lambda: load_any_tokenizer(name, trust, revision, **options))
+    section = context.section
+    if words and tokenizer_name(section) is not None:
+        # some tokenizers have to be told that a space is before each word
+        options["add_prefix_space"] = True
+    return named_tokenizer(section, load_any_tokenizer, context.ranks, context.progress, **options)
 
 
 def _check(context: RunContext) -> None:
@@ -191,12 +182,7 @@ def _check_classes(
 def _check_fit(spec: ModelSpec, data: LabelData) -> None:
     """Raise unless the model has an id for each token, and a position."""
     table: Any = spec.build()
-    rows = len(table.get_input_embeddings().weight)
-    if data.largest_token_id >= rows:
-        expected = f"ids below {rows}, the rows of the embedding of {spec.name}"
-        hint = "Use the model's own tokenizer (trainer.data.tokenizer)"
-        actual = f"the data has token id {data.largest_token_id}"
-        raise DataError(Problem("tokenizer", actual, expected, hint))
+    check_ids(spec.name, len(table.get_input_embeddings().weight), data.largest_token_id)
     positions = spec.language.positions
     if positions is not None and data.longest > positions:
         expected = f"at most the model's {positions} positions"

@@ -126,7 +126,7 @@ class PreferenceCase(LanguageCase):
         drawn: Sequence[Drawn],
     ) -> PreferenceReference:
         """Build the one process; `amend` changes the model's config."""
-        own = self._learner(small, amend)
+        own = self._copy.learner(small, amend)
         device = self._machine.device
         return PreferenceReference(small, spec, own, drawn, device)
 

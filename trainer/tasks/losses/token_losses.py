@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.cross_entropy import NO_OPTIONS, LossHead, add_product, chunks_of
+from trainer.tasks.cross_entropy import NO_OPTIONS, ChunkGradients, LossHead, product_chunks
 from trainer.tasks.task import IGNORED
 
 
@@ -76,7 +76,7 @@ class _TokenLosses(torch.autograd.Function):
         wide = torch.promote_types(given.dtype, torch.float32)
         losses = torch.empty(len(given), dtype=wide, device=given.device)
         log_totals = torch.empty_like(losses)
-        ctx.parts = _parts(given, weight, shard, wide)
+        ctx.parts = product_chunks(given, weight, shard, wide)
         ctx.shard = shard
         for rows in ctx.parts:
             logits = _logits(given[rows], weight, bias, wide)
@@ -90,11 +90,7 @@ class _TokenLosses(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
         given, weight, bias, targets, log_totals = ctx.saved_tensors
         wide = log_totals.dtype
-        wants, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        given_grad = torch.empty_like(given) if wants else None
-        # summed over chunks in full precision, rounded once at the end
-        weight_grad = torch.zeros_like(weight, dtype=wide) if wants_weight else None
-        bias_grad = torch.zeros_like(bias, dtype=wide) if wants_bias else None
+        gradients = ChunkGradients(given, weight, bias, wide, ctx.needs_input_grad[:3])
         scale = torch.where(targets != IGNORED, gradient, 0).to(wide).unsqueeze(1)
         for rows in ctx.parts:
             part = given[rows]
@@ -103,30 +99,8 @@ class _TokenLosses(torch.autograd.Function):
             index, own = _place(targets[rows], ctx.shard)
             target = torch.where(own.unsqueeze(1), -scale[rows], 0)
             grad.scatter_add_(1, index.unsqueeze(1), target)
-            low = grad.to(given.dtype)
-            if given_grad is not None and weight is None:
-                given_grad[rows] = low
-            elif given_grad is not None:
-                torch.mm(low, weight, out=given_grad[rows])
-            if weight_grad is not None:
-                add_product(weight_grad, low.T, part)
-            if bias_grad is not None:
-                bias_grad += grad.sum(0)
-        sums = [None if s is None else s.to(given.dtype) for s in (weight_grad, bias_grad)]
-        return (given_grad, *sums, None, None)
-
-
-def _parts(
-    given: torch.Tensor,
-    weight: torch.Tensor | None,
-    shard: VocabularyShard | None,
-    wide: torch.dtype,
-) -> list[slice]:
-    """Return the chunks: each passes over the whole weight gradient, so that few tokens cost more
-    than their product."""
-    width = given.shape[1]
-    count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
-    return chunks_of(len(given), shard.most if shard else count, wide, at_least)
+            gradients.add(rows, part, grad)
+        return (*gradients.whole(), None, None)
 
 
 def _logits(

@@ -1,0 +1,24 @@
+"""The check that a model has an id for each token of the data, and a position."""
+
+from __future__ import annotations
+
+from trainer.errors import ConfigError, DataError, Problem
+from trainer.models.spec import ModelSpec
+
+
+def check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
+    """Raise unless the model has an id for each token, and a position: sequences have so many."""
+    check_ids(spec.name, spec.language.vocabulary, largest)
+    positions = spec.language.positions
+    if positions is not None and sequence > positions:
+        expected = f"at most the model's {positions} positions"
+        raise ConfigError(Problem("trainer.data.sequence_length", str(sequence), expected))
+
+
+def check_ids(name: str, ids: int, largest: int) -> None:
+    """Raise DataError if the `largest` token id of the data is none of the model's `ids`."""
+    if largest >= ids:
+        expected = f"ids below {ids}, the rows of the embedding of {name}"
+        own = "Use the model's own tokenizer (trainer.data.tokenizer)"
+        hint = f"{own}, or a vocab_size that holds all ids"
+        raise DataError(Problem("tokenizer", f"the data has token id {largest}", expected, hint))
