@@ -81,6 +81,52 @@ def test_other_columns(tmp_path: Path) -> None:
     assert (pair.chosen.prompt, pair.chosen.text, pair.rejected.text) == ("a ", "b", "c")
 
 
+SYSTEM = {"role": "system", "content": "Be short."}
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"prompt": "2 + 2?", "chosen": "4", "rejected": "5"}, {"records": "chat"}),
+        ({"q": "2 + 2?", "a": "4", "b": "5"}, {"records": "chat"}),
+        ({"prompt": "2 + 2?", "chosen": FOUR, "rejected": FIVE}, {}),
+        (
+            {
+                "conversations": [{"from": "human", "value": "2 + 2?"}],
+                "chosen": {"from": "gpt", "value": "4"},
+                "rejected": {"from": "gpt", "value": "5"},
+            },
+            {"prompt_column": "conversations"},
+        ),
+        ({"instruction": "2 + 2?", "chosen": "4", "rejected": "5"}, {"records": "instruction"}),
+        (
+            {"prompt": "2 + 2?", "chosen": [QUESTION, FOUR], "rejected": [QUESTION, FIVE]},
+            {"records": "chat"},
+        ),
+    ],
+    ids=["texts", "columns", "one message", "sharegpt", "instruction", "messages"],
+)
+def test_texts_as_turns(row: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:
+    if "q" in row:
+        options = options | dict(
+            zip(("prompt_column", "chosen_column", "rejected_column"), row, strict=True)
+        )
+    [pair] = read(tmp_path, row | {"system": SYSTEM["content"]}, **options)
+    for answer, chat in ((FOUR, pair.chosen), (FIVE, pair.rejected)):
+        assert isinstance(chat, Chat)
+        assert (chat.messages, chat.learned_from) == ([SYSTEM, QUESTION, answer], 2)
+
+
+def test_an_instruction_has_its_input_and_history(tmp_path: Path) -> None:
+    row = {"instruction": "add", "input": "2, 2", "history": [["hi", "hello"]]}
+    [pair] = read(tmp_path, row | {"chosen": "4", "rejected": "5"}, records="instruction")
+    contents = [message["content"] for message in pair.chosen.messages]
+    assert (contents, pair.chosen.learned_from) == (["hi", "hello", "add\n2, 2", "4"], 3)
+    assert read(tmp_path, row | {"chosen": "4", "rejected": " "}, records="instruction") == [None]
+    with raises(DataError, "instruction"):
+        read(tmp_path, {"chosen": "4", "rejected": "5"}, records="instruction")
+
+
 def test_a_shared_answer_is_no_prompt(tmp_path: Path) -> None:
     """Turns up to the first difference are the prompt, but it does not end with an answer."""
     more = {"role": "user", "content": "sure?"}

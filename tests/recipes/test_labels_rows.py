@@ -109,6 +109,25 @@ def test_answers_have_their_prompt_and_margin(
     assert [first["margin"], second["margin"]] == [0.5, 0.0]
 
 
+def test_answers_of_other_columns_as_turns_of_a_chat(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    columns = {"prompt_column": "q", "chosen_column": "good", "rejected_column": "bad"}
+    turns = [{"role": "user", "content": "a"}], [{"role": "assistant", "content": "b"}]
+    data = opened(
+        tmp_path,
+        [{"q": "a", "good": "b", "bad": "c"}],
+        monkeypatch,
+        data={**columns, "records": "chat", "sequence_length": 64},
+    )
+    assert data.kind == "reward"
+    messages = {"prompt": turns[0], "chosen": turns[1], "rejected": turns[1]}
+    same = opened(tmp_path, [messages], monkeypatch, data={"sequence_length": 64})
+    assert data.train[0]["chosen"].tolist() == same.train[0]["chosen"].tolist()
+    plain = opened(tmp_path, [{"q": "a", "good": "b", "bad": "c"}], monkeypatch, data=columns)
+    assert len(plain.train[0]["chosen"]) < len(data.train[0]["chosen"])
+
+
 @pytest.mark.parametrize(("too_long", "count"), [("truncate", 2), ("drop", 1)])
 def test_texts_that_are_too_long(
     too_long: str, count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -147,6 +166,11 @@ WRONG: dict[str, tuple[list[dict[str, Any]], dict[str, Any], tuple[str, ...]]] =
         ("rows.jsonl:1", "1 labels", "2"),
     ),
     "no answers": ([{"text": "a", "label": 1}], {"kind": "reward"}, ("rows.jsonl:1", "chosen")),
+    "an empty answer": (
+        [{"prompt": "a", "chosen": "b", "rejected": " "}],
+        {},
+        ("rows.jsonl:1", "empty"),
+    ),
     "too long": (
         [{"text": "a b c d e f g h", "label": 0}],
         {"data": {"too_long": "error"}},

@@ -122,6 +122,16 @@ WRONG: dict[str, tuple[str, dict[str, Any], tuple[str, ...]]] = {
     "noise": ("single", {"neftune_alpha": 5.0}, ("trainer.neftune_alpha",)),
     "smoothed numbers": ("regression", {"label_smoothing": 0.1}, ("trainer.label_smoothing",)),
     "centred classes": ("single", {"labels": {"centring": 0.1}}, ("trainer.labels.centring",)),
+    "records": (
+        "single",
+        {"data": {"path": "rows.jsonl", "records": "chat"}},
+        ("trainer.data.records",),
+    ),
+    "columns": (
+        "single",
+        {"data": {"path": "rows.jsonl", "chosen_column": "a"}},
+        ("trainer.data.chosen_column",),
+    ),
     "a router": (
         "single",
         {"model": {"config": BODIES["qwen3_moe"] | ROUTED}},

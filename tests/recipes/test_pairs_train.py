@@ -171,6 +171,7 @@ WRONG: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "gamma": ({"pairs": {"gamma": 1.0}}, ("trainer.pairs.gamma", "simpo")),
     "loss": ({"pairs": {"loss": "kto"}}, ("trainer.pairs.loss",)),
     "packed": ({"data": {"path": "pairs.jsonl", "documents": "pack"}}, ("documents", "packed")),
+    "records": ({"data": {"path": "pairs.jsonl", "records": "text"}}, ("trainer.data.records",)),
     "stream": (
         {"data": {"path": "pairs.jsonl", "stream": True}},
         ("trainer.data.stream", "simpo"),

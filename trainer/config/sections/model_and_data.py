@@ -9,10 +9,10 @@ from pydantic import AfterValidator, Field
 
 from trainer.config.keys.key import Excludes, Key, Recipes
 from trainer.config.sections.section import (
+    ANSWERS,
     DOCUMENTS,
     IMAGES,
     LABELS,
-    PAIRS,
     ROWS,
     TEXT,
     TEXTS,
@@ -127,19 +127,23 @@ class Rows(Section):
     """The subset of a hub data set."""
     records: Annotated[
         Literal["auto", "text", "prompt_completion", "instruction", "alpaca", "chat"],
-        Key(needs=ROWS, recipes=DOCUMENTS),
+        Key(needs=ROWS, recipes=TEXTS),
     ] = "auto"
-    """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt."""
+    """The kind of a row; auto: by its columns; alpaca: an instruction in Alpaca's own prompt.
+
+    Of pairs of answers: chat: texts are turns, the prompt's of the user; instruction: as chat, with
+    the columns "instruction", "input" and "history" as prompt; auto: texts are plain.
+    """
     text_column: Annotated[
         str, Key(needs=ROWS, recipes=Recipes((*DOCUMENTS.names, *LABELS.names)))
     ] = "text"
-    prompt_column: Annotated[str | None, Key(recipes=TEXT)] = None
+    prompt_column: Annotated[str | None, Key(recipes=TEXTS)] = None
     completion_column: Annotated[str | None, Key(recipes=DOCUMENTS)] = None
     chat_column: Annotated[str, Key(needs=ROWS, recipes=DOCUMENTS)] = "messages"
     """The column of chats; also "conversations", if it is left at the default."""
-    chosen_column: Annotated[str, Key(needs=ROWS, recipes=PAIRS)] = "chosen"
+    chosen_column: Annotated[str, Key(needs=ROWS, recipes=ANSWERS)] = "chosen"
     """The column of the better answers: texts, or messages with or without those of the prompt."""
-    rejected_column: Annotated[str, Key(needs=ROWS, recipes=PAIRS)] = "rejected"
+    rejected_column: Annotated[str, Key(needs=ROWS, recipes=ANSWERS)] = "rejected"
     max_rows: Annotated[Count | None, Key(unit="records", needs=ROWS)] = None
     """The number of rows to read, from the first; None: all."""
 

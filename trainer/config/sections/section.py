@@ -17,6 +17,8 @@ PAIRS = Recipes(("pairs",))
 IMAGES = Recipes(("image_classification",))
 LABELS = Recipes(("labels",))
 EMBEDDINGS = Recipes(("embeddings",))
+ANSWERS = Recipes((*PAIRS.names, *LABELS.names))
+"""The recipes whose rows hold a better and a worse answer."""
 TOKENS = Recipes((*TEXT.names, *EMBEDDINGS.names, *LABELS.names))
 """The recipes whose samples are tokens."""
 TEXTS = Recipes((*TEXT.names, *LABELS.names))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from os.path import commonprefix
 from typing import TYPE_CHECKING
 
 from trainer.data.sources.formats import Row, short
 from trainer.data.text.chats.turns import Chat, check_turns, messages_of, tools_of
-from trainer.data.text.records import Kind, Preference, Text, missing, text_of
+from trainer.data.text.records import Kind, Preference, Text, history_of, missing, text_of
 from trainer.errors import DataError, Problem
 from trainer.storage import Json
 
@@ -26,13 +25,47 @@ NO_LABELS = (
 )
 
 
+RECORDS = ("auto", "chat", "instruction")
+"""The kinds of rows (`trainer.data.records`) that hold pairs of answers."""
+
+
 def kinds_of_pairs(options: DataSection) -> list[Kind]:
     """Return the kind of rows that pairs are read from, and one that is known and refused."""
-    prompt = options.prompt_column or "prompt"
+    instructed = options.records == "instruction"
+    prompt = options.prompt_column or ("instruction" if instructed else "prompt")
     both = options.chosen_column, options.rejected_column
-    also = (prompt, MARGIN, "tools", "system")
-    pairs = Kind("pairs of answers", both, partial(_pair, prompt, *both), also)
+    also = (prompt, MARGIN, "tools", "system", *(("input", "history") if instructed else ()))
+
+    def read(row: Row) -> Preference | None:
+        if options.records == "auto":
+            return _pair(prompt, *both, row)
+        turned = _turned(row, prompt, both, instructed)
+        return None if turned is None else _pair(prompt, *both, turned)
+
+    pairs = Kind("pairs of answers", both, read, also)
     return [pairs, Kind("labelled answers", LABELLED, _labelled)]
+
+
+def _turned(row: Row, prompt: str, answers: tuple[str, str], instructed: bool) -> Row | None:
+    """Return the row with its texts as turns of a chat; None if an answer is empty.
+
+    The prompt is a question of the user, behind the turns of a history, and an instruction is
+    followed by its input. Raises DataError.
+    """
+    turned = dict(row.columns)
+    texts = [column for column in answers if isinstance(row.columns.get(column), str | None)]
+    for column in texts:
+        text = text_of(row, column) or ""
+        if not text.strip():
+            return None
+        turned[column] = [{"role": "assistant", "content": text}]
+    if instructed or (texts and not isinstance(row.columns.get(prompt), list)):
+        question = text_of(row, prompt) or ""
+        more = text_of(row, "input") if instructed and "input" in row.columns else None
+        content = "\n".join(part for part in (question, more) if part)
+        before = history_of(row) if instructed else []
+        turned[prompt] = [*before, {"role": "user", "content": content}]
+    return row._replace(columns=turned)
 
 
 def _labelled(row: Row) -> Preference:
@@ -44,6 +77,12 @@ def _pair(prompt: str, chosen: str, rejected: str, row: Row) -> Preference | Non
     for column in (chosen, rejected):
         if column not in row.columns:
             raise missing(row, column)
+    row = row._replace(
+        columns={
+            name: [value] if name in (chosen, rejected) and isinstance(value, Mapping) else value
+            for name, value in row.columns.items()
+        }
+    )  # an answer may be one message
     better = row.columns[chosen]
     worse = row.columns[rejected]
     given = row.columns.get(prompt)

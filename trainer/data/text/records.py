@@ -13,6 +13,7 @@ from trainer.data.sources.location import Location, rows_of
 from trainer.data.text import corpus
 from trainer.data.text.chats.turns import Chat, check_turns, checked_text, messages_of, tools_of
 from trainer.errors import DataError, Problem, suggestion
+from trainer.storage import Json
 
 if TYPE_CHECKING:
     from trainer.config.sections.model_and_data import DataSection
@@ -212,20 +213,30 @@ def _instruction(row: Row) -> Chat | None:
     if not (output or "").strip():
         return None
     question = "\n".join(part for part in (instruction, more.get("input")) if part)
+    before = [{"role": "system", "content": more["system"]}] if more.get("system") else []
+    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
+    messages = [*before, *history_of(row), *turns]
+    return Chat(messages, None, 0, row.place)
+
+
+def history_of(row: Row) -> list[Json]:
+    """Return the turns of a column "history", a list of questions with answers; [] without it.
+
+    Raises DataError.
+    """
     history = row.columns.get("history") or []
     if not isinstance(history, list | tuple):
         actual = f'column "history" holds {short(repr(history))}'
         raise DataError(Problem(row.place, actual, "a list of pairs of texts"))
-    pairs = [*history, (question, output)]
-    messages = [{"role": "system", "content": more["system"]}] if more.get("system") else []
-    for turn, pair in enumerate(pairs):
+    messages: list[Json] = []
+    for turn, pair in enumerate(history):
         texts = list(pair) if isinstance(pair, list | tuple) else []
         if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
             actual = f'column "history", turn {turn}: {short(repr(pair))}'
             raise DataError(Problem(row.place, actual, "a pair of texts"))
         for role, text in zip(("user", "assistant"), texts, strict=True):
             messages.append({"role": role, "content": text})
-    return Chat(messages, None, 0, row.place)
+    return messages
 
 
 ALPACA = (

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer.data.sources.formats import Row, short
 from trainer.data.sources.location import Location, locate, rows_of
-from trainer.data.text.chats.turns import Chat, check_turns, checked_text, messages_of, tools_of
+from trainer.data.text.chats.turns import Chat, checked_text
+from trainer.data.text.preferences import kinds_of_pairs
+from trainer.data.text.records import Kind, Preference, Text
 from trainer.errors import DataError, NoSamples, Problem, suggestion
 
 if TYPE_CHECKING:
@@ -18,7 +20,6 @@ if TYPE_CHECKING:
 
 SEQUENCE_LABELS = ("label", "labels")
 TOKEN_LABELS = ("ner_tags", "pos_tags", "tags", "labels")
-ANSWERS = ("chosen", "rejected")
 WORDS = "tokens"
 
 Given = str | Chat | list[str]
@@ -51,7 +52,7 @@ def kind_in(data: DataSection, labels: LabelsSection) -> Name:
         if row.error is not None:
             raise row.error
         there = row.columns
-        if all(name in there for name in ANSWERS):
+        if all(name in there for name in (data.chosen_column, data.rejected_column)):
             return "reward"
         if WORDS in there and any(name in there for name in (*TOKEN_LABELS, labels.label_column)):
             return "tokens"
@@ -69,16 +70,18 @@ def read_rows(
     Raises DataError for a row that can't be read, lacks a column, or holds something else in it.
     """
     columns: LabelColumns | None = None
+    answers = kinds_of_pairs(data)[0]
     for row in islice(rows_of(where, data, []), data.max_rows):
         if row.error is not None:
             raise row.error
+        if kind == "reward":
+            yield _answers(row, answers)
+            continue
         columns = columns or _columns(row, data, labels, kind)
         yield _labelled(row, columns, kind)
 
 
 def _columns(row: Row, data: DataSection, labels: LabelsSection, kind: Name) -> LabelColumns:
-    if kind == "reward":
-        return LabelColumns(*ANSWERS, None)
     known = TOKEN_LABELS if kind == "tokens" else SEQUENCE_LABELS
     label = labels.label_column or next((name for name in known if name in row.columns), known[0])
     text = WORDS if kind == "tokens" and data.text_column == "text" else data.text_column
@@ -101,16 +104,6 @@ def _kind_of(row: Row, column: str) -> Name:
 
 
 def _labelled(row: Row, columns: LabelColumns, kind: Name) -> LabelledText:
-    if kind == "reward":
-        margin = row.columns.get("margin")
-        if margin is not None and type(margin) not in (int, float):
-            actual = f'column "margin" holds {short(repr(margin))}'
-            raise DataError(Problem(row.place, actual, "a number"))
-        better, worse = (_answer(row, name) for name in ANSWERS)
-        if type(better) is not type(worse):
-            actual = f"{ANSWERS[0]} and {ANSWERS[1]} of two forms"
-            raise DataError(Problem(row.place, actual, "two texts, or two lists of messages"))
-        return LabelledText(row.place, better, worse, margin or 0.0)
     assert columns.label is not None
     label = _value(row, columns.label)
     if kind == "tokens":
@@ -119,22 +112,18 @@ def _labelled(row: Row, columns: LabelColumns, kind: Name) -> LabelledText:
     return LabelledText(row.place, _text(row, columns.text), other, label)
 
 
-def _answer(row: Row, column: str) -> str | Chat:
-    """Return an answer with its prompt, which may be in a column of its own."""
-    value = _value(row, column)
-    prompt = row.columns.get("prompt")
-    if isinstance(value, str):
-        text = _text(row, column)
-        if prompt is None:
-            return text
-        if not isinstance(prompt, str):
-            actual = f'column "prompt" holds {short(repr(prompt))}, beside answers that are texts'
-            raise DataError(Problem(row.place, actual, "text"))
-        return prompt + text
-    before = [] if prompt is None else messages_of(row, "prompt", prompt)
-    messages = [*before, *messages_of(row, column, value)]
-    check_turns(row.place, messages)
-    return Chat(messages, tools_of(row), 0, row.place)
+def _answers(row: Row, reader: Kind) -> LabelledText:
+    """Return both answers, each with its prompt. Raises DataError."""
+    pair = reader.read(row)
+    if not isinstance(pair, Preference):
+        raise DataError(Problem(row.place, "an answer is empty", "two answers"))
+    better, worse = (
+        f"{answer.prompt or ''}{answer.text}"
+        if isinstance(answer, Text)
+        else answer._replace(learned_from=0)
+        for answer in (pair.chosen, pair.rejected)
+    )
+    return LabelledText(row.place, better, worse, pair.margin)
 
 
 def _words(row: Row, column: str, labels: object) -> list[str]:

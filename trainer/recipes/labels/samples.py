@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from trainer.config.sections.labels import LabelsSection
     from trainer.config.sections.model_and_data import DataSection
 
-_VERSION = 1
+_VERSION = 2
 """The version of prepared files, to be raised whenever the same input gives other files."""
 _ROWS = 512
 """The rows that are tokenised at a time."""
@@ -200,6 +200,8 @@ class _Preparing:
         content = [where.format, *digests(where.files, cache)] if where.files else [where.hub]
         alike = [self.like.summary[name] for name in ("names", "count")] if self.like else []
         rows = [self.data.text_column, self.data.max_rows, self.data.split, self.data.name]
+        columns = [self.data.prompt_column, self.data.chosen_column, self.data.rejected_column]
+        rows += [self.data.records, *columns]
         key = [_VERSION, content, rows, self.labels.model_dump(), list(self.known), alike]
         text = json.dumps([*key, self.encoder.key])
         name = "labels-" + hashlib.sha256(text.encode()).hexdigest()[:32]

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trainer.config import Config
-from trainer.config.sections.model_and_data import AdapterSection
+from trainer.config.sections.model_and_data import AdapterSection, DataSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.text.chats.chat import Template
+from trainer.data.text.preferences import RECORDS
 from trainer.data.text.tokenizer import load_any_tokenizer, named_tokenizer, tokenizer_name
 from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning.changed import changed_spec
@@ -23,7 +24,7 @@ from trainer.models.language.own_vocabulary import align
 from trainer.models.spec import ModelSpec
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.labels.encoded import Encoder
-from trainer.recipes.labels.kinds import KINDS, LabelKind, Regression, Reward
+from trainer.recipes.labels.kinds import KINDS, LabelKind, Name, Regression, Reward
 from trainer.recipes.labels.model import (
     BaseClasses,
     labelled_config,
@@ -97,6 +98,7 @@ def open_labels(context: RunContext) -> LabelSubject:
     _check(context)
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     name = ranks.await_first(lambda: kind_in(section.data, section.labels))
+    _check_records(section.data, name)
     tokenizer = tokenizer_of(context, name == "tokens")
     notes: tuple[str, ...] = ()
     if section.model.name_or_path is None:
@@ -165,6 +167,22 @@ def _check(context: RunContext) -> None:
     if section.labels.names and section.labels.kind in ("reward", "regression"):
         actual = f"names, and labels of the kind {section.labels.kind}"
         raise ConfigError(Problem("trainer.labels.names", actual, "none: it has no classes"))
+
+
+def _check_records(data: DataSection, kind: Name) -> None:
+    """Raise ConfigError for a kind of rows that is not read, or for columns without a meaning."""
+    read = RECORDS if kind == "reward" else ("auto",)
+    if data.records not in read:
+        expected = "one of " + ", ".join(f'"{name}"' for name in read)
+        raise ConfigError(
+            Problem("trainer.data.records", f'"{data.records}", with {kind}', expected)
+        )
+    usual = DataSection()
+    for key in ("prompt_column", "chosen_column", "rejected_column"):
+        value = getattr(data, key)
+        if kind != "reward" and value != getattr(usual, key):
+            place = f"trainer.data.{key}"
+            raise ConfigError(Problem(place, f'"{value}", with {kind}', "pairs of answers"))
 
 
 def _check_classes(

@@ -15,6 +15,7 @@ from trainer.config.sections.pair_losses import PairsSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.mixture import Source
 from trainer.data.order import SampleOrder, sample_ids
+from trainer.data.text.preferences import RECORDS
 from trainer.data.text.preparation import open_data
 from trainer.data.text.prepared import Data
 from trainer.data.text.preview import preview
@@ -181,6 +182,10 @@ def _check_data(section: TrainerSection) -> None:
     if data.path is None and not data.sources:
         expected = "data with the columns chosen and rejected"
         raise ConfigError(Problem("trainer.data.path", "saw none", expected))
+    kinds = {part.records for part in data.sources or [data]}
+    if unread := kinds - set(RECORDS):
+        expected = "one of " + ", ".join(f'"{name}"' for name in RECORDS)
+        raise ConfigError(Problem("trainer.data.records", f'"{min(unread)}", with pairs', expected))
     if data.documents in ("concatenate", "pack"):
         actual = f'"{data.documents}", with pairs'
         hint = "Pairs are not packed yet: each answer is padded to the longest of its micro-batch."
