@@ -214,8 +214,8 @@ def _instruction(row: Row) -> Chat | None:
         return None
     question = "\n".join(part for part in (instruction, more.get("input")) if part)
     before = [{"role": "system", "content": more["system"]}] if more.get("system") else []
-    turns = [{"role": "user", "content": question}, {"role": "assistant", "content": output}]
-    messages = [*before, *history_of(row), *turns]
+    messages: list[Json] = [*before, *history_of(row), {"role": "user", "content": question}]
+    messages.append({"role": "assistant", "content": output})
     return Chat(messages, None, 0, row.place)
 
 

@@ -182,7 +182,7 @@ def _check_data(section: TrainerSection) -> None:
     if data.path is None and not data.sources:
         expected = "data with the columns chosen and rejected"
         raise ConfigError(Problem("trainer.data.path", "saw none", expected))
-    kinds = {part.records for part in data.sources or [data]}
+    kinds = {source.records for source in data.sources} or {data.records}
     if unread := kinds - set(RECORDS):
         expected = "one of " + ", ".join(f'"{name}"' for name in RECORDS)
         raise ConfigError(Problem("trainer.data.records", f'"{min(unread)}", with pairs', expected))
