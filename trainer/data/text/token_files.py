@@ -14,7 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Literal, NamedTuple, NotRequired, TypedDict
+from typing import Any, Literal, NamedTuple, NotRequired, Protocol, TypedDict, TypeVar
 
 import numpy as np
 
@@ -26,7 +26,15 @@ SUMMARY = "summary.json"
 
 MARGINS = "margins.bin"
 
+S = TypeVar("S", bound=Mapping[str, object])
+
 Arrangement = Literal["concatenate", "pad", "pack", "pairs"]
+
+
+class Column(Protocol):
+    """Values that were computed of each sample, by its number."""
+
+    def __getitem__(self, index: int, /) -> object: ...
 
 
 class Sample(TypedDict):
@@ -185,13 +193,22 @@ class PreparedSource:
         self._samples = np.load(folder / "samples.npy", mmap_mode="r")
         self._tokens = np.memmap(folder / "tokens.bin", np.int32, mode="r", shape=shape)
         self._counted = np.memmap(folder / "counted.bin", np.bool_, mode="r", shape=shape)
+        self._columns: dict[str, Column] = {}
+
+    def add_column(self, name: str, column: Column) -> None:
+        """Add what was computed of each sample to the samples from now on, under this name."""
+        self._columns[name] = column
 
     def __len__(self) -> int:
         return self.summary.samples
 
     def __getitem__(self, index: int) -> Sample:
         begin, end = self._samples[index : index + 2]
-        return self._of_spans(begin, end)
+        return self._with_columns(self._of_spans(begin, end), index)
+
+    def _with_columns(self, sample: S, index: int) -> S:
+        own: Any = {name: column[index] for name, column in self._columns.items()}
+        return {**sample, **own}  # type: ignore[return-value]
 
     def _of_spans(self, begin: int, end: int) -> Sample:
         spans = [slice(first, last) for first, last in self._spans[begin:end].tolist()]
@@ -221,11 +238,10 @@ class PreparedPairs(PreparedSource):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.margins = np.fromfile(folder / MARGINS, np.float64)
-        self._reference: np.ndarray | None = None
 
     def refer_to(self, reference: np.ndarray) -> None:
         """Add a reference's log-probabilities to the samples from now on, float64 [samples, 2]."""
-        self._reference = reference
+        self.add_column("reference", reference)
 
     def __getitem__(self, index: int) -> PairSample:  # type: ignore[override]
         begin = int(self._samples[index])
@@ -234,9 +250,7 @@ class PreparedPairs(PreparedSource):
             "rejected": self._of_spans(begin + 1, begin + 2),
             "margin": float(self.margins[index]),
         }
-        if self._reference is not None:
-            sample["reference"] = self._reference[index]
-        return sample
+        return self._with_columns(sample, index)
 
 
 def opened_part(folder: Path) -> PreparedSource:
