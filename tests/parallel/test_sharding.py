@@ -229,3 +229,51 @@ def test_replicas_reduce_each_micro_batch_where_what_is_added_up_would_be_in_low
     job = workload(zero_stage=2, replicate=2, **FOUR)
     [step] = count([(replace(job, deepspeed={**job.deepspeed, **LOW}), 0)])
     assert step.collectives()["all-reduce", ("replicate",), "bfloat16"][0] == 4 * 5
+
+
+def numbers_seen(case: Case) -> list[torch.Tensor]:
+    """Return the numbers beside the tokens of a batch as the task meets them in training and in
+    evaluation. Runs on each rank of a pool."""
+    from unittest import mock
+
+    import torch.distributed as dist
+
+    from tests.support.training import build
+    from trainer.optim.lr_schedules import Update
+    from trainer.recipes.causal_lm.task import CausalLM
+
+    seen = []
+    plain = CausalLM.loss_sum
+
+    def noted(self: CausalLM, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
+        seen.append(batch["numbers"].clone())
+        return plain(self, model, batch)
+
+    engine = build(case, dist.get_rank())
+    ids = torch.arange(8)[None].expand(case.micro_batch, 8) % VOCABULARY
+    batch = {"input_ids": ids, "targets": ids, "lengths": torch.full((case.micro_batch, 1), 8)}
+    batch["numbers"] = NUMBERS
+    with mock.patch.object(CausalLM, "loss_sum", noted):
+        engine.step(0, [dict(batch) for _ in range(case.accumulation)], Update(1e-2))
+        engine.evaluate([batch])
+    engine.close()
+    return seen
+
+
+NUMBERS = torch.tensor([-2387.2336, 1 / 3, 1e-9], dtype=torch.float64)
+
+
+@pytest.mark.first("mesh-3-1")
+@pytest.mark.parametrize(
+    ("engine", "stage", "pipeline"),
+    [("mesh", 3, 1), ("mesh", 2, 1), ("accelerate", 3, 1), ("deepspeed", 3, 1), ("mesh", 2, 2)],
+)
+def test_the_numbers_of_a_batch_are_not_rounded_to_the_models_precision(
+    pools, engine, stage, pipeline
+):
+    """A reference of -2387.2 would be -2384 in bfloat16, and a pair weigh otherwise."""
+    more: Any = {"precision": "bfloat16", "zero_stage": stage, "pipeline": pipeline}
+    case = replace(MESH, engine=engine, world_size=2 * pipeline, **more)
+    seen = [one for rank in pools[2 * pipeline].run(numbers_seen, case=case) for one in rank]
+    assert len(seen) >= 2 * (case.accumulation + 1)
+    assert all(torch.equal(one, NUMBERS) for one in seen)

@@ -36,6 +36,7 @@ LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any]]] = {
 def asked(folder: Path, layout: str, loss: str, **trainer: Any) -> tuple[int, str]:
     """Write the config of a loss in a layout, with all that the loss has; return the ranks, too."""
     size, engine, stage, more = LAYOUTS[layout]
+    engine = trainer.pop("engine", engine)
     kind = LOSSES[loss]
     keys: dict[str, Any] = {"loss": loss, "sft_weight": 0.3}
     keys |= {"label_smoothing": 0.1} if kind.smooths else {}
@@ -89,7 +90,11 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
         "float32",
     ),
     "dropout and noise": ("ddp", {"model": DROPPED, "neftune_alpha": 5.0}, "float32"),
-    "bfloat16": ("fsdp", {}, "config"),
+    **{
+        f"bfloat16, {layout}": (layout, {"data": {"sequence_length": 512}}, "config")
+        for layout in ("fsdp", "zero3", "pipeline_zero2", "tensor_zero2", "context")
+    },
+    "bfloat16, accelerate": ("fsdp", {"engine": "accelerate"}, "config"),
 }
 """The layout, more of the config, and the precision."""
 
@@ -112,6 +117,7 @@ FAULTS: dict[Callable[[str], Any], tuple[str, str, dict[str, Any]]] = {
     faults.a_prompt_token_counted: ("fsdp", "loss", {}),
     faults.padding_counted: ("fsdp", "loss", {}),
     faults.reference_of_another_sample: ("fsdp", "loss", {}),
+    faults.a_rounded_reference: ("fsdp", "loss", {}),
     faults.tokens_of_one_rank: ("fsdp", "loss", {}),
     faults.truncated_unequally: ("fsdp", "output", {}),
     faults.dropout_in_the_reference: ("fsdp", "loss", DROPPING),

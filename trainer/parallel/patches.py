@@ -6,9 +6,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -125,13 +124,22 @@ def has_local_parameters(module: nn.Module) -> Iterator[None]:
         module._parameters.update(whole)
 
 
-def sharding_by(placement: Callable[[nn.Parameter], object]) -> AbstractContextManager[object]:
-    """Let the FSDP2 units that another library makes be divided by `placement`.
+def sharding_by(
+    placement: Callable[[nn.Parameter], object], root: nn.Module, of_root: Mapping[str, object]
+) -> AbstractContextManager[object]:
+    """Let the FSDP2 units that another library makes be divided by `placement`, and let the `root`
+    have other options than the others.
 
-    Accelerate 1.15: it passes none, and a few experts are filled up to one for each rank. Can go
-    when its plugin takes a `shard_placement_fn`.
+    Accelerate 1.15: it passes no placement, and a few experts are filled up to one for each rank;
+    its one policy rounds all that a batch has. Can go when its plugin takes a `shard_placement_fn`
+    and a policy for the root.
     """
-    chosen = partial(fsdp.fully_shard, shard_placement_fn=placement)
+    plain: Any = fsdp.fully_shard
+
+    def chosen(module: nn.Module, **options: object) -> object:
+        more = of_root if module is root else {}
+        return plain(module, **{**options, **more, "shard_placement_fn": placement})
+
     return mock.patch.object(fsdp, "fully_shard", chosen)
 
 

@@ -7,6 +7,7 @@ what is left, with tables that are tied to the head.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map
 
 from trainer.distributed.dtensor import local
 from trainer.errors import NumericsError, Problem
@@ -90,18 +92,36 @@ def apply(
 
     `wrap_rest`: another library's way to make units of the blocks and of what is none by then.
     """
+    policy: fsdp.MixedPrecisionPolicy = options["mp_policy"]
+    # the root's input is the batch, whose numbers (a reference, a margin) are not to be rounded
+    of_root = {"mp_policy": replace(policy, cast_forward_inputs=False)}
     _wrap_ends(module.model, ends, options)
     if wrap_rest is not None:
-        with sharding_by(options["shard_placement_fn"]):
+        with sharding_by(options["shard_placement_fn"], module, of_root):
             wrap_rest(module)
     else:
         for name in spec.blocks:
             fully_shard(module.model.get_submodule(name), **options)
-        fully_shard(module, **options)
+        fully_shard(module, **options | of_root)
+    if policy.param_dtype is not None:
+        cast = partial(_cast_inputs, policy.param_dtype)
+        module.model.register_forward_pre_hook(cast, with_kwargs=True)
     check_units(module, spec)
     root: Any = module
     root.set_reshard_after_forward(False, recurse=False)
     prefetch(module, spec, ends)
+
+
+def _cast_inputs(
+    dtype: torch.dtype, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the inputs of a model in the precision in which it computes."""
+
+    def cast(value: object) -> object:
+        is_float = torch.is_tensor(value) and value.is_floating_point()
+        return value.to(dtype) if is_float else value  # type: ignore[attr-defined]
+
+    return tree_map(cast, (args, kwargs))  # type: ignore[no-any-return]
 
 
 def _wrap_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from trainer.certify.case import MakeReference
 from trainer.certify.one_process.options import Amend, Option
 from trainer.certify.recording import Sources
-from trainer.certify.tiny_run import LONGEST, Tiny
+from trainer.certify.tiny_run import Tiny
 from trainer.data.text.cutting import Cut, CutDocuments, PartWriter
 from trainer.data.text.token_files import Encoded, EncodedPair, Origin, PreparedPairs
 from trainer.engines import Engine, Machine
@@ -32,11 +32,6 @@ from trainer.recipes.pairs.task import PairsTask
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-NO_ROUNDING = (
-    f"in low precision, pairs of at most {LONGEST} tokens are compared step by step: it proves less"
-)
-"""The rounding of a long sequence's sum decides how much a pair weighs."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +60,9 @@ class PreferenceCase(LanguageCase):
     """The tiny copy of the config's language model, and its pairs."""
 
     def _arranged(self, small: Tiny, architecture: PreTrainedConfig, machine: Machine) -> Tiny:
-        update: dict[str, object] = {"documents": "pad"}
-        if small.low_precision:
-            update["sequence_length"] = LONGEST
-        data = small.config.trainer.data.model_copy(update=update)
+        data = small.config.trainer.data.model_copy(update={"documents": "pad"})
         trainer = small.config.trainer.model_copy(update={"data": data})
-        small = replace(small, config=replace(small.config, trainer=trainer))
-        return small.noting(NO_ROUNDING) if small.low_precision else small
+        return replace(small, config=replace(small.config, trainer=trainer))
 
     def _subject(self, spec: ModelSpec) -> Subject:
         task = PairsTask.of(spec)

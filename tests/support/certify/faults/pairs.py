@@ -60,6 +60,17 @@ def reference_of_another_sample(engine: str) -> Any:
     )
 
 
+def a_rounded_reference(engine: str) -> Any:
+    """As FSDP rounds all that a batch has, if it is let."""
+
+    def rounded(batch: Any, samples: Any) -> Any:
+        if "reference" in batch:
+            batch["reference"] = batch["reference"].bfloat16()
+        return batch
+
+    return of_pairs(rounded)
+
+
 def dropout_in_the_reference(engine: str) -> Any:
     from trainer.recipes.pairs.task import PairsTask
 
