@@ -216,6 +216,21 @@ SMALL: dict[str, tuple[str, ...]] = {
         ),
     ),
     (
+        "meshloom import --from trl-dpo --output dpo.json -- --model_name_or_path my-sft-model "
+        "--dataset_name pairs.jsonl --learning_rate 5e-7 --beta 0.1"
+    ): (
+        "meshloom import --from trl-dpo --output {out}/dpo.json -- --model_name_or_path "
+        "my-sft-model --dataset_name pairs.jsonl --learning_rate 5e-7 --beta 0.1",
+    ),
+    "meshloom train --config dpo.json --preview 2": (
+        "meshloom train --config examples/preferences.json trainer.model.name_or_path={run}/final "
+        "--preview 2",
+    ),
+    "meshloom train --config dpo.json": (
+        "meshloom train --config examples/preferences.json trainer.model.name_or_path={run}/final "
+        "trainer.epochs=null trainer.steps=1",
+    ),
+    (
         "meshloom import --output clm.json -- --model_name_or_path gpt2 --dataset_name wikitext "
         "--learning_rate 1e-5"
     ): (

@@ -20,7 +20,8 @@ from trainer.command.import_config import main
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
 from trainer.tools.importers.reading import read_file, read_flags
-from trainer.tools.importers.translate import SYSTEMS, Draft, decides, translate
+from trainer.tools.importers.tables import Table
+from trainer.tools.importers.translate import OF_ANSWERS, SYSTEMS, Draft, decides, translate
 
 FOLDER = Path(__file__).parent / "import_config"
 FILES = {path.name: path.name.partition("_")[0] for path in sorted(FOLDER.glob("*_*.*"))}
@@ -291,9 +292,9 @@ def test_a_deepspeed_file_has_the_last_word(tmp_path: Path):
 @pytest.mark.parametrize(
     ("system", "keys", "place"),
     [
-        ("llamafactory", {"stage": "dpo"}, "stage"),
+        ("llamafactory", {"stage": "ppo"}, "stage"),
         ("llamafactory", {"finetuning_type": "freeze"}, "finetuning_type"),
-        ("axolotl", {"rl": "dpo"}, "rl"),
+        ("axolotl", {"rl": "grpo"}, "rl"),
         ("axolotl", {"adapter": "llama-adapter"}, "adapter"),
         ("trainer", {"deepspeed": "nowhere.json"}, "deepspeed"),
         ("axolotl", {"learning_rate": "fast"}, "optimizer.params.lr"),
@@ -313,10 +314,7 @@ def test_another_training_and_values_that_do_not_fit_are_refused(
 @pytest.mark.parametrize(
     ("system", "keys", "seen"),
     [
-        *(
-            ("llamafactory", {"stage": stage}, f'saw "{stage}"')
-            for stage in ("dpo", "kto", "rm", "ppo")
-        ),
+        *(("llamafactory", {"stage": stage}, f'saw "{stage}"') for stage in ("kto", "ppo")),
         (
             "llamafactory",
             {"do_train": None, "infer_backend": "vllm", "template": "llama3"},
@@ -339,11 +337,8 @@ def test_another_training_and_values_that_do_not_fit_are_refused(
             },
             "second format",
         ),
-        *(
-            ("axolotl", {"rl": kind}, "DPO, KTO")
-            for kind in ("dpo", "kto", "orpo", "grpo", "ipo", "simpo")
-        ),
-        ("axolotl", {"reward_model": True}, "a reward model"),
+        *(("axolotl", {"rl": kind}, f'saw "{kind}"') for kind in ("kto", "grpo", "gdpo", "ebft")),
+        ("axolotl", {"process_reward_model": True}, "a reward model"),
         (
             "axolotl",
             {"model_type": "AutoModelForSequenceClassification"},
@@ -627,18 +622,33 @@ def test_rows_to_evaluate_on_are_carried_over(tmp_path: Path):
     )  # of transformers' scripts
 
 
+TRAINER = {"model_name_or_path": "m", "use_peft": True}
+FACTORY = {"model_name_or_path": "m", "do_train": True}
 ENOUGH: dict[str, dict[str, Any]] = {
     "axolotl": {"adapter": "lora", "base_model": "m"},
-    "llamafactory": {"model_name_or_path": "m", "do_train": True},
-    "trainer": {"model_name_or_path": "m", "use_peft": True},
+    "axolotl, pairs": {"adapter": "lora", "base_model": "m", "rl": "dpo"},
+    "axolotl, rewards": {"base_model": "m", "reward_model": True},
+    "llamafactory": FACTORY,
+    "llamafactory, pairs": FACTORY | {"stage": "dpo"},
+    "llamafactory, rewards": FACTORY | {"stage": "rm"},
+    "trainer": TRAINER,
+    **{name: TRAINER for name in SYSTEMS if name.startswith("trl-")},
 }
+"""Keys of a config that is imported, by its system."""
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_no_value_is_a_traceback_and_none_goes_unsaid(tmp_path: Path, system: str):
-    for key in (key for key, row in SYSTEMS[system].table.items() if row.section == "carried"):
+def table_of(name: str) -> Table:
+    system = name.partition(",")[0]
+    own = OF_ANSWERS[system](ENOUGH[name]) if system in OF_ANSWERS else None
+    return (own or SYSTEMS[system]).table
+
+
+@pytest.mark.parametrize("name", ENOUGH)
+def test_no_value_is_a_traceback_and_none_goes_unsaid(tmp_path: Path, name: str):
+    system = name.partition(",")[0]
+    for key in (key for key, row in table_of(name).items() if row.section == "carried"):
         for value in ("x", True, -1, 1e300, [1], {"a": [[{"b": None}]]}):
-            given = {**ENOUGH[system], key: value}
+            given = {**ENOUGH[name], key: value}
             try:
                 draft = translate(system, given, tmp_path, partial=True)
             except ConfigError as error:
@@ -657,15 +667,16 @@ _ANY = st.recursive(
 )
 
 
-@pytest.mark.parametrize("system", SYSTEMS)
+@pytest.mark.parametrize("name", ENOUGH)
 @given(data=st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
-def test_no_key_of_a_config_vanishes(tmp_path: Path, system: str, data: st.DataObject):
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+def test_no_key_of_a_config_vanishes(tmp_path: Path, name: str, data: st.DataObject):
     """Each is carried over, listed or lost, or the whole is refused in words."""
-    keys = [*SYSTEMS[system].table, "unheard_of"]
+    system = name.partition(",")[0]
+    keys = [*table_of(name), "unheard_of"]
     some = data.draw(st.dictionaries(st.sampled_from(keys) | st.text(max_size=8), _ANY, max_size=5))
     path = tmp_path / "theirs.yml"
-    path.write_text(yaml.safe_dump({**ENOUGH[system], **some}), encoding="utf-8")
+    path.write_text(yaml.safe_dump({**ENOUGH[name], **some}), encoding="utf-8")
     try:
         given = read_file(path)
         draft = translate(system, given, tmp_path, partial=True)

@@ -30,6 +30,12 @@ DATA_SETS = {
     "alpaca_zh_demo": {"file_name": "alpaca_zh_demo.json"},
     "alpaca_en": {"hf_hub_url": "llamafactory/alpaca_en"},
     "alpaca_zh": {"hf_hub_url": "llamafactory/alpaca_zh"},
+    "dpo_en_demo": {
+        "file_name": "dpo_en_demo.json",
+        "ranking": True,
+        "formatting": "sharegpt",
+        "columns": {"messages": "conversations", "chosen": "chosen", "rejected": "rejected"},
+    },
     "c4_demo": {"file_name": "c4_demo.jsonl", "columns": {"prompt": "text"}},
     "mllm_demo": {
         "file_name": "mllm_demo.json",
@@ -164,8 +170,8 @@ def _counts() -> Iterator[str]:
     yield ""
     yield (
         "Plain means text, with all parameters trained or by LoRA, on a base that is not quantised. "
-        "None of the others is imported: each is refused by the key that asks for what is not "
-        "offered."
+        "Of the others, preferences are imported; each other one is refused by the key that asks for "
+        "what is not offered."
     )
     yield ""
 

@@ -14,17 +14,18 @@ from trainer.errors import ConfigError, Problem, printable, refused
 if TYPE_CHECKING:
     from trainer.tools.importers.translate import Draft
 
-DESCRIPTION = "Write a config from one of Axolotl, LLaMA-Factory or Hugging Face's Trainer."
+DESCRIPTION = "Write a config from one of Axolotl, LLaMA-Factory, Hugging Face's Trainer or TRL."
 USAGE = "%(prog)s [--from SYSTEM] [--output OUT.json] [--partial] (FILE | -- ARGUMENTS)"
 EPILOG = """
   %(prog)s --from axolotl full.yml --output full.json
   %(prog)s --from llamafactory llama3_full_sft.yaml --output full.json
   %(prog)s --output clm.json -- --model_name_or_path gpt2 --learning_rate 1e-5
+  %(prog)s --from trl-dpo --output dpo.json -- --model_name_or_path m --beta 0.1
 
 FILE is their YAML or JSON. After -- come the Trainer's arguments, or with --from another trainer's.
 Each key is listed with what became of it. A key that changes what is trained and has no counterpart
 here is an error, and nothing is written; --partial writes the rest, unless the key decides which
-parameters are trained or on which loss. Another kind of training (preferences, inference, ...) is
+parameters are trained or on which loss. A kind of training that is not offered (KTO, PPO, ...) is
 always an error. A chat template in their config goes to OUT.jinja. Exit codes: 0 written, 64 not.
 """
 
@@ -45,7 +46,9 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     end = arguments.index("--") if "--" in arguments else None
     parser = parser_of(name, DESCRIPTION, EPILOG, USAGE)
-    text = "the trainer whose config it is; trainer: Hugging Face's Trainer"
+    text = (
+        "the trainer whose config it is; trainer: Hugging Face's Trainer; trl-dpo: TRL's DPOConfig"
+    )
     parser.add_argument("--from", dest="system", choices=sorted(SYSTEMS), help=text)
     text = "file for the converted config (default: print it)"
     parser.add_argument("--output", type=Path, metavar="OUT.json", help=text)

@@ -30,9 +30,9 @@ def defaults(given: Json) -> Json:
     return values
 
 
-def _rows(draft: Draft, keys: Roles) -> None:
-    """Convert the data keys of transformers' scripts (`block_size`), TRL's (`max_length`) and the
-    alignment handbook's (`dataset_mixture`).
+def data_sets(draft: Draft, keys: Roles) -> None:
+    """Convert the data sets of transformers' and TRL's scripts, and the alignment handbook's
+    (`dataset_mixture`). Raises ConfigError for a prediction.
     """
     trains = keys["do_train"]
     predicts = keys["do_predict"]
@@ -50,6 +50,12 @@ def _rows(draft: Draft, keys: Roles) -> None:
     elif keys["dataset_configs"].is_set:
         text = "it is a key of a mixture: with a dataset_name, only dataset_config names a subset"
         draft.note(keys["dataset_configs"], text)
+    if source.key and not draft.get("trainer.data.evaluation_path"):
+        _held_out(draft, keys, hub)
+
+
+def _arrangement(draft: Draft, keys: Roles) -> None:
+    """Convert the samples of transformers' scripts (`block_size`) and TRL's (`max_length`)."""
     window = keys["block_size"]
     longest = keys["max_length"]
     packing = keys["packing"]
@@ -58,8 +64,6 @@ def _rows(draft: Draft, keys: Roles) -> None:
     if not window.key:
         entry = packing if packing.key else longest
         draft.put(entry, "trainer.data.documents", "pack" if packing.value else "pad")
-    if source.key and not draft.get("trainer.data.evaluation_path"):
-        _held_out(draft, keys, hub)
 
 
 def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
@@ -72,7 +76,7 @@ def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
     draft.skip(test)
 
 
-def _template(draft: Draft, keys: Roles) -> None:
+def template(draft: Draft, keys: Roles) -> None:
     """Convert TRL's chat template: a file, or the text of one; a folder is a tokenizer's."""
     text = keys["chat_template"]
     path = keys["chat_template_path"]
@@ -85,4 +89,4 @@ def _template(draft: Draft, keys: Roles) -> None:
     end_of_text(draft, keys["eos_token"])
 
 
-SCRIPTS: tuple[Group, ...] = (_rows, *GROUPS, _template)
+SCRIPTS: tuple[Group, ...] = (data_sets, _arrangement, *GROUPS, template)

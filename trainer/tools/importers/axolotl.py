@@ -10,9 +10,9 @@ from trainer.tools.importers import shared_keys
 from trainer.tools.importers.chat_formats import end_of_text, put_given, put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles
 from trainer.tools.importers.sources import put_share, put_sources
-from trainer.tools.importers.tables import Group, fill, inner_table, read_table
+from trainer.tools.importers.tables import Group, Table, fill, inner_table, read_table
 
-_PLACES = {
+PLACES = {
     "datasets": "trainer.data: ",
     "pretraining_dataset": "trainer.data: ",
     "test_datasets": "of those held out: ",
@@ -34,7 +34,7 @@ def defaults(given: Json) -> Json:
     return values | ({"lora_dropout": 0.0} if given.get("adapter") else {"adapter": ""})
 
 
-def _model(draft: Draft, keys: Roles) -> None:
+def model(draft: Draft, keys: Roles) -> None:
     """Check that the base model is a causal language model, as its files say."""
     config = keys["base_model_config"]
     kind = keys["model_type"]
@@ -46,7 +46,7 @@ def _model(draft: Draft, keys: Roles) -> None:
         raise kind.refused("a causal language model")
 
 
-def _batch(draft: Draft, keys: Roles) -> None:
+def batch(draft: Draft, keys: Roles) -> None:
     """Convert the batch sizes: Axolotl's `batch_size` is micro-batch times accumulation."""
     micro = keys["micro_batch_size"]
     whole = keys["batch_size"]
@@ -60,7 +60,7 @@ def _batch(draft: Draft, keys: Roles) -> None:
         draft.lose(whole, f"no multiple of the micro-batch of {show(micro.value)}")
 
 
-def _layout(draft: Draft, keys: Roles) -> None:
+def layout(draft: Draft, keys: Roles) -> None:
     """Convert the axes over which devices are laid out: they decide how large a batch is."""
     tensor = keys["tensor_parallel_size"]
     context = keys["context_parallel_size"]
@@ -77,7 +77,7 @@ def _layout(draft: Draft, keys: Roles) -> None:
     draft.skip(keys["dp_shard_size"])  # the devices that the other axes leave
 
 
-def _weights(draft: Draft, keys: Roles) -> None:
+def weights(draft: Draft, keys: Roles) -> None:
     """Note that Axolotl loads weights in bfloat16 wherever it computes in it."""
     masters = draft.base or draft.get("trainer.adapter.type") or draft.get("trainer.engine")
     bf16 = keys["bf16"]
@@ -91,7 +91,7 @@ def _samples(draft: Draft, keys: Roles) -> None:
     excess = keys["excess_length_strategy"]
     stream = keys["pretraining_dataset"].value
     decides = packing if packing.key else length
-    kinds = [str(part.get("type", "")) for part in _parts(keys["datasets"])]
+    kinds = [str(part.get("type", "")) for part in parts_of(keys["datasets"])]
     texts = [kind.startswith("completion") for kind in kinds]
     draft.put(length, "trainer.data.sequence_length", length.value)
     if stream or (texts and all(texts)):  # long texts are cut, and none is lost
@@ -112,11 +112,11 @@ def _samples(draft: Draft, keys: Roles) -> None:
         draft.put(excess, "trainer.data.too_long", ours)
 
 
-def _template(draft: Draft, keys: Roles) -> None:
-    template = keys["chat_template_jinja"]
+def template(draft: Draft, keys: Roles) -> None:
+    text = keys["chat_template_jinja"]
     name = keys["chat_template"]
-    if template.value:
-        put_given(draft, template)
+    if text.value:
+        put_given(draft, text)
     if str(name.value) in ("", "none", "tokenizer_default", "jinja") or not name.is_set:
         draft.skip(name)
     else:
@@ -124,15 +124,16 @@ def _template(draft: Draft, keys: Roles) -> None:
     end_of_text(draft, keys["special_tokens.eos_token"])
 
 
-def _data(draft: Draft, keys: Roles) -> None:
-    for role, place in _PLACES.items():
+def put_data(draft: Draft, keys: Roles, rows: Table, source: Group) -> None:
+    """Convert the data sets, each by the rows of a table and a function."""
+    for role, place in PLACES.items():
         entry = keys[role]
         test = role == "test_datasets"
-        given = _parts(entry)
+        given = parts_of(entry)
         parts = []
         for at, own in enumerate(given):
             part = Draft(own, draft.folder, place, f"{entry.key}[{at}].")
-            fill(part, inner_table("axolotl"), {"type": ""}, [_source])
+            fill(part, rows, {"type": ""}, [source])
             parts.append(draft.take(part))
         if parts:
             labels = [str(part.get("path")) for part in given]
@@ -140,7 +141,11 @@ def _data(draft: Draft, keys: Roles) -> None:
     put_share(draft, keys["val_set_size"])
 
 
-def _parts(entry: Entry) -> list[Json]:
+def _data(draft: Draft, keys: Roles) -> None:
+    put_data(draft, keys, inner_table("axolotl"), _source)
+
+
+def parts_of(entry: Entry) -> list[Json]:
     """Return the data sets of a list; a path alone is one, too."""
     listed = entry.value or []
     if not isinstance(listed, list):
@@ -151,11 +156,10 @@ def _parts(entry: Entry) -> list[Json]:
     return parts
 
 
-def _source(part: Draft, keys: Roles) -> None:
-    """Convert one data set; Axolotl's `type` is the kind of its rows."""
+def put_path(part: Draft, keys: Roles) -> None:
+    """Convert the place of a data set, and the format of its files."""
     path = keys["path"]
     files = keys["data_files"]
-    kind = keys["type"]
     formats = read_table("axolotl")["formats"]
     where = files if files.key else path
     part.put(where, "path", where.value)
@@ -165,6 +169,12 @@ def _source(part: Draft, keys: Roles) -> None:
         part.lose(path, "its files are read, not a data set of the hub")
     ds_type = keys["ds_type"]
     part.put(ds_type, "format", formats.get(str(ds_type.value), str(ds_type.value)))
+
+
+def _source(part: Draft, keys: Roles) -> None:
+    """Convert one data set; Axolotl's `type` is the kind of its rows."""
+    put_path(part, keys)
+    kind = keys["type"]
     name, _, field = (kind.value if isinstance(kind.value, str) else "own").partition(":")
     messages = keys["field_messages"]
     column = keys["field"]
@@ -184,12 +194,12 @@ def _source(part: Draft, keys: Roles) -> None:
 
 
 GROUPS: tuple[Group, ...] = (
-    _model,
-    _batch,
+    model,
+    batch,
     _data,
     *shared_keys.GROUPS,
-    _layout,
-    _weights,
+    layout,
+    weights,
     _samples,
-    _template,
+    template,
 )

@@ -125,7 +125,7 @@ class Draft:
     def explicit(self, entry: Entry) -> bool:
         """Return True if the user wrote the key; else it is a default of the foreign trainer."""
         key = entry.key.removeprefix(self.prefix)
-        return key in self.given or key.partition(".")[0] in self.given
+        return key.startswith("--") or key in self.given or key.partition(".")[0] in self.given
 
     def reported(self, entry: Entry) -> bool:
         lines = (*self.carried, *self.lost, *self.notes)

@@ -12,7 +12,7 @@ from trainer.tools.importers.chat_formats import put_named
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
 from trainer.tools.importers.reading import beside
 from trainer.tools.importers.sources import put_share, put_sources
-from trainer.tools.importers.tables import Group, fill, inner_table, read_table
+from trainer.tools.importers.tables import Group, Table, fill, inner_table, read_table
 
 
 def defaults(given: Json) -> Json:
@@ -26,19 +26,19 @@ def defaults(given: Json) -> Json:
     return values
 
 
-def _stage(draft: Draft, keys: Roles) -> None:
-    """Raise ConfigError for anything but training on text."""
-    stage = keys["stage"]
+def stage(draft: Draft, keys: Roles) -> None:
+    """Raise ConfigError for anything but training."""
+    kind = keys["stage"]
     trains = keys["do_train"]
-    if stage.value not in ("sft", "pt"):
-        raise stage.refused("sft or pt: no other is imported")
+    if kind.value not in ("sft", "pt", "dpo", "rm"):
+        raise kind.refused("sft, pt, dpo or rm: no other is imported")
     if not trains.value:
         actual = f"saw {show(trains.value)}: LLaMA-Factory predicts, chats or exports with it"
         raise ConfigError(Problem("do_train", actual, "true: a training"))
-    draft.skip(trains, stage)
+    draft.skip(trains, kind)
 
 
-def _recomputation(draft: Draft, keys: Roles) -> None:
+def recomputation(draft: Draft, keys: Roles) -> None:
     off = keys["disable_gradient_checkpointing"]
     on = keys["gradient_checkpointing"]
     if on.value and not off.value:
@@ -75,7 +75,8 @@ def _samples(draft: Draft, keys: Roles) -> None:
         put_named(draft, template, "llamafactory")
 
 
-def _data(draft: Draft, keys: Roles) -> None:
+def put_data(draft: Draft, keys: Roles, rows: Table, source: Group) -> None:
+    """Convert the data sets, each by the rows of a table and a function."""
     folder = str(keys["dataset_dir"].value)
     info_path = beside(draft.folder, f"{folder}/dataset_info.json")
     info = read(info_path) if info_path else {}
@@ -87,7 +88,8 @@ def _data(draft: Draft, keys: Roles) -> None:
         if not entry.value:
             continue
         where = str(info_path.parent if info_path else folder)
-        parts = [_data_set(draft, entry, name, info, where) for name in names(entry.value)]
+        known = {name: _known(draft, entry, name, info, where) for name in names(entry.value)}
+        parts = [_data_set(draft, own, f"{name}.", rows, source) for name, own in known.items()]
         if limit.value and not test:
             draft.keep(limit, "trainer.data: max_rows")
             parts = [{**part, "max_rows": int(limit.value)} for part in parts]
@@ -95,16 +97,27 @@ def _data(draft: Draft, keys: Roles) -> None:
     put_share(draft, keys["val_size"])
 
 
-def _data_set(draft: Draft, entry: Entry, name: str, info: dict[str, object], folder: str) -> Json:
-    """Convert a data set by its name in `dataset_info.json`."""
+def _data(draft: Draft, keys: Roles) -> None:
+    put_data(draft, keys, inner_table("llamafactory"), _source)
+
+
+def _known(draft: Draft, entry: Entry, name: str, info: dict[str, object], folder: str) -> Json:
+    """Return what `dataset_info.json` says of a data set."""
     known = info.get(name)
     if not isinstance(known, dict):
         draft.lose(entry, f"{folder}/dataset_info.json has no {show(name)}")
-        return {"path": str(Path(folder) / name)}
+        return {}
     if "file_name" in known and "hf_hub_url" not in known:
-        known = known | {"file_name": str(Path(folder) / str(known["file_name"]))}
-    part = Draft(known, draft.folder, "trainer.data: ", f"{name}.")
-    fill(part, inner_table("llamafactory"), {"formatting": "alpaca"}, [_source])
+        return known | {"file_name": str(Path(folder) / str(known["file_name"]))}
+    return known
+
+
+def _data_set(draft: Draft, known: Json, prefix: str, rows: Table, source: Group) -> Json:
+    """Convert a data set by what is known of it."""
+    if not known:
+        return {"path": prefix.removesuffix(".")}
+    part = Draft(known, draft.folder, "trainer.data: ", prefix)
+    fill(part, rows, {"formatting": "alpaca"}, [source])
     return draft.take(part)
 
 
@@ -134,4 +147,4 @@ def _source(part: Draft, keys: Roles) -> None:
             part.lose(kind, OTHERWISE)
 
 
-GROUPS: tuple[Group, ...] = (_stage, _data, *shared_keys.GROUPS, _recomputation, _samples)
+GROUPS: tuple[Group, ...] = (stage, _data, *shared_keys.GROUPS, recomputation, _samples)

@@ -25,15 +25,23 @@ class KeyRule(NamedTuple):
     says: Any = None
 
 
-PREFERENCES = "docs/preferences.md says how each key of theirs is written here by hand."
+PREFERENCES = "Say which of TRL's trainers it is: --from trl-dpo, trl-cpo, trl-orpo or trl-reward."
 Table = Mapping[str, KeyRule]
 Group = Callable[[Draft, Roles], None]
 """Converts keys that belong together."""
 
 
+class OtherTrainer(NamedTuple):
+    """Another trainer: its keys, its defaults, and functions for keys that belong together."""
+
+    table: Table
+    defaults: Callable[[Json], Json]
+    groups: Sequence[Group]
+
+
 @cache
 def read_table(system: str) -> Json:
-    path = Path(__file__).with_name(f"{system}.yml")
+    path = Path(__file__).parent / f"{system}.yml"
     content: Json = yaml.safe_load(path.read_text(encoding="utf-8"))
     return content
 
@@ -42,6 +50,11 @@ def table(system: str) -> dict[str, KeyRule]:
     """Return the handling of each key of a system's config."""
     content = read_table(system)
     return {**shared_rows(content), **dict(rows_of(content))}
+
+
+def extended(base: Table, content: Json) -> dict[str, KeyRule]:
+    """Return a table with the rows of another kind of training in place of its own."""
+    return {**base, **dict(rows_of(content))}
 
 
 def inner_table(system: str) -> dict[str, KeyRule]:
@@ -182,7 +195,7 @@ def _apart(given: Json, rules: Table) -> Iterator[tuple[str, object]]:
 
 def _other(kind: str, entries: Sequence[Entry]) -> Problem:
     keys = listed([f"{entry.key} {show(entry.value)}" for entry in entries])
-    expected = "training on the next token of text: no other is imported"
+    expected = "a kind of training that is imported"
     hint = PREFERENCES if kind.startswith("preferences") else ""
     return Problem(entries[0].key, f"saw {keys}: {kind}", expected, hint)
 

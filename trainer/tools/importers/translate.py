@@ -11,33 +11,33 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from trainer.config.compiled import load
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError, Problem
 from trainer.storage import Json
 from trainer.tools.importers import arguments, axolotl, llamafactory
+from trainer.tools.importers.answers import axolotl as axolotl_answers
+from trainer.tools.importers.answers import llamafactory as llamafactory_answers
+from trainer.tools.importers.answers import trl
 from trainer.tools.importers.draft import Draft
 from trainer.tools.importers.shared_keys import section_of
-from trainer.tools.importers.tables import Group, Table, fill, read_table, table
+from trainer.tools.importers.tables import OtherTrainer, fill, read_table, table
 
 __all__ = ["SYSTEMS", "Draft", "translate"]
-
-
-class OtherTrainer(NamedTuple):
-    """Another trainer: its keys, its defaults, and functions for keys that belong together."""
-
-    table: Table
-    defaults: Callable[[Json], Json]
-    groups: Sequence[Group]
 
 
 SYSTEMS = {
     "axolotl": OtherTrainer(table("axolotl"), axolotl.defaults, axolotl.GROUPS),
     "llamafactory": OtherTrainer(table("llamafactory"), llamafactory.defaults, llamafactory.GROUPS),
     "trainer": OtherTrainer(table("arguments"), arguments.defaults, arguments.SCRIPTS),
+    **trl.TRAINERS,
 }
+OF_ANSWERS: Mapping[str, Callable[[Json], OtherTrainer | None]] = {
+    "axolotl": axolotl_answers.trainer_of,
+    "llamafactory": llamafactory_answers.trainer_of,
+}
+"""The systems of which one key says that answers are compared; each returns the trainer of that."""
 
 
 def translate(
@@ -52,11 +52,12 @@ def translate(
     for lost keys that decide which parameters are trained or on which loss, and, unless `partial`,
     for any lost key.
     """
-    rules, defaults, groups = SYSTEMS[system]
+    set_keys = {key: value for key, value in given.items() if value is not None}
+    of_answers = OF_ANSWERS[system](set_keys) if system in OF_ANSWERS else None
+    rules, defaults, groups = of_answers or SYSTEMS[system]
     base = section_of("deepspeed", given.get("deepspeed"), folder)
     path = template or Draft.template_path
     draft = Draft(given, folder, base=base, made=deepcopy(base), template_path=path)
-    set_keys = {key: value for key, value in given.items() if value is not None}
     fill(draft, rules, defaults(set_keys), groups)
     draft = replace(draft, made=_ordered(draft.made))
     dropped = {line: why for line, why in draft.lost.items() if line not in draft.carried}
