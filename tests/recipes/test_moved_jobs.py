@@ -89,7 +89,9 @@ def theirs(folder: Path, system: str, given: dict[str, Any]) -> tuple[list[float
     trainers = {"trl-dpo": trl.DPOTrainer, "trl-cpo": CPOTrainer, "trl-reward": trl.RewardTrainer}
     losses: list[float] = []
 
-    class Listening(trainers[system]):  # type: ignore[misc]
+    kind: Any = trainers[system]
+
+    class Listening(kind):  # type: ignore[misc]
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)
             losses.append(float(loss.detach()))

@@ -17,9 +17,7 @@ from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError, Problem
 from trainer.storage import Json
 from trainer.tools.importers import arguments, axolotl, llamafactory
-from trainer.tools.importers.answers import axolotl as axolotl_answers
-from trainer.tools.importers.answers import llamafactory as llamafactory_answers
-from trainer.tools.importers.answers import trl
+from trainer.tools.importers.answers import axolotl_answers, llamafactory_answers, trl
 from trainer.tools.importers.draft import Draft
 from trainer.tools.importers.shared_keys import section_of
 from trainer.tools.importers.tables import OtherTrainer, fill, read_table, table

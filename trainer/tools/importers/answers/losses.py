@@ -1,4 +1,4 @@
-"""What trainers of pairs and rewards have in common: the loss, lengths, and dropout."""
+"""Keys that all importers of pairs and rewards convert: the loss, lengths, and dropout."""
 
 from __future__ import annotations
 

@@ -23,9 +23,9 @@ _IGNORED = "TRL ignores it with this loss, and nothing is smoothed here, either"
 _CUT = "it cuts the prompts of both answers differently: keep_start alone is offered"
 _UNCUT = "a longest length is needed here: say one"
 _CHATS = (
-    "of chats, theirs scores all that the template writes after the prompt, also a line break after "
-    "the token that ends the answer; here the answer and that token. Texts: theirs tokenises prompt "
-    "and answer together, here apart"
+    "of chats, theirs scores all that the template writes after the prompt, also a line break "
+    "after the token that ends the answer; here the answer and that token. Of texts, theirs "
+    "tokenises prompt and answer together, here apart"
 )
 
 

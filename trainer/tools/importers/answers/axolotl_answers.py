@@ -63,7 +63,8 @@ def _loss(draft: Draft, keys: Roles) -> None:
     if kind.value in ("dpo", "ipo"):
         loss = keys["dpo_loss_type"]
         own = loss.is_set and kind.value == "dpo"
-        given = names(loss.value) if own else ["ipo" if kind.value == "ipo" else "sigmoid"]
+        usual = "ipo" if kind.value == "ipo" else "sigmoid"
+        given = names(loss.value) if own else [usual]
         dpo_loss(draft, loss if own else kind, given, keys["dpo_loss_weights"], Entry())
         draft.keep(kind, 'trainer.task "pairs"')
         if keys["lora_path"].value:
