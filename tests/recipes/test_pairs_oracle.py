@@ -225,3 +225,42 @@ def test_three_steps_are_trl_s(name: str, tmp_path: Path) -> None:
                 parameter.copy_(theirs[parameter_name])
         model.zero_grad()
         reference.zero_grad()
+
+
+def made_up(count: int) -> list[dict[str, Any]]:
+    return [
+        {side: sample(list(range(4, 12 + n)), 5) for side in ("chosen", "rejected")}
+        | {"margin": 0.0, "reference": np.zeros(2)}
+        for n in range(count)
+    ]
+
+
+def test_the_head_computes_scored_tokens_alone() -> None:
+    model = llama()
+    task = PairsTask(LanguageModel(head=OutputHead(plain=True))).comparing(PairsSection())
+    task.prepare(model)
+    seen = []
+    model.get_output_embeddings().register_forward_pre_hook(  # type: ignore[operator]
+        lambda _, inputs: seen.append(inputs[0].shape[0])
+    )
+    pairs = made_up(2)
+    task.loss_sum(model, task.collate(pairs)).backward()
+    scored = sum(
+        int((pair[side]["targets"] != IGNORED).sum())
+        for pair in pairs
+        for side in ("chosen", "rejected")
+    )
+    assert seen == [scored]
+
+
+def test_a_micro_batch_of_blanks_has_gradients_of_zero() -> None:
+    model = llama()
+    task = PairsTask(LanguageModel(head=OutputHead(plain=True))).comparing(PairsSection())
+    task.prepare(model)
+    batch = task.collate([task.blank(pair) for pair in made_up(2)])
+    loss = task.loss_sum(model, batch)
+    loss.backward()
+    assert float(loss.detach()) == 0
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert not parameter.grad.any(), name

@@ -25,7 +25,9 @@ def planned_pairs(section: TrainerSection) -> PlannedModel:
 
     def batch(count: int) -> Batch:
         column = {"reference": torch.zeros(count, 2, dtype=torch.float64)} if has_reference else {}
-        return language.batch(2 * count) | {"margins": torch.zeros(count)} | column
+        tokens = language.batch(2 * count)
+        scored = torch.ones_like(tokens["targets"]).nonzero()
+        return tokens | {"scored": scored, "margins": torch.zeros(count)} | column
 
     def task(spec: ModelSpec) -> Task:
         plain = PairsTask.of(spec, 0, lambda: attention)

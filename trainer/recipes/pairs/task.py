@@ -97,8 +97,8 @@ class PairsTask(CausalLM):
 
     def collate(self, samples: Sequence[Any]) -> Batch:
         """Pad both answers of each pair, the chosen ones first: `input_ids` and `targets`
-        [2 x pairs, longest]; `margins` [pairs], and `reference` and `places` where a sample has
-        them.
+        [2 x pairs, longest], `scored` as `scored_in` has it; `margins` [pairs], and `reference` and
+        `places` where a sample has them.
 
         Plain sequences, with which a certificate meets edges, are each compared with the next.
         """
@@ -107,6 +107,7 @@ class PairsTask(CausalLM):
             samples = [{"chosen": a, "rejected": b, "margin": 0.0} for a, b in both]
         sides = [sample[side] for side in ("chosen", "rejected") for sample in samples]
         batch = super().collate(sides)
+        batch["scored"] = scored_in(batch["targets"])
         batch["margins"] = torch.tensor([sample["margin"] for sample in samples])
         if "reference" in samples[0]:
             rows = [torch.as_tensor(sample["reference"]) for sample in samples]
@@ -151,8 +152,16 @@ class PairsTask(CausalLM):
     def _token_losses(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the loss of each of this rank's tokens, [2 x pairs, sequence]."""
         targets = self._own(batch, "targets")
-        if self._fused_head:
+        if self._fused_head and self._context:
             return head_of(model)(self.hidden(model, batch), targets)  # type: ignore[no-any-return]
+        if self._fused_head:
+            row, column = batch["scored"].unbind(1)
+            places = row * targets.shape[1] + column
+            # prompts and padding do not go through the head
+            hidden = self.hidden(model, batch).flatten(0, 1).index_select(0, places)
+            losses = head_of(model)(hidden, targets.flatten()[places])
+            every = losses.new_zeros(targets.numel())
+            return every.scatter(0, places, losses).view_as(targets)  # type: ignore[no-any-return]
         logits = self.logits(model, batch)
         return logits_token_losses(logits, targets, vocabulary_shard_of_head(head_of(model)))
 
@@ -255,3 +264,11 @@ class PairsTask(CausalLM):
         )
         column = both.new_zeros(self._column, 2).index_add(0, batch["places"], both)
         return torch.cat([loss[None], self._once(column.flatten())])
+
+
+def scored_in(targets: torch.Tensor) -> torch.Tensor:
+    """Return the row and column of each of the targets [batch, sequence] that counts, [scored, 2].
+
+    On the host: on a device, how many there are would have to be waited for.
+    """
+    return (targets != IGNORED).nonzero()

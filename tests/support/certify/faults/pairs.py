@@ -11,11 +11,13 @@ from tests.support.certify.faults.planting import around
 
 def of_pairs(change: Any) -> Any:
     """`change(batch, samples)` comes after pairs were collated."""
-    from trainer.recipes.pairs.task import PairsTask
+    from trainer.recipes.pairs.task import PairsTask, scored_in
 
-    return around(
-        PairsTask, "collate", lambda real, self, samples: change(real(self, samples), samples)
-    )
+    def collate(real: Any, self: Any, samples: Any) -> Any:
+        batch = change(real(self, samples), samples)
+        return {**batch, "scored": scored_in(batch["targets"])}
+
+    return around(PairsTask, "collate", collate)
 
 
 def answers_swapped_on_one_rank(engine: str) -> Any:
