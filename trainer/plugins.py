@@ -20,6 +20,7 @@ RECIPES = {
     "embeddings": "trainer.recipes.embeddings",
     "image_classification": "trainer.recipes.images",
     "labels": "trainer.recipes.labels",
+    "masked_lm": "trainer.recipes.masked_lm",
     "own_module": "trainer.recipes.own_module",
     "pairs": "trainer.recipes.pairs",
 }

@@ -1566,7 +1566,7 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
-    from trainer.config.sections.section import EMBEDDINGS, IMAGES, LABELS, PAIRS
+    from trainer.config.sections.section import ANSWERS, EMBEDDINGS, IMAGES, LABELS, MASKED, PAIRS
 
     keys = {key.removeprefix("trainer.") for key in OWN_KEYS}
     ends = {
@@ -1581,12 +1581,13 @@ def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
         "images.",
         "embeddings.",
         "labels.",
+        "masked.",
         "pairs.",
     )
     ends -= {
         path.removeprefix("trainer.")
         for path, key in OWN_KEYS.items()
-        if key.recipes in (IMAGES, EMBEDDINGS, LABELS, PAIRS)
+        if key.recipes in (ANSWERS, IMAGES, EMBEDDINGS, LABELS, MASKED, PAIRS)
     }
     left = (
         {key for key in ends if not key.startswith(inner)}

@@ -10,9 +10,12 @@ from pydantic import AfterValidator, Field
 from trainer.config.keys.key import Excludes, Key, Recipes
 from trainer.config.sections.section import (
     ANSWERS,
+    CORPUS,
+    CUT,
     DOCUMENTS,
     IMAGES,
     LABELS,
+    MASKED,
     ROWS,
     TEXT,
     TEXTS,
@@ -135,7 +138,7 @@ class Rows(Section):
     the columns "instruction", "input" and "history" as prompt; auto: texts are plain.
     """
     text_column: Annotated[
-        str, Key(needs=ROWS, recipes=Recipes((*DOCUMENTS.names, *LABELS.names)))
+        str, Key(needs=ROWS, recipes=Recipes((*DOCUMENTS.names, *LABELS.names, *MASKED.names)))
     ] = "text"
     prompt_column: Annotated[str | None, Key(recipes=TEXTS)] = None
     completion_column: Annotated[str | None, Key(recipes=DOCUMENTS)] = None
@@ -163,7 +166,7 @@ class SourceSection(Rows):
 class _Samples(Rows):
     """How samples are made of the data."""
 
-    sources: Annotated[list[SourceSection], Field(max_length=1000), Key(recipes=TEXT)] = []
+    sources: Annotated[list[SourceSection], Field(max_length=1000), Key(recipes=CORPUS)] = []
     """Several sources, mixed; in place of `path`."""
     chat_template: Annotated[str | None, Key(needs=ROWS, recipes=TEXTS)] = None
     """A file with a Jinja template, or the name of a shipped one; None: the tokenizer's own, or a
@@ -172,9 +175,9 @@ class _Samples(Rows):
         Literal["assistant", "last_assistant", "all"], Key(needs=ROWS, recipes=DOCUMENTS)
     ] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
-    too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=TEXTS)] = "truncate"
+    too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=CUT)] = "truncate"
     """The handling of samples of one document or text of more than `sequence_length` tokens."""
-    corrupt: Annotated[Literal["error", "skip"], Key(needs=ROWS, recipes=TEXT)] = "error"
+    corrupt: Annotated[Literal["error", "skip"], Key(needs=ROWS, recipes=CORPUS)] = "error"
     """The handling of rows that are not JSON, lack a column, or hold neither text nor a chat.
 
     Skipped ones are counted.
@@ -189,7 +192,7 @@ class _Samples(Rows):
         Literal["concatenate", "pad", "pack"] | None,
         Key(
             recipes=Recipes(
-                TEXT.names,
+                CORPUS.names,
                 lambda documents: documents == "concatenate",
                 "none: its samples are no documents",
             )
@@ -215,7 +218,7 @@ class DataSection(_Samples):
         Paths | Annotated[dict[str, Paths], Field(min_length=1, max_length=100)] | None,
         Key(
             recipes=Recipes(
-                TEXTS.names, lambda paths: not isinstance(paths, dict), "one path of images"
+                CUT.names, lambda paths: not isinstance(paths, dict), "one path of images"
             )
         ),
     ] = None
@@ -227,7 +230,7 @@ class DataSection(_Samples):
     tokenizer: Annotated[str | None, Key(recipes=TOKENS)] = None
     """The folder or hub id of a tokenizer; None: the model's own, or the embedded one."""
     workers: Annotated[
-        Annotated[Whole, Field(ge=1, le=1024)] | None, Key(unit="processes", recipes=TEXT)
+        Annotated[Whole, Field(ge=1, le=1024)] | None, Key(unit="processes", recipes=CORPUS)
     ] = None
     """Processes that prepare the data, on one rank; None: one a core, or one for little data."""
 

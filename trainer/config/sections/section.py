@@ -19,10 +19,15 @@ LABELS = Recipes(("labels",))
 EMBEDDINGS = Recipes(("embeddings",))
 ANSWERS = Recipes((*PAIRS.names, *LABELS.names))
 """The recipes whose rows hold a better and a worse answer."""
-TOKENS = Recipes((*TEXT.names, *EMBEDDINGS.names, *LABELS.names))
+MASKED = Recipes(("masked_lm",))
+TOKENS = Recipes((*TEXT.names, *EMBEDDINGS.names, *LABELS.names, *MASKED.names))
 """The recipes whose samples are tokens."""
 TEXTS = Recipes((*TEXT.names, *LABELS.names))
-"""The recipes whose rows hold a text in a column."""
+"""The recipes whose rows hold a text in a column, or a chat."""
+CUT = Recipes((*TEXTS.names, *MASKED.names))
+"""The recipes whose samples may be one text each, cut at the sequence length."""
+CORPUS = Recipes((*TEXT.names, *MASKED.names))
+"""The recipes whose rows become samples by the preparation of documents."""
 ROWS = "rows"
 HELD_OUT = "data to evaluate on"
 

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from trainer.config.keys.key import Excludes, Key
 from trainer.config.sections.embeddings import EmbeddingsSection
 from trainer.config.sections.labels import LabelsSection
+from trainer.config.sections.masked import MaskedSection
 from trainer.config.sections.model_and_data import (
     AdapterSection,
     DataSection,
@@ -23,6 +24,7 @@ from trainer.config.sections.section import (
     HELD_OUT,
     IMAGES,
     LABELS,
+    MASKED,
     PAIRS,
     TEXT,
     TOKENS,
@@ -163,6 +165,7 @@ class _Subject(Section):
     images: Annotated[ImagesSection, Key(recipes=IMAGES)] = ImagesSection()
     embeddings: Annotated[EmbeddingsSection, Key(recipes=EMBEDDINGS)] = EmbeddingsSection()
     labels: Annotated[LabelsSection, Key(recipes=LABELS)] = LabelsSection()
+    masked: Annotated[MaskedSection, Key(recipes=MASKED)] = MaskedSection()
     pairs: Annotated[PairsSection, Key(recipes=PAIRS)] = PairsSection()
     adapter: Annotated[AdapterSection | None, Key(recipes=TOKENS)] = None
     freeze: Annotated[list[str], Field(max_length=10_000)] = []

@@ -1,5 +1,5 @@
 """The class of transformers that opens a model: a language model, alone or with its image tower,
-one with a head for labels, or a body without a head.
+one with a head for labels or for masked tokens, or a body without a head.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     PreTrainedConfig,
@@ -20,6 +21,7 @@ CAUSAL = AutoModelForCausalLM
 WITH_IMAGES = AutoModelForImageTextToText
 SEQUENCES = AutoModelForSequenceClassification
 TOKENS = AutoModelForTokenClassification
+MASKED = AutoModelForMaskedLM
 BODIES = AutoModel
 
 
@@ -38,17 +40,17 @@ def auto_class(config: PreTrainedConfig) -> Any:
 def class_in_folder(config: PreTrainedConfig) -> Any:
     """Return the class that opens the trained model whose folder has this config."""
     stated = (getattr(config, "architectures", None) or [""])[0]
-    return _without_words(config, stated) or auto_class(config)
+    return _not_causal(config, stated) or auto_class(config)
 
 
 def opening_class(model: PreTrainedModel) -> Any:
     """Return the class that opens the folder of a model."""
-    return _without_words(model.config, type(model).__name__) or auto_class(model.config)
+    return _not_causal(model.config, type(model).__name__) or auto_class(model.config)
 
 
-def _without_words(config: PreTrainedConfig, name: str) -> Any:
-    """Return the auto class that opens the class of this name, if it gives no logits of words."""
-    for kind in (SEQUENCES, TOKENS, BODIES):
+def _not_causal(config: PreTrainedConfig, name: str) -> Any:
+    """Return the auto class that opens the class of this name, if it predicts no next token."""
+    for kind in (SEQUENCES, TOKENS, MASKED, BODIES):
         known = kind._model_mapping.get(type(config), None)
         classes = known if isinstance(known, tuple) else (known,)
         if name in [getattr(one, "__name__", "") for one in classes]:

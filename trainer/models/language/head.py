@@ -5,7 +5,7 @@ from __future__ import annotations
 from copy import copy
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,11 +55,44 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     and checks that the head sees that very storage and that its output is returned as the logits.
     This detects soft caps, logit scales and upcasts.
     """
+    run = _run_head(model)
+    if run is None:
+        return False
+    same = run.given.untyped_storage()._cdata == run.hidden.untyped_storage()._cdata
+    return same and run.is_last
+
+
+def ends_in_head(model: PreTrainedModel) -> bool:
+    """Return True if the logits are what the head gives, whatever is between it and the body.
+
+    The models of masked tokens have a layer there.
+    """
+    width = getattr(model.config.get_text_config(), "hidden_size", None)
+    run = _run_head(model, width)
+    return run is not None and run.is_last
+
+
+class _HeadRun(NamedTuple):
+    """The tensors that a head meets in a forward pass of its model."""
+
+    hidden: torch.Tensor
+    """The last hidden state."""
+    given: torch.Tensor
+    """The input of the head."""
+    is_last: bool
+    """True if its output is returned as the logits."""
+
+
+def _run_head(model: PreTrainedModel, width: int | None = None) -> _HeadRun | None:
+    """Run a model with a stand-in for its body; None without a linear head, or if that fails.
+
+    `width`: that of hidden states; None: as the head takes them.
+    """
     head = model.get_output_embeddings()
     body = model.base_model
     if type(head) is not nn.Linear or body is model:
-        return False
-    hidden = torch.empty(1, 2, head.in_features, device="meta", dtype=head.weight.dtype)
+        return None
+    hidden = torch.empty(1, 2, width or head.in_features, device="meta", dtype=head.weight.dtype)
     passed: list[torch.Tensor] = []
 
     def observe(module: nn.Module, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
@@ -72,9 +105,8 @@ def has_plain_head(model: PreTrainedModel) -> bool:
     hook.remove()
     model.set_submodule(model.base_model_prefix, body)
     if isinstance(logits, Raised) or not passed:  # a forward that needs more has no plain head
-        return False
-    same = passed[0].untyped_storage()._cdata == hidden.untyped_storage()._cdata
-    return same and logits is passed[1]
+        return None
+    return _HeadRun(hidden, passed[0], logits is passed[1])
 
 
 def is_word_by_word(model: PreTrainedModel) -> bool:
