@@ -155,6 +155,11 @@ SMALL: dict[str, tuple[str, ...]] = {
     f"deepspeed {TRAIN} examples/masked.json": (
         f"deepspeed {TRAIN} examples/masked.json trainer.run.folder={{out}} trainer.steps=2",
     ),
+    f"deepspeed {TRAIN} examples/qlora.json": (
+        f"deepspeed {TRAIN} examples/qlora.json trainer.model.name_or_path={{run}}/final "
+        f"trainer.run.folder={{out}} "
+        "trainer.epochs=0.1",
+    ),
     f"deepspeed {TRAIN} examples/preferences.json": (
         f"deepspeed {TRAIN} examples/preferences.json trainer.model.name_or_path={{run}}/final "
         f"trainer.run.folder={{out}} "

@@ -45,7 +45,7 @@ from tests.support.training import (
     train_by_engine,
     train_plainly,
 )
-from trainer.config.sections.model_and_data import AdapterSection
+from trainer.config.sections.adapter import AdapterSection
 from trainer.errors import ConfigError
 from trainer.models.finetuning import lora, lora_weights
 from trainer.models.finetuning.lora import adapted

@@ -27,7 +27,8 @@ from tests.support.bases import (
     write_base,
 )
 from trainer import checkpoint
-from trainer.config.sections.model_and_data import AdapterSection, ModelSection
+from trainer.config.sections.adapter import AdapterSection
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError, DiskError
 from trainer.models import huggingface

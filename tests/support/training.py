@@ -182,7 +182,8 @@ def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
 
 def spec_in(case: Case, path: str | None = None) -> Any:
     """Return the spec of the case's model, with its changes."""
-    from trainer.config.sections.model_and_data import AdapterSection, ParameterGroup
+    from trainer.config.sections.adapter import AdapterSection
+    from trainer.config.sections.model_and_data import ParameterGroup
     from trainer.models.finetuning.frozen import frozen
     from trainer.models.finetuning.lora import adapted
     from trainer.models.finetuning.lora_weights import made_up

@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 
 from tests.support.bases import FAMILIES, write_base
 from tests.support.commands import ROOT
-from trainer.config.sections.model_and_data import AdapterSection, ModelSection
+from trainer.config.sections.adapter import AdapterSection
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.distributed.ranks import ALONE
 from trainer.errors import ConfigError
 from trainer.models import huggingface

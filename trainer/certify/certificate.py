@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
+import tempfile
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,9 +15,10 @@ from trainer.certify.case import Case, Certified
 from trainer.certify.comparison import Comparison
 from trainer.certify.finding import CheckResult
 from trainer.certify.patches import constant
-from trainer.certify.recording import engine_of, record, shared_folder
+from trainer.certify.recording import engine_of, record
 from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
 from trainer.config import TrainerSection
+from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning.changed import changed_spec
@@ -142,3 +146,14 @@ def write(certificate: Certificate, path: Path, config: object) -> None:
         finding["error"] = repr(finding.get("error"))  # JSON has no infinity
     content = {"passed": certificate.passed, "versions": versions(), "config": config, **content}
     path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+@contextmanager
+def shared_folder(ranks: Ranks) -> Iterator[Path]:
+    """Make a folder on the first rank, removed at the end. Collective."""
+    folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
+    try:
+        yield folder
+    finally:
+        if ranks.first:
+            shutil.rmtree(folder, ignore_errors=True)

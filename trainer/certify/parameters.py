@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from trainer.certify.one_process.four_bits import in_four_bits
 from trainer.config import TrainerSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
@@ -68,6 +69,8 @@ def learner(
         inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
         whole = _adapted(whole, section, targets)
         model = _adapted(base, section, inside)
+        if section.adapter.quantize is not None:
+            in_four_bits(model, copied[1].blocks, section.adapter.quantize.double_quant)
 
     def of_copy(of_whole: Mapping[str, object]) -> Mapping[str, Any]:
         if copied is None:

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import math
-import shutil
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,6 +12,7 @@ import torch
 from torch import nn
 
 from trainer import checkpoint
+from trainer.certify.one_process import four_bits
 from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import constant
@@ -23,9 +21,9 @@ from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.mixture import Source
 from trainer.data.order import SampleOrder
-from trainer.distributed.ranks import Ranks
 from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine
+from trainer.models.finetuning.four_bit_base import weights_in_four_bits
 from trainer.models.spec import stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
@@ -34,7 +32,7 @@ from trainer.recipe import Subject
 from trainer.run.evaluate import HeldOut, held_out_loss
 from trainer.run.final import export
 from trainer.run.loop import Hooks, LoopPlan, train
-from trainer.state import RunState
+from trainer.state import WEIGHT, RunState
 from trainer.supervise.stall import Phase
 from trainer.tasks import cross_entropy
 from trainer.tasks.mixers import runs_by_document
@@ -211,17 +209,6 @@ class Sources(NamedTuple):
     held_out: Source
 
 
-@contextmanager
-def shared_folder(ranks: Ranks) -> Iterator[Path]:
-    """Make a folder on the first rank, removed at the end. Collective."""
-    folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
-    try:
-        yield folder
-    finally:
-        if ranks.first:
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 def record(
     small: Tiny,
     subject: Subject,
@@ -335,7 +322,16 @@ def _schedule(small: Tiny) -> LRSchedule:
 
 
 def state_of(engine: Engine) -> State:
-    """Return all state tensors, whole, on the first rank, which compares them. Collective."""
+    """Return all state tensors, whole, on the first rank, which compares them. Collective.
+
+    Weights in four bits are read by the certificate's own code.
+    """
     ranks = engine.job.machine.ranks
     state = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
-    return state if ranks.first else {}
+    if not ranks.first:
+        return {}
+    for name, layer in weights_in_four_bits(engine.job.spec.build()).items():
+        key = name, WEIGHT
+        if key in state:
+            state[key] = four_bits.read(state[key], layer.shape, layer.double_quant)
+    return state

@@ -62,7 +62,8 @@ def merge(folder: Path, base: str, out: Path) -> str:
     Returns the function that opens it. Raises ConfigError.
     """
     from trainer import checkpoint
-    from trainer.config.sections.model_and_data import AdapterSection, ModelSection
+    from trainer.config.sections.adapter import AdapterSection
+    from trainer.config.sections.model_and_data import ModelSection
     from trainer.data.text.tokenizer import load_tokenizer
     from trainer.distributed.ranks import ALONE
     from trainer.models.door import opening

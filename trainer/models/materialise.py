@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import torch
 from torch import nn
@@ -39,6 +39,18 @@ class Placement:
     """True if a process keeps its shard of a DTensor as a plain tensor."""
 
 
+@runtime_checkable
+class Stores(Protocol):
+    """A module that keeps its weight in a form of its own, as bytes."""
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor on the meta device with the shape that the weight is read in."""
+
+    def stored(self, value: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a weight, uint8 [bytes]."""
+
+
 def materialise(
     root: nn.Module,
     spec: ModelSpec,
@@ -59,7 +71,7 @@ def materialise(
     """
     named = root.named_parameters(remove_duplicate=False) if placement.base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.training.unsaved}
-    values = _Values(spec, rows)
+    values = _Values(spec, rows, placement.device)
     for unit in units(root, spec.blocks):
         for name, module in unit:
             values.allocate(name, module)
@@ -69,6 +81,8 @@ def materialise(
         own: dict[nn.Parameter, nn.Parameter] = {}  # whole value -> the part that is kept
         for meta, value in values.whole.items():
             dtype = (placement.base_dtype if meta in base else None) or placement.dtype
+            if not meta.is_floating_point():  # bytes of a weight in four bits
+                dtype = meta.dtype
             own[value] = values.made[meta] = _own(value, meta, placement, dtype)
         values.whole.clear()
         for _, module in unit:
@@ -94,6 +108,8 @@ class _Values:
 
     spec: ModelSpec
     own_rows: Callable[[torch.Tensor], range]
+    device: torch.device
+    """Where weights are brought into another form."""
     made: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
     """Parameters of earlier units, by those on the meta device: a tied one is made once."""
     whole: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
@@ -107,7 +123,7 @@ class _Values:
             if parameter is None:
                 continue
             if parameter not in self.made and parameter not in self.whole:
-                self.whole[parameter] = self._parameter(_joined(name, key), parameter)
+                self.whole[parameter] = self._parameter(_joined(name, key), parameter, module)
             known = self.made if parameter in self.made else self.whole
             module._parameters[key] = known[parameter]
         for key, buffer in module._buffers.items():
@@ -119,15 +135,18 @@ class _Values:
                 mark_values(real, given=value is not None)
                 module._buffers[key] = real
 
-    def _parameter(self, name: str, meta: nn.Parameter) -> nn.Parameter:
+    def _parameter(self, name: str, meta: nn.Parameter, module: nn.Module) -> nn.Parameter:
         weights = self.spec.building.weights
-        value = self._given(name, meta)
+        if isinstance(module, Stores) and not meta.is_floating_point():
+            value = self._given(name, module.like)
+            value = None if value is None else module.stored(value.to(self.device))
+        else:
+            value = self._given(name, meta)
         needed = not isinstance(weights, NoWeights) and name not in self.spec.training.fresh
         if value is None and needed and name not in self._misshapen:
             self._report(name, "absent from the weights", "every parameter of the model")
-        dtype = meta.dtype if meta.dtype.is_floating_point else torch.float32
         # a pretrained value stays mapped from its file until it is known which part is kept
-        data = torch.empty(meta.shape, dtype=dtype) if value is None else value
+        data = torch.empty(meta.shape, dtype=meta.dtype) if value is None else value
         parameter = nn.Parameter(data, requires_grad=meta.requires_grad)
         mark_values(parameter, given=value is not None)
         return parameter

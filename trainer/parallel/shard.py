@@ -21,12 +21,16 @@ from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
 from trainer.distributed.dtensor import local
-from trainer.errors import NumericsError, Problem
+from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
+from trainer.models.finetuning.four_bit_base import weights_in_four_bits
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import sharding_by
 from trainer.parallel.splits.vocabulary import looks_up
 from trainer.tasks.task import ModelWithLoss
+
+KEEPS_BYTES = "2.15"
+"""The first version of PyTorch that was seen to gather bytes as they are under mixed precision."""
 
 
 class Ends(NamedTuple):
@@ -69,6 +73,28 @@ def options_of(
     }
 
 
+def kept_whole(module: nn.Module, layout: Layout) -> set[nn.Parameter]:
+    """Return the frozen weights in four bits if every rank keeps all of them, as below ZeRO-3.
+
+    FSDP would hold its shard and the gathered copy at once.
+    """
+    if layout.zero_stage == 3 or layout.offloads:
+        return set()
+    return {layer.weight for layer in weights_in_four_bits(module).values()}
+
+
+def check_bytes(module: nn.Module, options: dict[str, Any]) -> None:
+    """Raise ConfigError if FSDP would cast weights in four bits, which are bytes, as it gathers."""
+    casts = options["mp_policy"].param_dtype is not None and torch.__version__ < KEEPS_BYTES
+    gathered = weights_in_four_bits(module).values()
+    ignored = options.get("ignored_params", set())
+    if casts and any(layer.weight not in ignored for layer in gathered):
+        actual = f"FSDP of PyTorch {torch.__version__} casts bytes that it gathers"
+        hint = "Take the engine deepspeed, or ZeRO-2 of the engine mesh."
+        expected = f"PyTorch {KEEPS_BYTES} or later"
+        raise ConfigError(Problem("trainer.adapter.quantize", actual, expected, hint))
+
+
 def placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     """Return the dimension along which FSDP divides a parameter; None for the first.
 
@@ -90,8 +116,10 @@ def apply(
 ) -> None:
     """Make units of a model with its loss. Raises NumericsError if a block is none.
 
-    `wrap_rest`: another library's way to make units of the blocks and of what is none by then.
+    Raises ConfigError for weights that FSDP would cast. `wrap_rest`: another library's way to make
+    units of the blocks and of what is none by then.
     """
+    check_bytes(module, options)
     policy: fsdp.MixedPrecisionPolicy = options["mp_policy"]
     # the root's input is the batch, whose numbers (a reference, a margin) are not to be rounded
     of_root = {"mp_policy": replace(policy, cast_forward_inputs=False)}

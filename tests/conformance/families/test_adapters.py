@@ -16,7 +16,8 @@ from safetensors.torch import load_file, save_file
 
 from tests.support.conformance.sweep import NEEDED, TABLE
 from tests.support.training import spec_of
-from trainer.config.sections.model_and_data import AdapterSection, ModelSection
+from trainer.config.sections.adapter import AdapterSection
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError, DiskError
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_targets import LINEAR

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
@@ -33,15 +32,6 @@ from trainer.plugins import SourceName
 def _range(value: list[float]) -> list[float]:
     if len(value) != 2 or not 0 < value[0] <= value[1] <= 1:
         raise ValueError("two numbers above 0 and at most 1, the lower one first")
-    return value
-
-
-def _pattern(value: str) -> str:
-    try:
-        re.compile(value)
-    except (re.error, RecursionError, OverflowError) as error:
-        expected = '"all-linear", names in a list, or a regular expression'
-        raise ValueError(f"{expected} ({error})") from None
     return value
 
 
@@ -304,31 +294,6 @@ class ImagesSection(Section):
     """Processes of a rank that load images; 0: a thread; None: by the cores, on a GPU up to 8."""
     corrupt: Literal["error", "skip"] = "error"
     """The handling of an image that can't be read; a skipped one counts for nothing."""
-
-
-class AdapterSection(Section):
-    """A PEFT adapter on a frozen model; the keys are those of its `LoraConfig`."""
-
-    type: Literal["lora"] = "lora"
-    path: str | None = None
-    """The folder of an adapter to start from: it decides the keys here except dropout and merge."""
-    r: Annotated[Whole, Field(ge=1, le=65_536), Key(unit="dimensions")] = 8
-    """The rank of the adapter."""
-    alpha: Annotated[Number, Field(gt=0), Key(unit="factor")] = 8.0
-    """The numerator of the adapter's scale, alpha / r, or with `rslora` alpha / sqrt(r)."""
-    dropout: Annotated[Number, Field(ge=0, lt=1), Key(unit="share")] = 0.0
-    targets: (
-        Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
-        | Annotated[list[str], Field(min_length=1, max_length=10_000)]
-    ) = "all-linear"
-    """Linear layers of the blocks by the ends of their names, or by a regular expression."""
-    bias: Literal["none", "all", "lora_only"] = "none"
-    modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
-    """Modules that are trained whole, and saved with the adapter."""
-    rslora: bool = False
-    dora: bool = False
-    merge: bool = False
-    """True to write `final-merged/`, too: the base with the adapter merged into it."""
 
 
 class ParameterGroup(Section):

@@ -122,6 +122,7 @@ def build(job: Job) -> TorchEngine:
             if layout.float8 != "none":
                 say(f"float8 ({layout.float8}) to large linear layers")
             options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction)
+            options["ignored_params"] = shard.kept_whole(module, layout)
             if layout.expert > 1:
                 expert_ranks.shard(module.model, spec, mesh, options)
             shard.apply(module, spec, ends, options)

@@ -20,6 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
+from trainer.models.finetuning.four_bit_base import (
+    FourBitLinear,
+    in_four_bits,
+    note_of,
+    values_of,
+)
 from trainer.models.finetuning.lora_folder import (
     OPENS,
     PREFIX,
@@ -41,13 +47,20 @@ from trainer.models.finetuning.lora_whole import WholeNames, whole_adapter
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
-from trainer.models.spec import WHOLE, Building, ModelFiles, ModelSpec, NoWeights, Training
+from trainer.models.spec import (
+    WHOLE,
+    Building,
+    ModelFiles,
+    ModelSpec,
+    NoWeights,
+    Training,
+)
 from trainer.storage import Json, required
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
-    from trainer.config.sections.model_and_data import AdapterSection
+    from trainer.config.sections.adapter import AdapterSection
 
 MODULES = ("targets", "modules_to_save")
 """The keys of `trainer.adapter` that name modules."""
@@ -122,7 +135,10 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
 
     def build() -> nn.Module:
         """Put adapters into a model on the meta device; PEFT decides what is trained."""
-        return injected(spec.build(), config, targets)
+        adapted = injected(spec.build(), config, targets)
+        if options.quantize is None:
+            return adapted
+        return in_four_bits(adapted, spec.blocks, options.quantize.double_quant)
 
     expected = "an adapter that PEFT makes"
     with refused("trainer.adapter", expected, ValueError, TypeError, named=True):
@@ -133,11 +149,13 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         actual = f"PEFT gives {len(made)} adapters for {len(targets)} layers: {listed(odd)}"
         raise ConfigError(Problem("trainer.adapter.targets", actual, "one for each layer"))
     training = _training(spec, model, published)
-    values = sum(parameter.numel() for parameter in model.parameters())
+    values = sum(values_of(model).values())
     frozen = sum(training.frozen.values())
     learned = f"{(values - frozen) / 1e6:,.2f} M values are trained"
     still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
-    note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
+    notes = [f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"]
+    if options.quantize is not None:
+        notes.append(note_of(spec.name, model))
     head = spec.build().get_output_embeddings()  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     output = replace(spec.language.head, plain=spec.language.head.plain and same_head)
@@ -155,18 +173,19 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         tied=aliases_of(model),
         training=training,
         files=_files(spec, options, model, config, published),
-        notes=(*spec.notes, note),
+        notes=(*spec.notes, *notes),
         config={**spec.config, "adapter": _settings(options, config)},
     )
 
 
 def _training(spec: ModelSpec, model: nn.Module, published: Mapping[str, str]) -> Training:
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    sizes = values_of(model)
     tensors = {*parameters, *dict(model.named_buffers())}
     fresh = {n for n in parameters if lora_weights.base_name(n) in spec.training.fresh}
     return replace(
         spec.training,
-        frozen={name: p.numel() for name, p in model.named_parameters() if not p.requires_grad},
+        frozen={name: sizes[name] for name, p in model.named_parameters() if not p.requires_grad},
         fresh=frozenset(filter(lora_weights.is_adapters, parameters)) | fresh,
         unsaved=frozenset(tensors - published.keys()),
     )
@@ -250,6 +269,8 @@ def _published(model: nn.Module) -> dict[str, str]:
 def _settings(options: AdapterSection, config: LoraConfig) -> Json:
     """Return the settings that must be the same when a run resumes from a checkpoint."""
     same = {key: getattr(options, key) for key in ("type", "r", "alpha", "bias", "rslora", "dora")}
+    if options.quantize is not None:
+        same["quantize"] = options.quantize.model_dump()
     modules = list(options.modules_to_save)
     return {**same, "targets": sorted(config.target_modules or ()), "modules_to_save": modules}
 
@@ -261,6 +282,10 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
 
     module = root.get_submodule(name)
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict):
+        return
+    if isinstance(module, FourBitLinear):
+        if not has_values(module.weight):  # a plan has no weights to read
+            module.weight.zero_()
         return
     if not lora_weights.is_adapters(name):
         base.building.initialise(root, name)

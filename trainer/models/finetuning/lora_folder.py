@@ -9,7 +9,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 from torch import nn
 
-from trainer.config.sections.model_and_data import AdapterSection
+from trainer.config.sections.adapter import AdapterSection
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem, listed, refused, show
 from trainer.models.door import check_folder

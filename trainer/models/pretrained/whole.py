@@ -134,9 +134,9 @@ class WholeBase:
         (folder / CONFIG).write_bytes(to_json(stated))
         for name in self._others(TOKENIZER):
             self._copy(name, folder)
-        generation = self._model.generation_config
-        if not (folder / GENERATION).exists() and generation is not None:
-            generation.save_pretrained(folder)
+        generates = self._model.can_generate() and self._model.generation_config is not None
+        if generates and not (folder / GENERATION).exists():
+            self._model.generation_config.save_pretrained(folder)
 
     def check(self, folder: Path) -> None:
         """Raise DiskError unless a folder has the tensors of the base's files, and no others."""

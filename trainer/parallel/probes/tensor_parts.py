@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
+from trainer.models.finetuning.four_bit_base import FourBitLinear
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of
 from trainer.models.spec import ModelSpec
@@ -77,6 +78,10 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
             what = "in_features" if rows else "out_features"
             width = widths(layer)[not rows]
+        elif isinstance(layer, FourBitLinear):
+            actual = "layers whose weight is in four bits (trainer.adapter.quantize) are not split"
+            yield actual, "ZeRO-3, a pipeline or context parallelism, or a base in 16 bits"
+            continue
         else:
             actual = f"{name} is to be split as {style!r}"
             yield actual, f"linear layers, split as one of {', '.join(STYLES)}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from trainer.config import Config
-from trainer.config.sections.model_and_data import AdapterSection, DataSection
+from trainer.config.sections.adapter import AdapterSection
+from trainer.config.sections.model_and_data import DataSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.preferences import RECORDS

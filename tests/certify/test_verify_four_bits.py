@@ -1,0 +1,142 @@
+"""A base in four bits is bit for bit that of one process under every layout; a fault is caught."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.support.certify.certifying import config
+from tests.support.messages import shows
+from tests.support.pool import machine_here
+from trainer.models.finetuning import four_bit_base, nf4
+
+DOUBLE = {"r": 4, "dropout": 0.1, "quantize": {"double_quant": True}}
+SINGLE = {"r": 4, "quantize": {"type": "nf4"}}
+
+
+def changed(change: Callable[[list[torch.Tensor]], None]) -> Any:
+    """The bytes as they are, but for what `change` does to mean, scales and codes."""
+    real = nf4.quantise
+
+    def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
+        parts = list(real(values, double).split(nf4.sizes(values.numel(), double)))
+        change(parts)
+        return torch.cat(parts)
+
+    return mock.patch.object(nf4, "quantise", quantise)
+
+
+def scales_of_other_blocks() -> Any:
+    def rolled(parts: list[torch.Tensor]) -> None:
+        parts[2] = parts[2].roll(1)
+
+    return changed(rolled)
+
+
+def the_mean_of_a_part() -> Any:
+    def other(parts: list[torch.Tensor]) -> None:
+        parts[0] = (parts[0].view(torch.float32) * 1.001).view(torch.uint8)
+
+    return changed(other)
+
+
+def codes_in_another_order() -> Any:
+    def turned(parts: list[torch.Tensor]) -> None:
+        parts[3] = parts[3] << 4 | parts[3] >> 4
+
+    return changed(turned)
+
+
+def values_rounded_to_16_bits() -> Any:
+    real = nf4.dequantise
+
+    def dequantise(data: Any, shape: Any, double: bool, dtype: torch.dtype) -> torch.Tensor:
+        return real(data, shape, double, torch.bfloat16).to(dtype)
+
+    return mock.patch.object(nf4, "dequantise", dequantise)
+
+
+def a_layer_in_16_bits_too_many() -> Any:
+    real = four_bit_base.in_four_bits
+    return mock.patch(
+        "trainer.models.finetuning.lora.in_four_bits",
+        lambda model, blocks, double: real(model, blocks[1:], double),
+    )
+
+
+FAULTS = {
+    scales_of_other_blocks: "initial",
+    the_mean_of_a_part: "initial",
+    codes_in_another_order: "initial",
+    values_rounded_to_16_bits: "output",
+    a_layer_in_16_bits_too_many: "initial",
+}
+
+
+def certified(path: str, ranks: int, fault: str | None) -> tuple[bool, str]:
+    """Runs on each rank of a pool; a fault's model is not tried at the start."""
+    from trainer.certify import certificate as module
+    from trainer.certify.tiny_run import tiny_run
+
+    with contextlib.ExitStack() as stack:
+        if fault:
+            stack.enter_context(mock.patch.object(module, "checked", lambda spec, *_: (spec, ())))
+            stack.enter_context(globals()[fault]())
+        certificate = module.certify(tiny_run(path, [], ranks), machine_here())
+    return certificate.passed, module.table(certificate)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: Any) -> str:
+    """A folder with the architecture, which has layers of torch.nn.Linear."""
+    from transformers import LlamaConfig
+
+    folder: Path = tmp_path_factory.mktemp("base")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 6, "vocab_size": 96}
+    LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2).save_pretrained(folder)
+    return str(folder)
+
+
+LAYOUTS = {
+    "mesh-ddp": {"engine": "mesh", "stage": 0},
+    "mesh-zero2": {"engine": "mesh", "stage": 2},
+    "mesh-zero3": {"engine": "mesh", "stage": 3},
+    "accelerate-fsdp": {"engine": "accelerate", "stage": 3},
+    "deepspeed-zero2": {"engine": "deepspeed", "stage": 2},
+    "deepspeed-zero3": {"engine": "deepspeed", "stage": 3},
+    "pipeline-zero2": {"engine": "mesh", "stage": 2, "stages": 2},
+    "context-zero3": {"engine": "mesh", "stage": 3, "context": 2},
+}
+
+
+@pytest.mark.first("mesh-zero3")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_base_is_that_of_one_process_under_every_layout(pools, tmp_path, base, layout):
+    adapter = {"adapter": DOUBLE, "model": {"name_or_path": base}}
+    path = config(tmp_path, **LAYOUTS[layout], **adapter)
+    for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
+        assert passed, table
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": "full"}], ids=["plain", "full"])
+def test_hsdp_on_four_ranks(pools, tmp_path, base, more):
+    sharded = {"mesh": {"shard": 2}, "adapter": SINGLE, "model": {"name_or_path": base}}
+    path = config(tmp_path, "mesh", 3, **sharded, **more)
+    for passed, table in pools[4].run(certified, path=path, ranks=4, fault=None):
+        assert passed, table
+
+
+@pytest.mark.first("scales_of_other_blocks")
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_in_four_bits_is_caught(pools, tmp_path, base, fault):
+    path = config(tmp_path, "mesh", 3, adapter=DOUBLE, model={"name_or_path": base})
+    for passed, table in pools[2].run(certified, path=path, ranks=2, fault=fault.__name__):
+        assert not passed
+        shows(table.splitlines()[-1], f"rank 0: {FAULTS[fault]}")

@@ -1,0 +1,131 @@
+"""NF4 equals bitsandbytes bit for bit, whole or gathered, and a layer multiplies by it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import fsdp
+
+from trainer.certify.one_process import four_bits as plainly
+from trainer.config.sections.adapter import AdapterSection
+from trainer.errors import ConfigError
+from trainer.models.finetuning import nf4
+from trainer.models.finetuning.four_bit_base import FourBitLinear, in_four_bits, note_of
+from trainer.parallel import shard
+
+
+def a_tensor(values: int, seed: int) -> torch.Tensor:
+    """Values of one size or another, some of them in 16 bits, some blocks of zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    tensor = torch.randn(values, generator=generator) * 10 ** (seed % 7 - 4)
+    if seed % 3 == 0 and values > 300:
+        tensor[:130] = 0
+    return tensor.bfloat16() if seed % 2 else tensor
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_codes_scales_and_values_are_those_of_bitsandbytes(double):
+    functional = pytest.importorskip("bitsandbytes.functional")
+    for seed in range(40):
+        tensor = a_tensor(301 + 4099 * seed % 30_000, seed)
+        packed, state = functional.quantize_4bit(
+            tensor, blocksize=64, compress_statistics=double, quant_type="nf4"
+        )
+        data = nf4.quantise(tensor, double)
+        offset, floats, scales, codes = data.split(nf4.sizes(len(tensor), double))
+        odd = len(tensor) % 2  # the last byte then has one code
+        assert torch.equal(codes[: len(codes) - odd], packed.flatten()[: len(codes) - odd])
+        ours = nf4.dequantise(data, (len(tensor),), double, tensor.dtype)
+        theirs = functional.dequantize_4bit(packed, state).flatten()
+        if not double:
+            assert torch.equal(floats.view(torch.float32), state.absmax)
+            assert torch.equal(ours, theirs)
+            continue
+        assert offset.view(torch.float32) == state.offset
+        assert torch.equal(floats.view(torch.float32), state.state2.absmax)
+        # on a CPU it takes the nearest number from a table of 65,536 entries: some are another
+        same = scales == state.absmax
+        assert same.float().mean() > 0.95
+        every = same.repeat_interleave(nf4.BLOCK)[: len(tensor)]
+        assert torch.equal(ours[every], theirs[every])
+
+
+@given(
+    values=st.integers(1, 40_000), seed=st.integers(0, 99), double=st.booleans(), ranks=st.just(7)
+)
+@settings(max_examples=40, deadline=None)
+def test_gathered_bytes_have_the_values_of_the_whole(values, seed, double, ranks):
+    tensor = a_tensor(values, seed)
+    data = nf4.quantise(tensor, double)
+    assert len(data) == sum(nf4.sizes(values, double))
+    # at a place in a larger buffer that no float could be read from
+    gathered = torch.cat([torch.zeros(3, dtype=torch.uint8), *data.chunk(ranks)])[3:]
+    ours = nf4.dequantise(gathered, (values,), double, torch.float32)
+    assert torch.equal(ours, plainly.rounded(tensor, double))
+    assert torch.equal(ours, plainly.read(data, (values,), double))
+    largest = tensor.float().abs().max()
+    assert (ours - tensor.float()).abs().max() <= (0.2 if double else 0.16) * largest
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_multiplies_by_its_dequantised_weight(bias, dtype):
+    torch.manual_seed(0)
+    plain = nn.Linear(96, 40, bias=bias, dtype=dtype)
+    layer = FourBitLinear(plain, double=True)
+    layer.weight.data = layer.stored(plain.weight)
+    given_ = torch.randn(5, 96, dtype=dtype, requires_grad=True)
+    output = layer(given_)
+    output.square().sum().backward()
+    again = given_.detach().clone().requires_grad_()
+    expected = F.linear(again, layer.dequantised(dtype), plain.bias)
+    expected.square().sum().backward()
+    assert torch.equal(output, expected) and torch.equal(given_.grad, again.grad)
+    assert layer.weight.grad is None
+
+
+def test_bytes_that_were_cast_are_an_error():
+    layer = FourBitLinear(nn.Linear(64, 64), double=False)
+    layer.weight.data = layer.weight.data.bfloat16()
+    with pytest.raises(TypeError, match="four bits"):
+        layer(torch.ones(1, 64))
+
+
+def test_the_head_what_is_tied_and_what_is_trained_stay_as_they_are():
+    block = nn.ModuleDict({"plain": nn.Linear(8, 8), "tied": nn.Linear(8, 8)})
+    block["trained"] = nn.Linear(8, 8)
+    model = nn.ModuleDict({"block": block, "head": nn.Linear(8, 8)})
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    block["trained"].weight.requires_grad_()
+    model["head"].weight = block["tied"].weight
+    in_four_bits(model, ["block"], double=False)
+    kinds = {name for name, module in model.named_modules() if isinstance(module, FourBitLinear)}
+    assert kinds == {"block.plain"}
+    with pytest.raises(ConfigError):
+        note_of("a model", model["head"])
+
+
+def test_magnitudes_of_rows_in_four_bits_are_refused():
+    with pytest.raises(ValueError, match="dora"):
+        AdapterSection.model_validate({"quantize": {"type": "nf4"}, "dora": True})
+
+
+def test_an_fsdp_that_casts_bytes_is_refused(monkeypatch):
+    layer = nn.Sequential(FourBitLinear(nn.Linear(64, 64), double=False))
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    options = {"mp_policy": policy}
+    shard.check_bytes(layer, options)
+    monkeypatch.setattr(shard, "KEEPS_BYTES", "9.9")
+    with pytest.raises(ConfigError) as error:
+        shard.check_bytes(layer, options)
+    assert error.value.problems[0].place == "trainer.adapter.quantize"
+    below = SimpleNamespace(zero_stage=2, offloads=())
+    shard.check_bytes(layer, options | {"ignored_params": shard.kept_whole(layer, below)})
+    shard.check_bytes(layer, {"mp_policy": fsdp.MixedPrecisionPolicy()})

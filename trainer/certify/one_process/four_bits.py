@@ -1,0 +1,97 @@
+"""A base in four bits, quantised and read again in plain NumPy, from the format's description.
+
+Written from docs/finetuning.md and from bitsandbytes' definition of its two data types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+Floats = np.ndarray[Any, np.dtype[np.float32]]
+
+_NF4 = """
+-1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
+-0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0.0
+0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+"""
+NF4 = np.array(_NF4.split(), np.float32)
+"""The numbers of NF4, in order."""
+
+
+def dynamic() -> Floats:
+    """Return the numbers of the 8-bit dynamic type, in order."""
+    numbers = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent + 1).numpy()
+        for low, high in zip(edges[:-1], edges[1:], strict=True):
+            middle = np.float32(10 ** (exponent - 6)) * ((low + high) / np.float32(2))
+            numbers += [float(middle), -float(middle)]
+    return np.array(sorted(numbers), np.float32)
+
+
+def rounded(value: torch.Tensor, double: bool) -> torch.Tensor:
+    """Return a weight as it is after it was quantised and dequantised, in float32."""
+    flat: Floats = value.detach().float().flatten().numpy()
+    scales = _scales(flat, 64)
+    used = scales
+    if double:
+        mean = torch.from_numpy(scales).mean().numpy()
+        used = _nearest(scales - mean, _scales(scales - mean, 256), 256, dynamic()) + mean
+    indices = _indices(flat, scales, 64, NF4)
+    values = NF4[indices] * np.repeat(used, 64)[: len(flat)]
+    return torch.from_numpy(values).view(value.shape)
+
+
+def read(data: torch.Tensor, shape: Sequence[int], double: bool) -> torch.Tensor:
+    """Return the weight, in float32, that a run has in these bytes: [mean] scales codes."""
+    count = int(np.prod(shape))
+    blocks = -(-count // 64)
+    raw = data.numpy().tobytes()
+    at = 4 if double else 0
+    mean = np.frombuffer(raw[:at], np.float32)
+    floats = -(-blocks // 256) if double else blocks
+    scales = np.frombuffer(raw[at : at + 4 * floats], np.float32)
+    at += 4 * floats
+    if double:
+        codes = np.frombuffer(raw[at : at + blocks], np.uint8)
+        scales = dynamic()[codes] * np.repeat(scales, 256)[:blocks] + mean
+        at += blocks
+    pairs = np.frombuffer(raw[at:], np.uint8)
+    indices = np.stack([pairs // 16, pairs % 16], 1).ravel()[:count]
+    values = NF4[indices] * np.repeat(scales, 64)[:count]
+    return torch.from_numpy(values).view(*shape)
+
+
+def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> None:
+    """Round the frozen linear layers of a model's blocks, in place, as nf4 does."""
+    inside = tuple(f"{block}." for block in blocks)
+    for name, module in model.named_modules():
+        copies = "original_module" in name or "lora_" in name
+        if not name.startswith(inside) or copies or type(module) is not nn.Linear:
+            continue
+        if not module.weight.requires_grad:
+            module.weight.data = rounded(module.weight, double)
+
+
+def _scales(flat: Floats, size: int) -> Floats:
+    """Return the largest magnitude of each block."""
+    return np.maximum.reduceat(np.abs(flat), np.arange(0, len(flat), size))
+
+
+def _indices(flat: Floats, scales: Floats, size: int, numbers: Floats) -> Any:
+    """Return the index of the number nearest to each value over its block's scale."""
+    factors = np.float32(1) / np.maximum(scales, np.float32(1e-38))
+    scaled = np.clip(flat * np.repeat(factors, size)[: len(flat)], -1, 1)
+    return np.searchsorted((numbers[:-1] + numbers[1:]) / np.float32(2), scaled)
+
+
+def _nearest(flat: Floats, scales: Floats, size: int, numbers: Floats) -> Floats:
+    """Return each value as the nearest number, times its block's scale."""
+    values = numbers[_indices(flat, scales, size, numbers)] * np.repeat(scales, size)[: len(flat)]
+    return values.astype(np.float32)
