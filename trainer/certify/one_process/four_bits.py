@@ -28,7 +28,7 @@ def dynamic() -> Floats:
     """Return the numbers of the 8-bit dynamic type, in order."""
     numbers = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1).numpy()
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, device="cpu").numpy()
         for low, high in zip(edges[:-1], edges[1:], strict=True):
             middle = np.float32(10 ** (exponent - 6)) * ((low + high) / np.float32(2))
             numbers += [float(middle), -float(middle)]

@@ -114,7 +114,7 @@ def _dynamic(device: torch.device) -> torch.Tensor:
     """
     numbers = [0.0, 1.0]
     for exponent in range(7):
-        edges = torch.linspace(0.1, 1, 2**exponent + 1)
+        edges = torch.linspace(0.1, 1, 2**exponent + 1, device="cpu")
         middles = (10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         numbers += [*middles, *(-middle for middle in middles)]
     return torch.tensor(sorted(numbers), device=device)
