@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.command.language_model import tokenizer
 from tests.support.messages import raises
-from trainer.config.sections.model_and_data import PairedDataSection
+from trainer.config.sections.pair_losses import PairedDataSection
 from trainer.data.sources.location import locate
 from trainer.data.text.chats.turns import Chat
 from trainer.data.text.cutting import Cut, CutDocuments, PartWriter
+from trainer.data.text.encode import Chunk, Tokenising
 from trainer.data.text.preferences import kinds_of_pairs
-from trainer.data.text.records import Preference, Text, read_documents
+from trainer.data.text.records import Preference, Ranking, Text, read_documents
 from trainer.data.text.token_files import Encoded, EncodedPair, Origin, PreparedPairs, opened_part
 from trainer.errors import DataError
 from trainer.tasks.task import IGNORED
@@ -201,3 +204,59 @@ def test_margins_are_in_the_fingerprint(tmp_path: Path) -> None:
         folder.mkdir()
         parts.append(written(folder, pair_of(1, 1, 2, margin)))
     assert parts[0].summary.fingerprint != parts[1].summary.fingerprint
+
+
+def ranked(folder: Path, row: dict[str, Any], best: bool = False) -> list[tuple[str, str]]:
+    """Read a row of ranked answers; return the answers of its pairs."""
+    path = folder / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "2 + 2 is ", **row}))
+    section = PairedDataSection(path=str(path))
+    kinds = kinds_of_pairs(section, "best" if best else "all")
+    [ranking] = read_documents(locate(str(path), "auto"), section, kinds=kinds)
+    assert isinstance(ranking, Ranking)
+    assert {pair.chosen.prompt for pair in ranking.pairs if isinstance(pair.chosen, Text)} == {
+        "2 + 2 is "
+    }
+    sides = [(pair.chosen, pair.rejected) for pair in ranking.pairs]
+    return [(a.text, b.text) for a, b in sides if isinstance(a, Text) and isinstance(b, Text)]
+
+
+def test_ranked_answers_are_all_their_pairs(tmp_path: Path) -> None:
+    answers = {"answers": ["a", "b", "c"]}
+    every = [("a", "b"), ("a", "c"), ("b", "c")]
+    assert ranked(tmp_path, answers) == every
+    assert ranked(tmp_path, answers, best=True) == every[:2]
+    scores = {"scores": [1, 3.5, 1]}
+    assert ranked(tmp_path, answers | scores) == [("b", "a"), ("b", "c")]
+    assert ranked(tmp_path, {"answers": ["a", " ", "c"]}) == [("a", "c")]
+    assert read(tmp_path, {"prompt": "p", "answers": ["a"]}) == [None]
+    [ranking] = read(tmp_path, {"prompt": [QUESTION], "answers": [FOUR, [FIVE]]})
+    [pair] = ranking.pairs
+    assert (pair.chosen.messages, pair.rejected.messages) == ([QUESTION, FOUR], [QUESTION, FIVE])
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"prompt": "a", "answers": "b"}, ("answers", "a list")),
+        ({"answers": ["a", "b"]}, ("prompt",)),
+        ({"prompt": "a", "answers": ["b", "c"], "scores": [1]}, ("scores", "2 finite")),
+        ({"prompt": "a", "answers": ["b", "c"], "margin": 1}, ("margin", "scores")),
+        ({"prompt": "a", "answers": ["b"], "chosen": "b", "rejected": "c"}, ("ranked",)),
+    ],
+    ids=["no list", "no prompt", "scores", "margin", "both"],
+)
+def test_ranked_answers_that_can_not_be_read(
+    row: dict[str, Any], words: tuple[str, ...], tmp_path: Path
+) -> None:
+    with raises(DataError, *words):
+        read(tmp_path, row)
+
+
+def test_the_pairs_of_a_row_are_held_out_together(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n} ", "answers": ["a", "b", "c"]} for n in range(8)]
+    documents = read(tmp_path, *rows)
+    template: Any = SimpleNamespace(tokenizer=tokenizer())
+    work = Tokenising(template, Cut(16, "pairs"), 0.25)
+    done = work(Chunk(0, documents))
+    assert (done.train.counts.documents, done.held_out.counts.documents) == (18, 6)

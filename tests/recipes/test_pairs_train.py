@@ -204,6 +204,22 @@ def test_a_margin_that_the_loss_does_not_take(tmp_path: Path) -> None:
 
 
 @pytest.mark.more
+def test_ranked_answers_are_trained_on(tmp_path: Path) -> None:
+    asked = config(tmp_path, steps=1)
+    rows = [{"prompt": f"{word}? ", "answers": ["the sky", "a tea", "green"]} for word in WORDS]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "pairs.jsonl").write_text(text)
+    for ranked, count in (("all", 36), ("best", 24)):
+        more = [f"trainer.pairs.ranked={ranked}", "trainer.data.evaluation_fraction=0"]
+        result = train(tmp_path, asked, *more, "--preview", "36")
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert result.stdout.count(", chosen: ") == count
+    result = train(tmp_path, asked)
+    assert result.returncode == 0, result.stdout + result.stderr
+    shows(result.stdout, "ranked answers")
+
+
+@pytest.mark.more
 def test_both_answers_are_shown(tmp_path: Path) -> None:
     result = train(tmp_path, config(tmp_path), "--preview", "1")
     assert result.returncode == 0, result.stdout + result.stderr

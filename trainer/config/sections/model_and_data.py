@@ -235,18 +235,6 @@ class DataSection(_Samples):
         return self.documents or "concatenate"
 
 
-class PairedDataSection(DataSection):
-    """The same data, read as pairs of answers, of which each is a sample."""
-
-    @property
-    def arrangement(self) -> Literal["pairs"]:
-        return "pairs"
-
-    @property
-    def packs(self) -> bool:
-        return False
-
-
 class AugmentSection(Section):
     """The augmentation of training images in this order, new in each epoch; by default none."""
 

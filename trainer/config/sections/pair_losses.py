@@ -1,4 +1,5 @@
-"""The section of preference optimisation: the loss over pairs of answers, and its settings."""
+"""The section of preference optimisation: the loss over pairs of answers, and its settings; and the
+data section of pairs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from trainer.config.keys.key import Key
-from trainer.config.sections.section import Number, Section
+from trainer.config.sections.model_and_data import DataSection
+from trainer.config.sections.section import ROWS, Number, Section
 
 PairLoss = Literal[
     "sigmoid",
@@ -25,6 +27,9 @@ PairLoss = Literal[
     "cpo",
     "orpo",
 ]
+
+
+Ranked = Literal["all", "best"]
 
 
 class PairsSection(Section):
@@ -45,3 +50,20 @@ class PairsSection(Section):
     sft_weight: Annotated[Annotated[Number, Field(ge=0, le=1e6)] | None, Key(unit="factor")] = None
     """The weight of the chosen answers' cross-entropy, a mean over the step's tokens; None: 1 for
     `cpo` and `orpo`, 0 for the others."""
+    ranked: Annotated[Ranked, Key(needs=ROWS)] = "all"
+    """The pairs of a row with several ranked answers: each two of them (arXiv 2203.02155, section
+    3.5), or the best with each other one."""
+
+
+class PairedDataSection(DataSection):
+    """The same data, read as pairs of answers, of which each is a sample."""
+
+    ranked: Ranked = "all"
+
+    @property
+    def arrangement(self) -> Literal["pairs"]:
+        return "pairs"
+
+    @property
+    def packs(self) -> bool:
+        return False

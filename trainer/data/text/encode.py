@@ -11,7 +11,7 @@ from trainer.data.order import held_out
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.chats.turns import Chat
 from trainer.data.text.cutting import Cut, CutDocuments
-from trainer.data.text.records import Document, Preference, Text
+from trainer.data.text.records import Document, Preference, Ranking, Text
 from trainer.data.text.token_files import Encoded, EncodedPair
 from trainer.data.text.tokenizer import end_of_text, tokens_of
 from trainer.errors import DataError
@@ -69,6 +69,8 @@ def _size(document: Document) -> int:
         return 0
     if isinstance(document, Text):
         return len(document.text) + len(document.prompt or "")
+    if isinstance(document, Ranking):
+        return sum(map(_size, document.pairs))
     if isinstance(document, Preference):
         return _size(document.chosen) + _size(document.rejected)
     return sum(len(message["content"]) for message in document.messages)
@@ -96,10 +98,11 @@ class Tokenising:
                     train.counts.skip(encoded)
                     continue
                 part = evaluated if held_out(number, self.fraction) else train
-                if isinstance(encoded, EncodedPair):
-                    part.add_pair(encoded, self.cut)
-                else:
+                if isinstance(encoded, Encoded):
                     part.add(encoded, self.cut)
+                    continue
+                for pair in [encoded] if isinstance(encoded, EncodedPair) else encoded:
+                    part.add_pair(pair, self.cut)
         except DataError as earlier:
             error = earlier
         return Tokenised(len(chunk.documents), train, evaluated, error)
@@ -107,9 +110,9 @@ class Tokenising:
 
 def encode(
     documents: Sequence[Document], template: Template, skips: bool = False
-) -> Iterator[Encoded | EncodedPair | DataError]:
+) -> Iterator[Encoded | EncodedPair | list[EncodedPair] | DataError]:
     """Encode each document: the tokenizer's beginning, prompt, text, end-of-text; or a chat; or a
-    pair of either.
+    pair of either; or the pairs of a ranking.
 
     Targets are the text and its end. Prompt and text are tokenised separately, as in inference.
     Raises DataError at the first document that can't be encoded, after all before it; if `skips`,
@@ -123,6 +126,9 @@ def encode(
             yield from _texts(alike, template.tokenizer)
         elif kind is Preference:
             yield from _pairs(alike, template, skips)
+        elif kind is Ranking:
+            for ranking in alike:
+                yield _ranking(list(_pairs(ranking.pairs, template, skips)))
         else:
             yield from _chats(alike, template, skips)
 
@@ -139,6 +145,13 @@ def _pairs(
             yield EncodedPair(chosen, rejected, pair.margin)
         else:
             yield chosen if isinstance(chosen, DataError) else rejected  # type: ignore[misc]
+
+
+def _ranking(pairs: Sequence[EncodedPair | DataError]) -> list[EncodedPair] | DataError:
+    """Return the pairs of a row, or the error of the first that has one."""
+    errors = (pair for pair in pairs if isinstance(pair, DataError))
+    encoded = [pair for pair in pairs if isinstance(pair, EncodedPair)]
+    return next(errors, encoded)
 
 
 def _chats(alike: Sequence[Chat], template: Template, skips: bool) -> Iterator[Encoded | DataError]:

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import combinations
 from os.path import commonprefix
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeGuard
 
 from trainer.data.sources.formats import Row, short
 from trainer.data.text.chats.turns import Chat, check_turns, messages_of, tools_of
-from trainer.data.text.records import Kind, Preference, Text, history_of, missing, text_of
+from trainer.data.text.records import (
+    Kind,
+    Preference,
+    Ranking,
+    Text,
+    history_of,
+    missing,
+    text_of,
+)
 from trainer.errors import DataError, Problem
 from trainer.storage import Json
 
 if TYPE_CHECKING:
     from trainer.config.sections.model_and_data import DataSection
+    from trainer.config.sections.pair_losses import Ranked
 
 MARGIN = "margin"
+ANSWERS = "answers"
+SCORES = "scores"
+"""The columns of several answers to one prompt, the best first, or with a number for each."""
 LABELLED = ("prompt", "completion", "label")
 """The columns of single answers, each labelled good or bad (KTO)."""
 NO_LABELS = (
@@ -29,8 +43,11 @@ RECORDS = ("auto", "chat", "instruction")
 """The kinds of rows (`trainer.data.records`) that hold pairs of answers."""
 
 
-def kinds_of_pairs(options: DataSection) -> list[Kind]:
-    """Return the kind of rows that pairs are read from, and one that is known and refused."""
+def kinds_of_pairs(options: DataSection, ranked: Ranked = "all") -> list[Kind]:
+    """Return the kinds of rows that pairs are read from, and one that is known and refused.
+
+    That of single pairs is the first.
+    """
     instructed = options.records == "instruction"
     prompt = options.prompt_column or ("instruction" if instructed else "prompt")
     both = options.chosen_column, options.rejected_column
@@ -43,7 +60,58 @@ def kinds_of_pairs(options: DataSection) -> list[Kind]:
         return None if turned is None else _pair(prompt, *both, turned)
 
     pairs = Kind("pairs of answers", both, read, also)
-    return [pairs, Kind("labelled answers", LABELLED, _labelled)]
+    ranking = partial(_ranking, read, (prompt, *both), ranked == "best")
+    several = Kind("ranked answers", (ANSWERS,), ranking, (*also, SCORES))
+    return [pairs, Kind("labelled answers", LABELLED, _labelled), several]
+
+
+def _ranking(
+    read: Callable[[Row], Preference | None], columns: tuple[str, str, str], best: bool, row: Row
+) -> Ranking | None:
+    """Return a pair for each two answers of which one is better, or of the best with each other.
+
+    None if there are none; answers of equal scores are no pair, and an empty one is in none.
+    Raises DataError.
+    """
+    answers = row.columns.get(ANSWERS)
+    if not isinstance(answers, list) or not all(isinstance(a, str | list | dict) for a in answers):
+        actual = f'column "{ANSWERS}" holds {short(repr(answers))}'
+        raise DataError(Problem(row.place, actual, "a list of answers, each a text or messages"))
+    prompt, *both = columns
+    if any(isinstance(answer, str) for answer in answers) and row.columns.get(prompt) is None:
+        raise missing(row, prompt)
+    if row.columns.get(MARGIN) is not None:
+        actual = f'a column "{MARGIN}" beside "{ANSWERS}"'
+        raise DataError(
+            Problem(row.place, actual, f'none: give "{SCORES}", or a row for each pair')
+        )
+    scores = _scores(row, len(answers))
+    order = sorted(range(len(answers)), key=lambda number: -scores[number])
+    some = [(order[0], other) for other in order[1:]] if best else combinations(order, 2)
+    pairs = []
+    for better, worse in some:
+        if scores[better] > scores[worse]:
+            pair = dict(zip(both, (answers[better], answers[worse]), strict=True))
+            pairs.append(read(row._replace(columns={**row.columns, **pair})))
+    kept = tuple(pair for pair in pairs if pair is not None)
+    return Ranking(kept, row.place) if kept else None
+
+
+def _scores(row: Row, count: int) -> list[float]:
+    """Return a number for each answer, the higher the better: by default by their order."""
+    scores = row.columns.get(SCORES)
+    if scores is None:
+        return [float(-number) for number in range(count)]
+    if isinstance(scores, list) and len(scores) == count and all(map(_is_number, scores)):
+        return [float(score) for score in scores]
+    actual = f'column "{SCORES}" holds {short(repr(scores))}'
+    raise DataError(Problem(row.place, actual, f"a list of {count} finite numbers"))
+
+
+def _is_number(value: object) -> TypeGuard[float]:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return math.isfinite(value)
 
 
 def _turned(row: Row, prompt: str, answers: tuple[str, str], instructed: bool) -> Row | None:
@@ -108,7 +176,7 @@ def _margin(row: Row) -> float:
     value = row.columns.get(MARGIN)
     if value is None:
         return 0.0
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if _is_number(value):
         return float(value)
     raise DataError(Problem(f"{row.place}: {MARGIN}", short(repr(value)), "a finite number"))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.config import DataSection
+from trainer.config.sections.pair_losses import PairedDataSection
 from trainer.data.cache import Check, cached_folder
 from trainer.data.dataset import check_alike
 from trainer.data.digest import digests, stamps
@@ -40,6 +41,8 @@ from trainer.errors import DataError, NoSamples, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+    from trainer.config.sections.pair_losses import Ranked
 
 _SILENT_SECONDS = 600.0
 """Seconds for which the preparation of a stream's file may show no progress, as in its end."""
@@ -275,7 +278,12 @@ def _settings(options: DataSection, work: Tokenising) -> list[list[object]]:
     newer = (["skip"] if work.skips else []) + ([options.max_rows] if options.max_rows else [])
     if options.arrangement == "pairs":
         newer += [options.chosen_column, options.rejected_column]
+        newer += ["best"] if _ranked(options) == "best" else []
     return [shape, [options.records, columns, work.template.key, *newer]]
+
+
+def _ranked(options: DataSection) -> Ranked:
+    return options.ranked if isinstance(options, PairedDataSection) else "all"
 
 
 def _write(
@@ -316,7 +324,8 @@ def _documents(location: Location, options: DataSection, rows_read: RowsRead) ->
     """Yield the documents, and the errors of skipped ones. Raises DataError if all are empty."""
     rows = used = 0
     skipped: DataError | None = None
-    kinds = kinds_of_pairs(options) if options.arrangement == "pairs" else None
+    pairs = options.arrangement == "pairs"
+    kinds = kinds_of_pairs(options, _ranked(options)) if pairs else None
     for document in read_documents(location, options, rows_read, kinds):
         rows += 1
         if document is None:

@@ -37,8 +37,15 @@ class Preference(NamedTuple):
     place: str = ""
 
 
-Document = Text | Chat | Preference | DataError
-"""A document, a pair of them, or the error of a row that is skipped."""
+class Ranking(NamedTuple):
+    """The pairs of several ranked answers to one prompt; all are held out, or none."""
+
+    pairs: tuple[Preference, ...]
+    place: str = ""
+
+
+Document = Text | Chat | Preference | Ranking | DataError
+"""A document, a pair or pairs of them, or the error of a row that is skipped."""
 
 
 class RowsRead:
@@ -65,8 +72,8 @@ class RowsRead:
         if kind is not None and not self.first:
             self.first = row.place
             self.kind = kind.name
-        both = document[:2] if isinstance(document, Preference) else (document,)
-        for chat in both:
+        pairs = document.pairs if isinstance(document, Ranking) else (document,)
+        for chat in (side for pair in pairs for side in _sides(pair)):
             if isinstance(chat, Chat):
                 self.turns = max(self.turns, len(chat.messages))
                 for message in chat.messages:
@@ -77,6 +84,10 @@ class RowsRead:
             return self.kind
         roles = f"{len(self.roles)} roles ({', '.join(self.roles)})"
         return f"{self.kind}, {roles}, {self.turns} turns at most"
+
+
+def _sides(document: Document | None) -> tuple[Document | None, ...]:
+    return document[:2] if isinstance(document, Preference) else (document,)
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.config import Config
-from trainer.config.sections.model_and_data import PairedDataSection
-from trainer.config.sections.pair_losses import PairsSection
+from trainer.config.sections.pair_losses import PairedDataSection, PairsSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.data.mixture import Source
 from trainer.data.order import SampleOrder, sample_ids
@@ -144,7 +143,8 @@ def open_pairs(context: RunContext) -> PairsSubject:
     plain = PairsTask.of(parts.spec, parts.tokenizer.pad_token_id or 0)
     assert isinstance(plain, PairsTask)
     task = plain.comparing(section.pairs)
-    options = PairedDataSection.model_construct(**dict(section.data))
+    rows = dict(section.data) | {"ranked": section.pairs.ranked}
+    options = PairedDataSection.model_construct(**rows)
     source = (cache_folder(), context.ranks, context.sample_order, context.progress)
     data = open_data(options, parts.tokenizer, *source)
     _check_margins(data, section.pairs)
