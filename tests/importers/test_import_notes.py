@@ -85,7 +85,7 @@ DECIDES = [
 ]
 """Keys that decide what is trained: `--partial` drops none of them."""
 UNSUPPORTED = [
-    ("llamafactory", {"quantization_bit": 4}, "quantization_bit"),
+    ("llamafactory", {"quantization_bit": 8}, "quantization_bit"),
     ("axolotl", {"load_in_8bit": True}, "load_in_8bit"),
     ("axolotl", {"gptq": True}, "gptq"),
     ("axolotl", {"model_quantization_config": "Mxfp4Config"}, "model_quantization_config"),

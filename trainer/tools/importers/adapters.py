@@ -26,8 +26,7 @@ def adapter(draft: Draft, keys: Roles) -> None:
     if kind.value not in (1, "lora", "qlora"):
         raise kind.refused("lora, or all parameters: no other is offered")
     draft.put(kind, "trainer.adapter.type", "lora")
-    if kind.value == "qlora":
-        draft.lose(kind, "the base is in 16 bits, not in 4: say lora, and load_in_4bit: false")
+    _bits(draft, keys)
     if dropout.value:
         draft.put(dropout, "trainer.adapter.dropout", dropout.value)
     draft.skip(*(() if dropout.value else (dropout,)))
@@ -43,6 +42,27 @@ def adapter(draft: Draft, keys: Roles) -> None:
     given |= {"dropout": dropout.is_set, "targets": any(entry.is_set for entry in targets)}
     if missing := [name for name, known in given.items() if not known]:
         draft.lose(kind, f"nothing says LoRA's {', '.join(missing)}")
+
+
+def _bits(draft: Draft, keys: Roles) -> None:
+    """Set a base in four bits: NF4, as bitsandbytes has it."""
+    kind = keys["use_peft"]
+    four = keys["load_in_4bit"]
+    bits = keys["quantization_bit"]
+    nested = keys["double_quant"]
+    if kind.value == "qlora" and four.value is not True:
+        draft.lose(kind, "nothing says load_in_4bit: true")
+    elif kind.value == "lora" and four.value is True:
+        draft.lose(four, "beside lora Axolotl has FP4, not NF4: say adapter: qlora")
+    elif four.value is True or (bits.is_set and bits.value == 4):
+        entry = four if four.value is True else bits
+        draft.put(entry, "trainer.adapter.quantize.type", "nf4")
+        decides = nested if nested.key else kind
+        double = bool(nested.value) or kind.value == "qlora"
+        draft.put(decides, "trainer.adapter.quantize.double_quant", double)
+        draft.note(entry, "other parameters are in the run's precision, and not all in float32")
+    else:
+        draft.skip(nested)
 
 
 _TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear")

@@ -23,6 +23,8 @@ def defaults(given: Json) -> Json:
         rank = number(given.get("lora_rank"))
         values |= content["peft_defaults"]
         values["lora_alpha"] = 2 * (rank if isinstance(rank, int) else 8)
+        if given.get("quantization_bit"):
+            values["double_quantization"] = True
     return values
 
 
