@@ -212,6 +212,11 @@ def test_a_template_that_rewrites_its_past_is_refused_with_the_turn(tokenizer: A
     assert learned(tokenizer, REASONING, Chat(messages()), loss_on="last_assistant") == [
         "<think>\n\n</think>\n\nYes: ünd so.<|im_end|>"
     ]
+    empty = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
+    asked = REASONING.replace("assistant\n{% endif %}", "assistant\n" + empty + "{% endif %}")
+    assert learned(tokenizer, asked, Chat(messages()), loss_on="last_assistant") == [
+        "Yes: ünd so.<|im_end|>"
+    ]
     thinks = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
     with raises(DataError, "1 once", "answered"):
         learned(tokenizer, thinks, Chat(messages()))

@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.data.templates import tokenizer_of
 from tests.support.messages import raises
-from trainer.data.text import shipped
+from trainer.data.text.chats import shipped
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.chats.turns import Chat
 from trainer.errors import ConfigError, DataError
@@ -54,9 +54,15 @@ def chat_of(name: str) -> Chat:
     return Chat(CHATS[name]["messages"], CHATS[name].get("tools"), place="rows:1")
 
 
-def marked(tokenizer: Any, template: str | None, chat: Chat, loss_on: str = "assistant") -> str:
+def marked(
+    tokenizer: Any,
+    template: str | None,
+    chat: Chat,
+    loss_on: str = "assistant",
+    generation_prompt: Any = "score",
+) -> str:
     """The text of a chat's tokens, with ⟦ ⟧ around the label tokens."""
-    found = next(Template(tokenizer, template, "", loss_on).encode([chat]))
+    found = next(Template(tokenizer, template, "", loss_on, generation_prompt).encode([chat]))
     runs: list[tuple[bool, list[int]]] = []
     for token, counts in zip(found.tokens, found.counted, strict=True):
         if not runs or runs[-1][0] != bool(counts):
@@ -107,6 +113,26 @@ def test_a_shipped_templates_prompt_is_where_its_answer_begins(name: str) -> Non
     asked, _ = template._rendered(chat, len(chat.messages) - 1, prompts=True)
     answered = marked(tokenizer, template.text, chat, "last_assistant")
     assert asked.removesuffix("<think>\n") == answered.partition("⟦")[0]
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm4"])
+def test_what_a_prompt_has_written_is_not_learned(name: str) -> None:
+    """An empty thought is left out whole; of a thought, what the prompt begins it with."""
+    tokenizer = tokenizer_of(ENDS[name], BEGINS.get(name, "<bos>"))
+    template = Template.of(tokenizer, name)
+
+    def learned(chat: str, generation_prompt: str) -> str:
+        shown = marked(tokenizer, template.text, chat_of(chat), "last_assistant", generation_prompt)
+        return shown.partition("⟦")[2].partition("⟧")[0]
+
+    for chat in ("one turn", "system and three turns"):
+        answer = chat_of(chat).messages[-1]["content"].strip()
+        assert "</think>" in learned(chat, "score")
+        assert "think>" not in learned(chat, "mask")
+        assert learned(chat, "mask").strip().startswith(answer)
+    assert "</think>" in learned("reasoning", "mask")
+    assert ("<think>" in learned("reasoning", "mask")) == (name != "qwen3.5")
+    assert template.key != Template.of(tokenizer, name, generation_prompt="score").key
 
 
 def test_an_unknown_name_is_told_the_names() -> None:

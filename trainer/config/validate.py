@@ -11,7 +11,8 @@ from trainer.config.keys import KEYS, PARAMETERS
 from trainer.config.keys.hints import unknown, useless
 from trainer.config.keys.key import NOUNS
 from trainer.config.own_keys import OWN_KEYS, honoured, unhonoured
-from trainer.config.sections.model_and_data import DataSection, ImagesSection, Rows
+from trainer.config.sections.images import ImagesSection
+from trainer.config.sections.model_and_data import DataSection, Rows
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import MOST_SHOWN, Problem, listed, show, suggestion
 from trainer.plugins import options_of

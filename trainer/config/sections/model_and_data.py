@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 from trainer.config.keys.key import Excludes, Key, Recipes
+from trainer.config.sections.fim import FimSection
 from trainer.config.sections.section import (
     ANSWERS,
     CORPUS,
@@ -23,23 +24,9 @@ from trainer.config.sections.section import (
     FileName,
     Number,
     Section,
-    Share,
     Whole,
 )
 from trainer.plugins import SourceName
-
-
-def _range(value: list[float]) -> list[float]:
-    if len(value) != 2 or not 0 < value[0] <= value[1] <= 1:
-        raise ValueError("two numbers above 0 and at most 1, the lower one first")
-    return value
-
-
-def _pair(value: list[int]) -> list[int]:
-    if len(value) != 2:
-        raise ValueError("a height and a width")
-    return value
-
 
 Paths = str | Annotated[list[str], Field(min_length=1, max_length=100_000)]
 
@@ -165,6 +152,8 @@ class _Samples(Rows):
         Literal["assistant", "last_assistant", "all"], Key(needs=ROWS, recipes=DOCUMENTS)
     ] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
+    generation_prompt: Annotated[Literal["mask", "score"], Key(needs=ROWS, recipes=TEXT)] = "mask"
+    """Whether tokens of an answer count that its prompt has at inference: an empty thought."""
     too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=CUT)] = "truncate"
     """The handling of samples of one document or text of more than `sequence_length` tokens."""
     corrupt: Annotated[Literal["error", "skip"], Key(needs=ROWS, recipes=CORPUS)] = "error"
@@ -193,6 +182,8 @@ class _Samples(Rows):
     None: chats are packed, or padded if the model does not keep packed ones apart; others are
     concatenated.
     """
+    fim: Annotated[FimSection | None, Key(recipes=DOCUMENTS)] = None
+    """Fill-in-the-middle of training texts; None: none."""
     isolate: Annotated[bool, Key(needs="concatenated documents", recipes=DOCUMENTS)] = False
     """True if concatenated documents do not attend to one another; padded, packed ones never do."""
 
@@ -233,55 +224,6 @@ class DataSection(_Samples):
     def arrangement(self) -> Literal["concatenate", "pad", "pack", "pairs"]:
         """The value of `documents`, which is concatenated where it has not been decided."""
         return self.documents or "concatenate"
-
-
-class AugmentSection(Section):
-    """The augmentation of training images in this order, new in each epoch; by default none."""
-
-    crop_padding: Annotated[Whole, Field(ge=0, le=4096), Key(unit="pixels")] = 0
-    """Pixels of black border, from which a part of the image's own size is cut out at random."""
-    crop_scale: Annotated[
-        Annotated[list[Number], AfterValidator(_range)] | None, Key(unit="share")
-    ] = None
-    """The smallest and largest share of the image's area that is cut out and scaled to `size`:
-    [0.08, 1]."""
-    flip: Annotated[Share, Key(unit="share")] = 0.0
-    """The probability of exchanging left and right."""
-    rotate: Annotated[Number, Field(ge=0, le=180), Key(unit="degrees")] = 0.0
-    """The largest rotation in degrees, to either side."""
-    trivial: bool = False
-    """One random operation of a random strength (TrivialAugment, arXiv 2103.10158)."""
-    colour: Annotated[Share, Key(unit="factor")] = 0.0
-    """The largest relative change of brightness, contrast and saturation."""
-    erase: Annotated[Share, Key(unit="share")] = 0.0
-    """The probability of blanking a random rectangle."""
-
-
-class ImagesSection(Section):
-    """The reading and preparation of images for the task `image_classification`."""
-
-    root: str | None = None
-    """The folder of torchvision's data sets and their downloads; None: in the cache folder."""
-    image_column: str = "image"
-    label_column: str = "label"
-    classes: Annotated[Count | None, Key(unit="classes")] = None
-    """The number of classes, if the data does not give it, or a plan can't read the images."""
-    size: Annotated[
-        Annotated[list[Count], AfterValidator(_pair)] | Count | None, Key(unit="pixels")
-    ] = None
-    """The images' size for the model, a number or [height, width]; None: as they are, all alike."""
-    mode: Literal["auto", "RGB", "L"] = "auto"
-    """Colour or grey; auto: as the images are."""
-    normalize: Annotated[Literal["data", "imagenet", "none"], Key(needs="no mean and std")] = "data"
-    """The source of the mean and deviation of each channel: the training images, or ImageNet."""
-    mean: Annotated[list[Number] | None, Key(unit="share")] = None
-    """The mean of each channel, of values from 0 to 1; with `std`, in place of `normalize`."""
-    std: Annotated[list[Annotated[Number, Field(gt=0)]] | None, Key(unit="share")] = None
-    augment: AugmentSection = AugmentSection()
-    workers: Annotated[Annotated[Whole, Field(ge=0, le=1024)] | None, Key(unit="processes")] = None
-    """Processes of a rank that load images; 0: a thread; None: by the cores, on a GPU up to 8."""
-    corrupt: Literal["error", "skip"] = "error"
-    """The handling of an image that can't be read; a skipped one counts for nothing."""
 
 
 class ParameterGroup(Section):

@@ -10,11 +10,11 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 from trainer.config.keys.key import Excludes, Key
 from trainer.config.sections.adapter import AdapterSection
 from trainer.config.sections.embeddings import EmbeddingsSection
+from trainer.config.sections.images import ImagesSection
 from trainer.config.sections.labels import LabelsSection
 from trainer.config.sections.masked import MaskedSection
 from trainer.config.sections.model_and_data import (
     DataSection,
-    ImagesSection,
     ModelSection,
     ParameterGroup,
 )

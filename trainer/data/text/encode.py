@@ -11,10 +11,11 @@ from trainer.data.order import held_out
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.chats.turns import Chat
 from trainer.data.text.cutting import Cut, CutDocuments
+from trainer.data.text.fim import FillInTheMiddle
 from trainer.data.text.records import Document, Preference, Ranking, Text
 from trainer.data.text.token_files import Encoded, EncodedPair
 from trainer.data.text.tokenizer import end_of_text, tokens_of
-from trainer.errors import DataError
+from trainer.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -86,6 +87,7 @@ class Tokenising:
     """The share of documents that is held out."""
     skips: bool = False
     """True if documents that can't be rendered are left out and counted."""
+    fim: FillInTheMiddle | None = None
 
     def __call__(self, chunk: Chunk) -> Tokenised:
         train = CutDocuments()
@@ -93,6 +95,8 @@ class Tokenising:
         error = chunk.error
         try:
             every = encode(chunk.documents, self.template, self.skips)
+            if self.fim is not None:
+                every = self._filled(self.fim, chunk, every)
             for number, encoded in enumerate(every, chunk.first):
                 if isinstance(encoded, DataError):
                     train.counts.skip(encoded)
@@ -106,6 +110,34 @@ class Tokenising:
         except DataError as earlier:
             error = earlier
         return Tokenised(len(chunk.documents), train, evaluated, error)
+
+    def _filled(
+        self, fim: FillInTheMiddle, chunk: Chunk, every: Iterator[Encoded | EncodedPair | DataError]
+    ) -> Iterator[Encoded | EncodedPair | DataError]:
+        """Yield documents, of which some texts are cut for fill-in-the-middle.
+
+        Held-out texts stay as they are, and those that would be too long then. Raises DataError for
+        a document that is no plain text.
+        """
+        tokenizer = self.template.tokenizer
+        longest = self.cut.longest
+        for number, document in enumerate(chunk.documents, chunk.first):
+            encoded = next(every)
+            if isinstance(document, DataError) or held_out(number, self.fraction):
+                yield encoded
+                continue
+            if not isinstance(document, Text) or document.prompt is not None:
+                place = getattr(document, "place", "") or "a document"
+                actual = "a chat, or a text with a prompt, and trainer.data.fim"
+                raise DataError(Problem(place, actual, "plain texts"))
+            pieces = fim.pieces(number, document.text)
+            if pieces is None:
+                yield encoded
+                continue
+            start = _beginning(tokenizer)
+            tokens = [*start, *fim.encode(pieces, tokenizer), end_of_text(tokenizer)]
+            cut = Encoded.from_token(tokens, max(1, len(start)), document.place)
+            yield encoded if longest is not None and len(tokens) > longest + 1 else cut
 
 
 def encode(

@@ -30,6 +30,7 @@ from trainer.data.text import corpus
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.cutting import Cut, PartWriter
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
+from trainer.data.text.fim import FillInTheMiddle
 from trainer.data.text.preferences import kinds_of_pairs
 from trainer.data.text.prepared import Data, Share
 from trainer.data.text.records import Document, RowsRead, read_documents
@@ -71,7 +72,8 @@ def open_data(
         options = options.model_copy(update={"evaluation_fraction": 0.0})
         named = paths if isinstance(paths, dict) else {"": paths}
         for name, path in named.items():
-            evaluations[name], _ = opening.open(options.model_copy(update={"path": path}))
+            plain = options.model_copy(update={"path": path, "fim": None})
+            evaluations[name], _ = opening.open(plain)
     if files:
         data = opening.stream(options, files, order.seed)
         return replace(data, evaluations=evaluations or data.evaluations)
@@ -231,8 +233,11 @@ def prepare(
     away = listing_of(str(options.path)) if "://" in str(options.path) else None
     location = locate(None if away else options.path, options.format)
     cut = Cut(options.sequence_length, options.arrangement, options.isolate, options.too_long)
-    template = Template.of(tokenizer, options.chat_template, options.loss_on)
-    work = Tokenising(template, cut, options.evaluation_fraction, options.corrupt == "skip")
+    counted = options.loss_on, options.generation_prompt
+    template = Template.of(tokenizer, options.chat_template, *counted)
+    fim = None if options.fim is None else FillInTheMiddle.of(options.fim, tokenizer)
+    skips = options.corrupt == "skip"
+    work = Tokenising(template, cut, options.evaluation_fraction, skips, fim)
     before = stamps(location.files)
     progress.begin(away.address if away else str(location))
     content = [options.format, away.copy] if away else _content(location, cache_folder, progress)
@@ -275,7 +280,11 @@ def _settings(options: DataSection, work: Tokenising) -> list[list[object]]:
     shape = [*astuple(work.cut), options.evaluation_fraction, options.name, options.split]
     pair = options.prompt_column, options.completion_column
     columns = [options.text_column, *pair, options.chat_column]
-    newer = (["skip"] if work.skips else []) + ([options.max_rows] if options.max_rows else [])
+    newer: list[object] = (["skip"] if work.skips else []) + (
+        [options.max_rows] if options.max_rows else []
+    )
+    if options.fim is not None:
+        newer += [options.fim.model_dump()]
     if options.arrangement == "pairs":
         newer += [options.chosen_column, options.rejected_column]
         newer += ["best"] if _ranked(options) == "best" else []

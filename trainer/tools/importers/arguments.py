@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.errors import ConfigError, Problem
 from trainer.storage import Json
-from trainer.tools.importers.chat_formats import end_of_text, put_given
+from trainer.tools.importers.chat_formats import end_of_text, put_counted, put_given
 from trainer.tools.importers.draft import Draft, Entry, Roles
 from trainer.tools.importers.shared_keys import GROUPS
 from trainer.tools.importers.sources import put_mixture
@@ -56,6 +56,8 @@ def data_sets(draft: Draft, keys: Roles) -> None:
 
 def _arrangement(draft: Draft, keys: Roles) -> None:
     """Convert the samples of transformers' scripts (`block_size`) and TRL's (`max_length`)."""
+    if draft.get("trainer.data.loss_on") == "assistant":  # all of the template's own mark
+        put_counted(draft, Entry("assistant_only_loss", True))
     window = keys["block_size"]
     longest = keys["max_length"]
     packing = keys["packing"]

@@ -25,10 +25,17 @@ def put_named(draft: Draft, entry: Entry, system: str) -> None:
         draft.lose(entry, _NONE)
         return
     draft.put(entry, PLACE, rule["to"])
+    if rule.get("thought") == "counts":
+        put_counted(draft, entry)
     if "note" in rule:
         draft.note(entry, rule["note"])
     if system == "llamafactory" and content["ends"].get(rule["to"]) == "<|im_end|>":
         draft.note(entry, _BREAK)
+
+
+def put_counted(draft: Draft, entry: Entry) -> None:
+    """Have an empty thought of the template count, as it does in theirs."""
+    draft.put(entry, "trainer.data.generation_prompt", "score")
 
 
 def put_given(draft: Draft, entry: Entry) -> None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainer.data.sources.formats import short
-from trainer.data.text import shipped
+from trainer.data.text.chats import shipped
+from trainer.data.text.chats.generation_prompt import GenerationPrompt, supplied
 from trainer.data.text.chats.turns import Chat, checked_text
 from trainer.data.text.chats.unrendered import unrendered
 from trainer.data.text.token_files import Encoded
@@ -52,32 +54,39 @@ class Template:
     """Where the template is from, for the user."""
     loss_on: str = "assistant"
     """The part of a chat that counts in the loss: trainer.data.loss_on."""
+    generation_prompt: GenerationPrompt = "mask"
+    """Whether what the prompt of an answer has written counts: trainer.data.generation_prompt."""
 
     @classmethod
     def of(
-        cls, tokenizer: PreTrainedTokenizerBase, path: str | None, loss_on: str = "assistant"
+        cls,
+        tokenizer: PreTrainedTokenizerBase,
+        path: str | None,
+        loss_on: str = "assistant",
+        generation_prompt: GenerationPrompt = "mask",
     ) -> Template:
         """Return the template of this name or file, the tokenizer's own, or the plain one.
 
         Raises ConfigError.
         """
+        counted = loss_on, generation_prompt
         if path is None and tokenizer.chat_template:
-            return cls(tokenizer, None, "the tokenizer's own template", loss_on)
+            return cls(tokenizer, None, "the tokenizer's own template", *counted)
         if path is None:
-            return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", loss_on)
+            return cls(tokenizer, PLAIN, "a plain template, as the tokenizer has none", *counted)
         if path in shipped.NAMES:
-            return cls(tokenizer, shipped.read(path), f"the template {path}", loss_on)
+            return cls(tokenizer, shipped.read(path), f"the template {path}", *counted)
         place = f"trainer.data.chat_template: {path}"
         shipped.check_name(path, place)
         with refused(place, "a file with a Jinja template", OSError, UnicodeDecodeError):
             text = Path(path).expanduser().read_text(encoding="utf-8")
         _compiled(text, place)
-        return cls(tokenizer, text, f"the template of {path}", loss_on)
+        return cls(tokenizer, text, f"the template of {path}", *counted)
 
     @property
     def key(self) -> list[Any]:
         """A value that two templates share only if they render and mask chats alike."""
-        return [self.text or self.tokenizer.chat_template, self.loss_on]
+        return [self.text or self.tokenizer.chat_template, self.loss_on, self.generation_prompt]
 
     def encode(self, chats: Sequence[Chat]) -> Iterator[Encoded]:
         """Tokenise chats; the assistant's turns, with the end of each, are label tokens.
@@ -124,6 +133,8 @@ class Template:
         else:
             spans = {turn: self._span(chat, turn, text) for turn in learned}
         spans = {turn: self._with_end(span, text) for turn, span in spans.items()}
+        if self.generation_prompt == "mask":
+            spans = {turn: self._unprompted(chat, turn, span, text) for turn, span in spans.items()}
         last = len(roles) - 1
         if last in spans:
             start, end = spans[last]
@@ -131,6 +142,18 @@ class Template:
                 text = text[:end] + self.tokenizer.eos_token
                 spans[last] = start, len(text)
         return text, list(spans.values()), unseen
+
+    def _unprompted(self, chat: Chat, turn: int, span: Span, text: str) -> Span:
+        """Leave out of an answer's span what its generation prompt has written."""
+
+        def render(prompts: bool, mode: Mapping[str, object]) -> str | None:
+            try:
+                return self._rendered(chat, turn, prompts, mode=mode)[0]
+            except DataError:
+                return None
+
+        start, end = span
+        return min(max(start, supplied(self._template(chat), render, text)), end), end
 
     def _learned(self, chat: Chat, answers: list[int]) -> list[int]:
         turns = answers[-1:] if self.loss_on == "last_assistant" else answers
@@ -236,8 +259,14 @@ class Template:
         return str(self.tokenizer.get_chat_template(self.text, tools=chat.tools))
 
     def _rendered(
-        self, chat: Chat, turns: int, prompts: bool = False, marks: bool = False
+        self,
+        chat: Chat,
+        turns: int,
+        prompts: bool = False,
+        marks: bool = False,
+        mode: Mapping[str, object] = MappingProxyType({}),
     ) -> tuple[str, list[Span]]:
+        """Render the first turns with variables of the template. Raises DataError."""
         from transformers.utils.chat_template_utils import render_jinja_template
 
         kept = chat.messages[:turns]
@@ -252,6 +281,7 @@ class Template:
                     add_generation_prompt=prompts,
                     return_assistant_tokens_mask=marks,
                     **self.tokenizer.special_tokens_map,
+                    **mode,
                 )
             if len(texts[0]) > room:
                 raise MemoryError

@@ -15,6 +15,7 @@ from trainer.tools.importers.answers.losses import (
     turned_off,
     without_router,
 )
+from trainer.tools.importers.chat_formats import put_counted
 from trainer.tools.importers.draft import Draft, Entry, Roles, names, number
 from trainer.tools.importers.shared_keys import GROUPS
 from trainer.tools.importers.tables import Group, OtherTrainer, extended, read_table, table
@@ -132,6 +133,7 @@ def _longest(draft: Draft, keys: Roles) -> None:
         put_longest(draft, longest)
     if draft.get("trainer.task") == "pairs":
         draft.note(longest, _CHATS)
+        put_counted(draft, longest)
     for name in ("block_size", "packing"):
         if keys[name].value:
             draft.lose(keys[name], f"{show(keys[name].value)} has no meaning for pairs")

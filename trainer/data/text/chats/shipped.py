@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.errors import ConfigError, Problem, suggestion
 
-FOLDER = Path(__file__).parent / "templates"
+FOLDER = Path(__file__).parent.parent / "templates"
 NAMES = (
     *("chatml", "deepseek", "deepseek-r1", "gemma3", "glm4", "gpt-oss", "llama3", "mistral"),
     *("phi4", "qwen3", "qwen3.5"),
