@@ -1439,6 +1439,7 @@ OTHER: dict[str, Any] = {
     "data.max_rows": 5,
     "data.stream": True,
     "data.loss_on": "all",
+    "data.generation_prompt": "score",
     "data.corrupt": "skip",
     "data.chat_template": "t.jinja",
     "generate.tokens": 7,
@@ -1467,6 +1468,7 @@ USED = {
         "data.documents",
         "data.sequence_length",
         "data.tokenizer",
+        "data.fim",
         "data.evaluation_fraction",
     ),
     *(
@@ -1574,6 +1576,7 @@ def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
     }
     inner = (
         "adapter.",
+        "data.fim.",
         "hub.",
         "profile.",
         "parameter_groups.",

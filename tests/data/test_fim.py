@@ -12,7 +12,7 @@ from tests.support.messages import raises
 from tests.support.training import VOCABULARY
 from trainer.config.sections.fim import FimSection
 from trainer.config.sections.model_and_data import DataSection
-from trainer.data.text.fim import NAMES, FillInTheMiddle
+from trainer.data.text.fill_in_the_middle import NAMES, FillInTheMiddle
 from trainer.data.text.preparation import open_data, prepare
 from trainer.data.text.token_files import opened_part
 from trainer.data.text.tokenizer import end_of_text

@@ -153,7 +153,7 @@ class _Samples(Rows):
     ] = "assistant"
     """The label tokens of a chat: all of the assistant's turns, its last one, or all tokens."""
     generation_prompt: Annotated[Literal["mask", "score"], Key(needs=ROWS, recipes=TEXT)] = "mask"
-    """Whether tokens of an answer count that its prompt has at inference: an empty thought."""
+    """The handling of an answer's tokens that its prompt has at inference, as an empty thought."""
     too_long: Annotated[Literal["truncate", "drop", "error"], Key(recipes=CUT)] = "truncate"
     """The handling of samples of one document or text of more than `sequence_length` tokens."""
     corrupt: Annotated[Literal["error", "skip"], Key(needs=ROWS, recipes=CORPUS)] = "error"

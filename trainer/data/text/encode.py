@@ -11,7 +11,7 @@ from trainer.data.order import held_out
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.chats.turns import Chat
 from trainer.data.text.cutting import Cut, CutDocuments
-from trainer.data.text.fim import FillInTheMiddle
+from trainer.data.text.fill_in_the_middle import FillInTheMiddle
 from trainer.data.text.records import Document, Preference, Ranking, Text
 from trainer.data.text.token_files import Encoded, EncodedPair
 from trainer.data.text.tokenizer import end_of_text, tokens_of

@@ -30,7 +30,7 @@ from trainer.data.text import corpus
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.cutting import Cut, PartWriter
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
-from trainer.data.text.fim import FillInTheMiddle
+from trainer.data.text.fill_in_the_middle import FillInTheMiddle
 from trainer.data.text.preferences import kinds_of_pairs
 from trainer.data.text.prepared import Data, Share
 from trainer.data.text.records import Document, RowsRead, read_documents

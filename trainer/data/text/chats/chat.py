@@ -55,7 +55,7 @@ class Template:
     loss_on: str = "assistant"
     """The part of a chat that counts in the loss: trainer.data.loss_on."""
     generation_prompt: GenerationPrompt = "mask"
-    """Whether what the prompt of an answer has written counts: trainer.data.generation_prompt."""
+    """The handling of what an answer's prompt has written: trainer.data.generation_prompt."""
 
     @classmethod
     def of(

@@ -1,8 +1,8 @@
 """The tokens of an answer that the chat template's generation prompt has written at inference.
 
-A template may begin an answer with an empty thought where the prompt for an answer without thinking
-has one, too: `<think>\\n\\n</think>\\n\\n` of Qwen3. A model is given these tokens, and never writes
-them (NVIDIA-NeMo/Automodel#3739).
+A template may begin an answer with an empty thought, which the prompt for an answer without
+thinking has, too, as Qwen3's. A model is given these tokens, and never writes them
+(NVIDIA-NeMo/Automodel#3739).
 """
 
 from __future__ import annotations
