@@ -20,9 +20,14 @@ from trainer.errors import DataError, Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from trainer.config.sections.model_and_data import DataSection
+
 _DOCUMENTS = 1024
 _CHARACTERS = 1 << 18
 """The limits of a chunk: it ends with the document that reaches either."""
+
+
+EncodedDocument = Encoded | EncodedPair | list[EncodedPair] | DataError
 
 
 class Chunk(NamedTuple):
@@ -89,6 +94,18 @@ class Tokenising:
     """True if documents that can't be rendered are left out and counted."""
     fim: FillInTheMiddle | None = None
 
+    @classmethod
+    def of(cls, options: DataSection, tokenizer: PreTrainedTokenizerBase) -> Tokenising:
+        """Return the function by the options of the data. Raises ConfigError for those of no use
+        with the tokenizer.
+        """
+        cut = Cut(options.sequence_length, options.arrangement, options.isolate, options.too_long)
+        counted = options.loss_on, options.generation_prompt
+        template = Template.of(tokenizer, options.chat_template, *counted)
+        fim = None if options.fim is None else FillInTheMiddle.of(options.fim, tokenizer)
+        fraction = options.evaluation_fraction
+        return cls(template, cut, fraction, options.corrupt == "skip", fim)
+
     def __call__(self, chunk: Chunk) -> Tokenised:
         train = CutDocuments()
         evaluated = CutDocuments()
@@ -112,8 +129,8 @@ class Tokenising:
         return Tokenised(len(chunk.documents), train, evaluated, error)
 
     def _filled(
-        self, fim: FillInTheMiddle, chunk: Chunk, every: Iterator[Encoded | EncodedPair | DataError]
-    ) -> Iterator[Encoded | EncodedPair | DataError]:
+        self, fim: FillInTheMiddle, chunk: Chunk, every: Iterator[EncodedDocument]
+    ) -> Iterator[EncodedDocument]:
         """Yield documents, of which some texts are cut for fill-in-the-middle.
 
         Held-out texts stay as they are, and those that would be too long then. Raises DataError for
@@ -142,7 +159,7 @@ class Tokenising:
 
 def encode(
     documents: Sequence[Document], template: Template, skips: bool = False
-) -> Iterator[Encoded | EncodedPair | list[EncodedPair] | DataError]:
+) -> Iterator[EncodedDocument]:
     """Encode each document: the tokenizer's beginning, prompt, text, end-of-text; or a chat; or a
     pair of either; or the pairs of a ranking.
 

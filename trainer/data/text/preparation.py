@@ -28,9 +28,8 @@ from trainer.data.sources.remote import listing_of
 from trainer.data.stream import Stream, stream_files
 from trainer.data.text import corpus
 from trainer.data.text.chats.chat import Template
-from trainer.data.text.cutting import Cut, PartWriter
+from trainer.data.text.cutting import PartWriter
 from trainer.data.text.encode import Tokenised, Tokenising, chunks
-from trainer.data.text.fill_in_the_middle import FillInTheMiddle
 from trainer.data.text.preferences import kinds_of_pairs
 from trainer.data.text.prepared import Data, Share
 from trainer.data.text.records import Document, RowsRead, read_documents
@@ -72,8 +71,8 @@ def open_data(
         options = options.model_copy(update={"evaluation_fraction": 0.0})
         named = paths if isinstance(paths, dict) else {"": paths}
         for name, path in named.items():
-            plain = options.model_copy(update={"path": path, "fim": None})
-            evaluations[name], _ = opening.open(plain)
+            own = options.model_copy(update={"path": path, "fim": None})
+            evaluations[name] = opening.open(own)[0]
     if files:
         data = opening.stream(options, files, order.seed)
         return replace(data, evaluations=evaluations or data.evaluations)
@@ -232,12 +231,7 @@ def prepare(
     end_of_text(tokenizer)
     away = listing_of(str(options.path)) if "://" in str(options.path) else None
     location = locate(None if away else options.path, options.format)
-    cut = Cut(options.sequence_length, options.arrangement, options.isolate, options.too_long)
-    counted = options.loss_on, options.generation_prompt
-    template = Template.of(tokenizer, options.chat_template, *counted)
-    fim = None if options.fim is None else FillInTheMiddle.of(options.fim, tokenizer)
-    skips = options.corrupt == "skip"
-    work = Tokenising(template, cut, options.evaluation_fraction, skips, fim)
+    work = Tokenising.of(options, tokenizer)
     before = stamps(location.files)
     progress.begin(away.address if away else str(location))
     content = [options.format, away.copy] if away else _content(location, cache_folder, progress)
@@ -283,8 +277,7 @@ def _settings(options: DataSection, work: Tokenising) -> list[list[object]]:
     newer: list[object] = (["skip"] if work.skips else []) + (
         [options.max_rows] if options.max_rows else []
     )
-    if options.fim is not None:
-        newer += [options.fim.model_dump()]
+    newer += [options.fim.model_dump()] if options.fim else []
     if options.arrangement == "pairs":
         newer += [options.chosen_column, options.rejected_column]
         newer += ["best"] if _ranked(options) == "best" else []
@@ -306,9 +299,8 @@ def _write(
     results: Generator[Tokenised, None, None] = in_order(work, given, options.workers)
     with closing(results):
         for result in results:
-            for part, documents in zip(
-                parts, (result.train, result.held_out)[: len(parts)], strict=True
-            ):
+            made = (result.train, result.held_out)[: len(parts)]
+            for part, documents in zip(parts, made, strict=True):
                 part.append(documents)
             if result.error is not None:
                 raise result.error
