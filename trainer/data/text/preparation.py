@@ -71,8 +71,8 @@ def open_data(
         options = options.model_copy(update={"evaluation_fraction": 0.0})
         named = paths if isinstance(paths, dict) else {"": paths}
         for name, path in named.items():
-            own = options.model_copy(update={"path": path, "fim": None})
-            evaluations[name] = opening.open(own)[0]
+            plain = options.model_copy(update={"path": path, "fim": None})
+            evaluations[name] = opening.open(plain)[0]
     if files:
         data = opening.stream(options, files, order.seed)
         return replace(data, evaluations=evaluations or data.evaluations)
