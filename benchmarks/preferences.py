@@ -7,7 +7,11 @@ Arms, all with the same model, values and ragged pairs, forward and backward, in
   fine-tuning    the task `causal_lm` on the same sequences, with the same targets
   TRL            DPOTrainer with precompute_ref_log_probs, which has the same column
   TRL, as usual  DPOTrainer as it is by default: its reference runs in each step
-Reported: the median of paired ratios within a round.
+and without gradients, in evaluation mode:
+  column         the reference's log-probabilities of the pairs
+  evaluation     an evaluation of the task `causal_lm` on the same sequences
+Reported: seconds of the processor, on one thread, which other programs on the machine change little; and the median of
+paired ratios within a round.
 """
 
 from __future__ import annotations
@@ -71,7 +75,7 @@ def sample(row: dict[str, list[int]], side: str) -> dict[str, np.ndarray]:
     return {"input_ids": tokens[:-1], "targets": np.where(scored, tokens[1:], IGNORED)}
 
 
-def ours(rows: list[dict[str, list[int]]], small: bool) -> tuple[Arm, Arm]:
+def ours(rows: list[dict[str, list[int]]], small: bool) -> dict[str, Arm]:
     language = LanguageModel(head=OutputHead(plain=True))
     models = [model_of(small), model_of(small)]
     task = PairsTask(language).comparing(PairsSection())
@@ -93,7 +97,22 @@ def ours(rows: list[dict[str, list[int]]], small: bool) -> tuple[Arm, Arm]:
     def of_documents() -> None:
         (plain.loss_sum(models[1], documents) / plain.targets(documents)).backward()
 
-    return of_pairs, of_documents
+    def evaluated(task: CausalLM, model: Any, batch: Any) -> None:
+        model.eval()
+        with torch.no_grad():
+            task.measured(model, batch)
+        model.train()
+
+    def of_column() -> None:
+        with task.measuring_columns(len(rows)):
+            evaluated(task, models[0], batch | {"places": torch.arange(len(rows))})
+
+    return {
+        "pairs": of_pairs,
+        "fine-tuning": of_documents,
+        "column": of_column,
+        "evaluation": lambda: evaluated(plain, models[1], documents),
+    }
 
 
 def theirs(rows: list[dict[str, list[int]]], folder: Path, small: bool, column: bool) -> Arm:
@@ -124,24 +143,27 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true")
     options = parser.parse_args()
     rounds = 1 if options.smoke else options.rounds
+    torch.set_num_threads(1)
     rows = drawn(options.pairs)
     with tempfile.TemporaryDirectory() as folder:
-        pairs, documents = ours(rows, options.smoke)
-        arms: dict[str, Arm] = {"pairs": pairs, "fine-tuning": documents}
+        arms = ours(rows, options.smoke)
         for name, column in (("TRL", True), ("TRL, as usual", False)):
             arms[name] = theirs(rows, Path(folder) / name.replace(", ", "-"), options.smoke, column)
         seconds: dict[str, list[float]] = {name: [] for name in arms}
         for number in range(rounds + 1):
             for name in random.sample(list(arms), len(arms)):
-                started = time.perf_counter()
+                started = time.process_time()
                 arms[name]()
                 if number or options.smoke:  # the first round warms up
-                    seconds[name].append(time.perf_counter() - started)
+                    seconds[name].append(time.process_time() - started)
+    against = dict.fromkeys(arms, "pairs") | {"column": "evaluation", "evaluation": "evaluation"}
     for name, own in seconds.items():
-        ratios = [one / other for one, other in zip(own, seconds["pairs"], strict=True)]
+        other = against[name]
+        ratios = [one / two for one, two in zip(own, seconds[other], strict=True)]
         rate = options.pairs / statistics.median(own)
+        median = statistics.median(ratios)
         print(
-            f"{name:<14} {statistics.median(own):7.3f} s  {rate:6.1f} pairs/s  {statistics.median(ratios):.3f} of pairs"
+            f"{name:<14} {statistics.median(own):7.3f} s  {rate:6.1f} pairs/s  {median:.3f} of {other}"
         )
 
 

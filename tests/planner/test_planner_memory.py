@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from tests.support.layouts import LAYOUTS
-from tests.support.planned import assert_as_planned, planned
+from tests.support.planned import LENGTH, assert_as_planned, planned, subject_of
+from tests.support.training import Case, layout_of, spec_in
 
 CASES = [
     (
@@ -63,3 +65,25 @@ def test_what_blocks_are_given_is_planned_on_the_host():
     offload, full = (planned(one, 0)[0].peaks for one in (case, replace(case, recompute="full")))
     away = max(peak.by_kind.get(kind, 0) for peak in offload.values())
     assert away and not any(kind in peak.by_kind for peak in full.values())
+
+
+def pairs(case: Case) -> Any:
+    """Return the subject of a tiny language model on pairs of answers."""
+    from trainer.config import TrainerSection
+    from trainer.models.spec import NoWeights
+    from trainer.recipes.pairs.planned import planned_pairs
+
+    data = {"path": "pairs.jsonl", "sequence_length": LENGTH}
+    asked = {"task": "pairs", "model": {"config": case.model}, "data": data}
+    known = planned_pairs(TrainerSection.model_validate(asked))
+    spec = spec_in(case).with_weights(NoWeights())
+    return subject_of(case, layout_of(case), spec, known.task(spec), known.batch)
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("engine", "name"),
+    [("mesh", "zero2"), ("deepspeed", "zero3"), ("mesh", "tensor"), ("mesh", "one rank")],
+)
+def test_pairs_take_what_was_planned(pools, engine, name):
+    assert_as_planned(pools, replace(LAYOUTS[name], engine=engine), of=pairs)

@@ -26,7 +26,8 @@ def planned_pairs(section: TrainerSection) -> PlannedModel:
     def batch(count: int) -> Batch:
         column = {"reference": torch.zeros(count, 2, dtype=torch.float64)} if has_reference else {}
         tokens = language.batch(2 * count)
-        scored = torch.ones_like(tokens["targets"]).nonzero()
+        places = torch.arange(2 * count * length)
+        scored = torch.stack([places // length, places % length], 1)
         return tokens | {"scored": scored, "margins": torch.zeros(count)} | column
 
     def task(spec: ModelSpec) -> Task:
