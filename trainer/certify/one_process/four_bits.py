@@ -6,6 +6,7 @@ Written from docs/finetuning.md and from bitsandbytes' definition of its two dat
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ def rounded(value: torch.Tensor, double: bool) -> torch.Tensor:
     scales = _scales(flat, 64)
     used = scales
     if double:
-        mean = torch.from_numpy(scales).mean().numpy()
+        mean = np.float32(sum(map(Fraction, scales.tolist())) / len(scales))
         used = _nearest(scales - mean, _scales(scales - mean, 256), 256, dynamic()) + mean
     indices = _indices(flat, scales, 64, NF4)
     values = NF4[indices] * np.repeat(used, 64)[: len(flat)]

@@ -156,6 +156,10 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
     notes = [f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"]
     if options.quantize is not None:
         notes.append(note_of(spec.name, model))
+        if options.merge:
+            notes.append(
+                "final-merged/ is the base of the files, not that in four bits, and so another model"
+            )
     head = spec.build().get_output_embeddings()  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     output = replace(spec.language.head, plain=spec.language.head.plain and same_head)

@@ -10,6 +10,7 @@ anywhere, and gathered bytes give the same values under every layout.
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import NamedTuple
 
@@ -63,7 +64,8 @@ def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
     packed = codes[:, 0] << 4 | codes[:, 1]
     if not double:
         return torch.cat([scales.view(torch.uint8), packed])
-    mean = scales.cpu().mean().to(flat.device)  # summed in one order whatever the device
+    # the exact sum: another would depend on the device, and on the number of threads
+    mean = scales.new_tensor(math.fsum(scales.tolist()) / len(scales))
     groups = _blocks(scales - mean, SCALES)
     floats = groups.abs().amax(1)
     small = _nearest(groups, floats, _dynamic(flat.device)).flatten()[: len(scales)]
