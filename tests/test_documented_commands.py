@@ -260,6 +260,13 @@ SMALL: dict[str, tuple[str, ...]] = {
         "tensor_parallel.autotp_size=2 trainer.mesh.shard=2 train_micro_batch_size_per_gpu=1 "
         f"gradient_accumulation_steps=4 {FULL} trainer.engine=mesh",
     ),
+    "meshloom plan --config zero2 --nodes 1 --gpus 1 trainer.model.name_or_path=BASE "
+    "trainer.adapter.r=16 QUANTIZE trainer.engine=mesh bf16.enabled=true "
+    f"trainer.data.sequence_length=4096 train_batch_size=1 {FULL}": (
+        "meshloom plan --config zero2 --nodes 1 --gpus 1 trainer.model.name_or_path={run}/final "
+        "trainer.adapter.r=4 trainer.adapter.quantize.double_quant=true trainer.engine=mesh "
+        f"bf16.enabled=true trainer.data.sequence_length=32 train_batch_size=1 {FULL}",
+    ),
     f"deepspeed {TRAIN} ds_configs/zero2.json trainer.model.name_or_path=my-7b "
     "trainer.data.path='data/*.jsonl' trainer.data.sequence_length=4096 train_batch_size=1024 "
     f"train_micro_batch_size_per_gpu=1 gradient_accumulation_steps=auto {FULL}": (
