@@ -339,6 +339,7 @@ SAME: dict[str, str] = {
         for words in ("python launch/verify.py", "python launch/verify.py --config C.json")
     },
     "accelerate launch": f"accelerate launch {TRAIN} C.json",
+    "python benchmarks/preferences.py --rounds 10": "python benchmarks/preferences.py",
     "OMP_NUM_THREADS=1 python benchmarks/packing.py --steps 4": "python benchmarks/packing.py",
     "python benchmarks/guide.py": "python benchmarks/guide.py 3",
     "python -m tests.support.picture_files data": "python -m tests.support.picture_files generated",
