@@ -87,6 +87,11 @@ TINY_CHATS = (
     f"{CHATS.replace('runs/base', '{run}')} trainer.epochs=2 trainer.data.sequence_length=128 "
     "trainer.run.folder={out}"
 )
+TEACHER_ALONE = (
+    "meshloom train --config examples/distillation.json --teacher-only "
+    "trainer.distillation.column={out}/teacher trainer.data.tokenizer={run}/final "
+    "trainer.distillation.teacher.name_or_path={run}/final"
+)
 OWN = "trainer.model.name_or_path={run}/final trainer.model.config=null trainer.data.path={text}"
 SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs=0.1"
 
@@ -149,6 +154,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         "trainer.epochs=0.1",
     ),
     "python examples/embeddings.py": ("python examples/embeddings.py --steps 2 --runs {out}",),
+    f"deepspeed {TRAIN} examples/distillation.json": (
+        f"deepspeed {TRAIN} examples/distillation.json trainer.run.folder={{out}} trainer.steps=2 "
+        "trainer.distillation.teacher.name_or_path={run}/final trainer.data.tokenizer={run}/final",
+    ),
     f"deepspeed {TRAIN} examples/labels.json": (
         f"deepspeed {TRAIN} examples/labels.json trainer.run.folder={{out}} trainer.epochs=0.1",
     ),
@@ -229,6 +238,14 @@ SMALL: dict[str, tuple[str, ...]] = {
     ): (
         "meshloom import --from trl-dpo --output {out}/dpo.json -- --model_name_or_path "
         "my-sft-model --dataset_name pairs.jsonl --learning_rate 5e-7 --beta 0.1",
+    ),
+    "meshloom train --config distill.json --teacher-only "
+    "trainer.distillation.column=/shared/teacher zero_optimization.stage=3 "
+    "tensor_parallel.autotp_size=8": (f"{TEACHER_ALONE} zero_optimization.stage=3",),
+    "meshloom train --config distill.json trainer.distillation.column=/shared/teacher": (
+        TEACHER_ALONE,
+        TEACHER_ALONE.replace(" --teacher-only", "") + " trainer.steps=2 "
+        "trainer.run.folder={out} trainer.distillation.teacher.name_or_path=null",
     ),
     "meshloom train --config dpo.json --preview 2": (
         "meshloom train --config examples/preferences.json trainer.model.name_or_path={run}/final "

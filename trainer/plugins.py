@@ -17,18 +17,23 @@ from trainer.errors import listed, named_line, suggestion
 
 RECIPES = {
     "causal_lm": "trainer.recipes.causal_lm",
+    "distillation": "trainer.recipes.distillation",
     "embeddings": "trainer.recipes.embeddings",
     "image_classification": "trainer.recipes.images",
     "labels": "trainer.recipes.labels",
     "masked_lm": "trainer.recipes.masked_lm",
     "own_module": "trainer.recipes.own_module",
     "pairs": "trainer.recipes.pairs",
+    "teacher": "trainer.recipes.distillation.teacher",
 }
 """The modules of the recipes that ship, each of which has its `RECIPE`."""
 DEFAULT = "causal_lm"
 """The recipe of a config that names none."""
 HANDED_IN = "own_module"
 """The recipe of what a script hands in, which no config names."""
+
+TEACHER = "teacher"
+"""The recipe of a model that is measured before another is trained, which no config names."""
 
 Kind = Literal["task", "recipe", "optimizer", "source", "tracker"]
 Made = TypeVar("Made")
@@ -154,7 +159,7 @@ _COLON = WithJsonSchema({"type": "string", "pattern": ":"})
 if TYPE_CHECKING:
     TaskName = str
 else:
-    _SHIPPED = tuple(name for name in RECIPES if name != HANDED_IN)
+    _SHIPPED = tuple(name for name in RECIPES if name not in (HANDED_IN, TEACHER))
     TaskName = Literal[_SHIPPED] | Annotated[str, AfterValidator(_known_task), _COLON]
 Service = Literal[
     "tensorboard", "mlflow", "wandb", "trackio", "comet_ml", "aim", "clearml", "dvclive", "swanlab"

@@ -255,6 +255,10 @@ class Recipe(Protocol):
     of others whose mark in `trainer/config/sections/` has `recipes=`; all others are refused.
     `options` is the pydantic model of its own keys, `trainer.recipe`.
 
+    A recipe may have `precursor(config, folder)`, which returns the config of what is measured
+    before its own model is built, in the same layout, and then leaves memory (a teacher); None if
+    that has been done. `folder` is that of the run; None: only this is to be done.
+
     No method applies the config's adapter, frozen parameters and groups: that is done to each spec
     that a recipe returns. Whatever a plug-in's recipe raises becomes a ConfigError with its name.
     """

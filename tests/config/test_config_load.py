@@ -1568,7 +1568,15 @@ def test_a_key_of_the_trainer_without_effect_is_noted(
 
 
 def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
-    from trainer.config.sections.section import ANSWERS, EMBEDDINGS, IMAGES, LABELS, MASKED, PAIRS
+    from trainer.config.sections.section import (
+        ANSWERS,
+        DISTILLATION,
+        EMBEDDINGS,
+        IMAGES,
+        LABELS,
+        MASKED,
+        PAIRS,
+    )
 
     keys = {key.removeprefix("trainer.") for key in OWN_KEYS}
     ends = {
@@ -1586,11 +1594,12 @@ def test_every_key_of_the_trainer_is_used_noted_or_refused() -> None:
         "labels.",
         "masked.",
         "pairs.",
+        "distillation.",
     )
     ends -= {
         path.removeprefix("trainer.")
         for path, key in OWN_KEYS.items()
-        if key.recipes in (ANSWERS, IMAGES, EMBEDDINGS, LABELS, MASKED, PAIRS)
+        if key.recipes in (ANSWERS, DISTILLATION, EMBEDDINGS, IMAGES, LABELS, MASKED, PAIRS)
     }
     left = (
         {key for key in ends if not key.startswith(inner)}

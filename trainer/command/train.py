@@ -58,6 +58,8 @@ def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "show N samples as the model sees them, and exit"
     parser.add_argument("--preview", type=int, metavar="N", help=text)
+    text = "make the folder of trainer.distillation.column, in this layout of the teacher, and exit"
+    parser.add_argument("--teacher-only", action="store_true", help=text)
     text = "show which engine runs which layout, and exit"
     parser.add_argument("--engines", action=ShowEngines, nargs=0, help=text)
     text = "how many processes to start (default: one per GPU)"
@@ -122,6 +124,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
         weights_only=options.resume_weights_only,
         dry_run=options.dry_run,
         preview=options.preview,
+        teacher_only=options.teacher_only,
         overrides=options.overrides,
         memory_check=check_memory,
         open_hub=open_hub,

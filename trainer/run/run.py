@@ -28,6 +28,7 @@ from trainer.run import describe
 from trainer.run.final import export, show
 from trainer.run.hooks import RunHooks
 from trainer.run.loop import train as loop
+from trainer.run.precursor import measure_precursor
 from trainer.run.prepare import Prepared, prepare
 from trainer.run.result import History, Result
 from trainer.run.session import Session
@@ -111,6 +112,9 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
             return None
     elif request.dry_run and _waits_for_copies(session, config):
         return None
+    if request.teacher_only:
+        measure_precursor(session, config, None)
+        return None
     given = HandedIn.by_task(config.trainer, given)
     prepared = prepare(
         config, session.machine, given, session.console, builds=request.trains, order=order
@@ -139,6 +143,7 @@ def train(prepared: Prepared, session: Session) -> None:
     session.copy_what_waits()
     check_memory = session.request.memory_check
     compared = check_memory(prepared, session.machine, folder, session.console)
+    measure_precursor(session, prepared.config, folder)
     engine, state = _built(prepared, session)
     prepared = prepared.before_training(engine, folder, state.step)
     subject = prepared.subject

@@ -25,7 +25,7 @@ from trainer.tasks.task import IGNORED, Batch
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
 ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
-"""`_chunk_loss`, or the same compiled."""
+"""`chunk_loss`, or the same compiled."""
 CHUNK_BYTES = 64 << 20
 """The least bytes of a chunk of float32 logits: enough for full speed, small beside any model."""
 
@@ -98,7 +98,7 @@ def linear_measured(
     for rows in chunks_of(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
         logits = F.linear(flat[rows], weight, bias).to(wide)
         correct += count_correct(logits, flat_targets[rows], shard)
-        total += _chunk_loss(logits, flat_targets[rows], shard=shard)[0].sum()
+        total += chunk_loss(logits, flat_targets[rows], shard=shard)[0].sum()
     return total, correct
 
 
@@ -200,7 +200,7 @@ class _CrossEntropy(torch.autograd.Function):
         gradients = ChunkGradients(given, weight, bias, wide, needed)
         options = call.options
         shard = call.shard
-        loss_of = (shard is None and options.chunk_loss) or _chunk_loss
+        loss_of = (shard is None and options.chunk_loss) or chunk_loss
         for rows in product_chunks(given, weight, shard, wide):
             part = given[rows]
             logits = part if weight is None else F.linear(part, weight, bias)
@@ -214,7 +214,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> object:  # type: ignore[override]
-        scaled = [None if saved is None else _times(saved, grad) for saved in ctx.saved_tensors]
+        scaled = [None if saved is None else times(saved, grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None)
 
 
@@ -226,7 +226,7 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.addmm_(left.to(total.dtype), right.to(total.dtype))
 
 
-def _times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+def times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """Multiply in the dtype of `saved` by a wide scale: rounding it would shift all gradients."""
     return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
 
@@ -236,7 +236,7 @@ def chunks_of(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 
     return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
-def _chunk_loss(
+def chunk_loss(
     logits: torch.Tensor,
     targets: torch.Tensor,
     smoothing: float = 0.0,
@@ -283,7 +283,7 @@ class LossHead(nn.Linear):
 
     def compute_chunks_by(self, compiled: Callable[[ChunkLoss], ChunkLoss]) -> None:
         """Have the loss and the gradient of each chunk of logits computed by compiled code."""
-        self._chunk_loss = compiled(_chunk_loss)
+        self._chunk_loss = compiled(chunk_loss)
 
     @contextmanager
     def given(self, targets: torch.Tensor) -> Iterator[None]:

@@ -10,9 +10,10 @@ from pydantic.fields import FieldInfo
 from trainer.config.keys.key import Key, Recipes
 from trainer.storage import Json
 
-TEXT = Recipes(("causal_lm", "pairs"))
-DOCUMENTS = Recipes(("causal_lm",))
-"""The recipe whose samples are made of documents, one after the other."""
+TEXT = Recipes(("causal_lm", "pairs", "distillation"))
+DOCUMENTS = Recipes(("causal_lm", "distillation"))
+"""The recipes whose samples are made of documents, one after the other."""
+DISTILLATION = Recipes(("distillation",))
 PAIRS = Recipes(("pairs",))
 IMAGES = Recipes(("image_classification",))
 LABELS = Recipes(("labels",))

@@ -9,6 +9,7 @@ from pydantic import AfterValidator, Field, WithJsonSchema
 
 from trainer.config.keys.key import Excludes, Key
 from trainer.config.sections.adapter import AdapterSection
+from trainer.config.sections.distillation import DistillationSection
 from trainer.config.sections.embeddings import EmbeddingsSection
 from trainer.config.sections.images import ImagesSection
 from trainer.config.sections.labels import LabelsSection
@@ -20,6 +21,7 @@ from trainer.config.sections.model_and_data import (
 )
 from trainer.config.sections.pair_losses import PairsSection
 from trainer.config.sections.section import (
+    DISTILLATION,
     EMBEDDINGS,
     HELD_OUT,
     IMAGES,
@@ -167,9 +169,8 @@ class _Subject(Section):
     labels: Annotated[LabelsSection, Key(recipes=LABELS)] = LabelsSection()
     masked: Annotated[MaskedSection, Key(recipes=MASKED)] = MaskedSection()
     pairs: Annotated[PairsSection, Key(recipes=PAIRS)] = PairsSection()
+    distillation: Annotated[DistillationSection, Key(recipes=DISTILLATION)] = DistillationSection()
     adapter: Annotated[AdapterSection | None, Key(recipes=TOKENS)] = None
-    freeze: Annotated[list[str], Field(max_length=10_000)] = []
-    """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""
 
 
 class _Training(Section):
@@ -187,6 +188,8 @@ class _Training(Section):
         ),
     ] = None
     """The share of all steps for `scheduler.params.warmup_num_steps` "auto"; None: no warm-up."""
+    freeze: Annotated[list[str], Field(max_length=10_000)] = []
+    """Patterns of names of parameters that are not trained: "model.embed_tokens.*"."""
     parameter_groups: Annotated[list[ParameterGroup], Field(max_length=1000)] = []
     """The parameter groups; the first that matches a parameter counts."""
     seed: Annotated[Whole, Field(ge=0, lt=2**63), Key(unit="number")] = 0

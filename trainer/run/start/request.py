@@ -35,6 +35,8 @@ class Request:
     dry_run: bool = False
     preview: int | None = None
     """The number of samples to show, without training; None to train."""
+    teacher_only: bool = False
+    """True to measure what comes before the run's own model, and to end."""
     overrides: Sequence[str] = ()
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
@@ -45,7 +47,7 @@ class Request:
 
     @property
     def trains(self) -> bool:
-        return not self.dry_run and self.preview is None
+        return not (self.dry_run or self.teacher_only) and self.preview is None
 
     @property
     def path(self) -> Path | None:
