@@ -328,6 +328,10 @@ SMALL: dict[str, tuple[str, ...]] = {
         "python benchmarks/plan_memory.py --smoke mesh-zero3",
     ),
     "python benchmarks/plan_order.py": ("python benchmarks/plan_order.py --smoke",),
+    "python benchmarks/labels.py": ("python benchmarks/labels.py --smoke --rounds 1 --steps 2",),
+    "python benchmarks/embeddings.py": (
+        "python benchmarks/embeddings.py --smoke --rounds 1 --times 2 --pairs 2",
+    ),
     "python benchmarks/preferences.py": ("python benchmarks/preferences.py --smoke --rounds 1",),
     f"{PREPARATION} speed": (f"{PREPARATION} speed --megabytes 0.1",),
     f"{PREPARATION} memory": (f"{PREPARATION} memory --documents 2000",),

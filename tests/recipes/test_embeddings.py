@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.embeddings import LENGTH, bert_folder, write_texts
+from tests.support.embeddings import LENGTH, WORDS, bert_folder, write_texts
+from tests.support.messages import shows
 from tests.support.plugins import command
 from tests.support.pool import Pools
 from trainer.config.sections.embeddings import EmbeddingsSection
@@ -19,6 +20,7 @@ from trainer.config.sections.trainer import TrainerSection
 from trainer.data.sources.formats import Row
 from trainer.errors import ConfigError, DataError
 from trainer.models.language import model_config
+from trainer.models.language.model_config import state_vocabulary
 from trainer.recipes.embeddings.body import (
     body_of,
     check_padding,
@@ -209,3 +211,32 @@ def test_a_run_is_the_same_however_its_step_is_divided_and_opens_elsewhere(tmp_p
         assert np.allclose(mean.numpy(), vector, atol=1e-6)
     assert opened.prompts == prompts
     assert opened.max_seq_length == LENGTH
+
+
+@pytest.mark.more
+def test_a_new_body_has_the_vocabulary_of_its_tokenizer(tmp_path: Path) -> None:
+    """So has its plan; a stated one stays, and one that is too small is refused."""
+    given = config(tmp_path)
+    section = given["trainer"]
+    sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    section["model"] = {"config": {"model_type": "bert", "intermediate_size": 24, **sizes}}
+    section["data"]["tokenizer"] = str(tmp_path / "bert")
+    section |= {"steps": 1, "plan": "warn"}
+    result = command(tmp_path, given, "train", "--processes", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    final = json.loads((tmp_path / "runs" / "job" / "final" / "config.json").read_text())
+    assert final["vocab_size"] == WORDS + 4
+    section["model"]["config"]["vocab_size"] = 10
+    result = command(tmp_path, given, "train", "--processes", "1", "--fresh")
+    assert result.returncode == 64, result.stdout + result.stderr
+    shows(result.stdout + result.stderr, "vocab_size", "64")
+
+
+@pytest.mark.parametrize("stated", [None, {"model_type": "bert"}, {"vocab_size": 90}])
+def test_a_plan_has_the_vocabulary_of_the_run(stated: dict[str, Any] | None) -> None:
+    model: dict[str, Any] = {"name_or_path": None, "config": stated}
+    state_vocabulary(model, 64)
+    assert model["config"]["vocab_size"] == (stated or {}).get("vocab_size", 64)
+    named = {"name_or_path": "base", "config": None}
+    state_vocabulary(named, 64)
+    assert named["config"] is None

@@ -121,8 +121,10 @@ def content(body: str, kind: str, layout: str = "ddp", **trainer: Any) -> dict[s
 
 def base_of(folder: Path, body: str) -> str:
     """Save a body without a head for labels, as a hub has it; return its folder."""
+    import torch
     from transformers import AutoConfig, AutoModel
 
+    torch.manual_seed(0)
     path = folder / body
     AutoModel.from_config(AutoConfig.for_model(**BODIES[body])).save_pretrained(path)
     tokenizer_of(eos_token="[SEP]").save_pretrained(path)

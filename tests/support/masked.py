@@ -35,8 +35,10 @@ def masked_tokenizer() -> Any:
 
 def masked_base(folder: Path, body: str, auto: str = "AutoModelForMaskedLM") -> str:
     """Save a model and its tokenizer; return its folder."""
+    import torch
     import transformers
 
+    torch.manual_seed(0)
     path = folder / body
     config = transformers.AutoConfig.for_model(**BODIES[body])
     getattr(transformers, auto).from_config(config).save_pretrained(path)

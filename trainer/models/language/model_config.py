@@ -89,6 +89,13 @@ def stated(config: Json | str | None) -> Json:
     return _read_json(Path(config)) if isinstance(config, str) else config or {}
 
 
+def state_vocabulary(model: Json, rows: int) -> None:
+    """State the rows of a new model's table in a config's `trainer.model`, where it states none."""
+    if model["name_or_path"] is None:
+        own = stated(model["config"])
+        model["config"] = {"vocab_size": rows, **own} if own else {**EMBEDDED, "vocab_size": rows}
+
+
 def pretrained_config(options: ModelSection) -> PreTrainedConfig:
     name = options.name_or_path
     assert name is not None

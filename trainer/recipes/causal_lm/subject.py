@@ -98,11 +98,7 @@ class LanguageSubject(Subject):
         return True
 
     def describe_to(self, planned: Json) -> None:
-        model = planned["model"]
-        if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
-            rows = {"vocab_size": self.spec.language.vocabulary}
-            stated = model_config.stated(model["config"])
-            model["config"] = {**rows, **stated} if stated else {**model_config.EMBEDDED, **rows}
+        model_config.state_vocabulary(planned["model"], self.spec.language.vocabulary)
 
     def measures(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, 700.0))}

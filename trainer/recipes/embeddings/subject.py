@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
@@ -15,6 +15,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.language.fit import check_fit
+from trainer.models.language.own_vocabulary import align
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.embeddings.body import (
     body_of,
@@ -26,6 +27,7 @@ from trainer.recipes.embeddings.body import (
 )
 from trainer.recipes.embeddings.data import TextData, TextTokens, open_texts
 from trainer.recipes.embeddings.sentence_files import write_modules
+from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
@@ -51,6 +53,9 @@ class EmbeddingSubject(Subject):
 
     def is_named(self, section: TrainerSection) -> bool:
         return section.data.path is not None
+
+    def describe_to(self, planned: Json) -> None:
+        model_config.state_vocabulary(planned["model"], self.spec.language.vocabulary)
 
     def flops(self, section: TrainerSection) -> float | None:
         """Return the FLOPs of a pair: of all its texts' tokens, the mean over the data."""
@@ -85,6 +90,10 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
     check_layout(context.layout)
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     tokenizer = open_tokenizer(context)
+    notes: tuple[str, ...] = ()
+    if section.model.name_or_path is None:
+        stated = model_config.stated(section.model.config)
+        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
     options = section.embeddings
     prompts = options.prompts.get("query", ""), options.prompts.get("document", "")
     work = TextTokens(tokenizer, section.data.sequence_length, *prompts)
@@ -92,7 +101,7 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
     task = task_of(section, spec, work)
     data = open_texts(section.data, options, work, cache_folder(), ranks, context.progress)
     check_fit(spec, data.largest_token_id, section.data.sequence_length)
-    spec = tried_body(spec, task)
+    spec = tried_body(replace(spec, notes=(*spec.notes, *notes)), task)
     ranks.try_on_first(lambda: check_padding(spec, task))
     return EmbeddingSubject(spec, task, data, False, data.check, section, tokenizer)
 

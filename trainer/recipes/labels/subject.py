@@ -78,6 +78,7 @@ class LabelSubject(Subject):
         return self.task.kind.figures(measures)
 
     def describe_to(self, planned: Json) -> None:
+        model_config.state_vocabulary(planned["model"], self.spec.language.vocabulary)
         planned["labels"] |= {"kind": self.data.kind}
         if self.data.names:
             planned["labels"] |= {"names": list(self.data.names)}

@@ -96,10 +96,7 @@ class MaskedSubject(Subject):
         return True
 
     def describe_to(self, planned: Json) -> None:
-        model = planned["model"]
-        if model["name_or_path"] is None:  # its vocabulary is the tokenizer's
-            rows = {"vocab_size": self.spec.language.vocabulary}
-            model["config"] = rows | model_config.stated(model["config"])
+        model_config.state_vocabulary(planned["model"], self.spec.language.vocabulary)
 
     def flops(self, section: TrainerSection) -> float | None:
         """Return the FLOPs of a predicted token, and of the tokens that are read for it."""
