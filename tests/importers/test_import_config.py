@@ -645,6 +645,7 @@ def table_of(name: str) -> Table:
     return (own or SYSTEMS[system]).table
 
 
+@pytest.mark.first("axolotl", "llamafactory", "trainer")
 @pytest.mark.parametrize("name", ENOUGH)
 def test_no_value_is_a_traceback_and_none_goes_unsaid(tmp_path: Path, name: str):
     system = name.partition(",")[0]
@@ -669,6 +670,7 @@ _ANY = st.recursive(
 )
 
 
+@pytest.mark.first("axolotl", "llamafactory", "trainer")
 @pytest.mark.parametrize("name", ENOUGH)
 @given(data=st.data())
 @settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
