@@ -243,9 +243,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "trainer.distillation.column=/shared/teacher zero_optimization.stage=3 "
     "tensor_parallel.autotp_size=8": (f"{TEACHER_ALONE} zero_optimization.stage=3",),
     "meshloom train --config distill.json trainer.distillation.column=/shared/teacher": (
-        TEACHER_ALONE,
-        TEACHER_ALONE.replace(" --teacher-only", "") + " trainer.steps=2 "
-        "trainer.run.folder={out} trainer.distillation.teacher.name_or_path=null",
+        TEACHER_ALONE.replace(" --teacher-only", "") + " trainer.steps=2 trainer.run.folder={out}",
     ),
     "meshloom train --config dpo.json --preview 2": (
         "meshloom train --config examples/preferences.json trainer.model.name_or_path={run}/final "

@@ -254,6 +254,15 @@ def test_keys_that_do_not_go_together(name: str, tmp_path: Path, teacher: str) -
 
 
 @pytest.mark.more
+def test_a_column_that_is_missing_has_no_teacher_to_make_it(tmp_path: Path, teacher: str) -> None:
+    asked = config(tmp_path, teacher, column="column")
+    asked["trainer"]["distillation"]["teacher"] = {}
+    result = train(tmp_path, asked)
+    assert result.returncode == 65, result.stdout + result.stderr
+    shows(result.stdout + result.stderr, "column", "no folder", "Name the teacher")
+
+
+@pytest.mark.more
 def test_a_teacher_alone_needs_a_folder_and_a_task(tmp_path: Path, teacher: str) -> None:
     result = train(tmp_path, config(tmp_path, teacher), "--teacher-only")
     assert result.returncode == 64, result.stdout + result.stderr

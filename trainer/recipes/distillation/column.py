@@ -26,7 +26,10 @@ FOLDER = "teacher"
 NUMBERS = 1 << 22
 """The numbers that are measured at once, if a micro-batch of each rank has no more."""
 EXPECTED = "what is known of the teacher of this run"
-HINT = "Remove it, so that it is made again, or name another trainer.distillation.column."
+HINT = (
+    "Name the teacher, and remove the folder if it is there: it is then made again. Or name another "
+    "trainer.distillation.column."
+)
 
 
 class LikelyTokens(NamedTuple):
