@@ -108,6 +108,7 @@ def test_a_plain_loop_gives_the_same(
     [("forward", 0), ("reverse", 1), *[("jensen_shannon", b) for b in (0.1, 0.5, 0.9)]],
 )
 @pytest.mark.parametrize("temperature", [1.0, 0.9, 3.0])
+@pytest.mark.more
 def test_it_is_trls_over_the_whole_vocabulary(
     divergence: Any, beta: float, temperature: float
 ) -> None:
