@@ -27,8 +27,8 @@ NUMBERS = 1 << 22
 """The numbers that are measured at once, if a micro-batch of each rank has no more."""
 EXPECTED = "what is known of the teacher of this run"
 HINT = (
-    "Name the teacher, and remove the folder if it is there: it is then made again. Or name another "
-    "trainer.distillation.column."
+    "Name the teacher, and remove the folder if it is there: it is then made again. "
+    "Or name another trainer.distillation.column."
 )
 
 
