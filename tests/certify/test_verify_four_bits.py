@@ -115,7 +115,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.first("mesh-zero3")
+@pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_base_is_that_of_one_process_under_every_layout(pools, tmp_path, base, layout):
     adapter = {"adapter": DOUBLE, "model": {"name_or_path": base}}
@@ -133,7 +133,7 @@ def test_hsdp_on_four_ranks(pools, tmp_path, base, more):
         assert passed, table
 
 
-@pytest.mark.first("scales_of_other_blocks")
+@pytest.mark.more
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_in_four_bits_is_caught(pools, tmp_path, base, fault):
     path = config(tmp_path, "mesh", 3, adapter=DOUBLE, model={"name_or_path": base})

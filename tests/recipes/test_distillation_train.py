@@ -269,4 +269,4 @@ def test_a_teacher_alone_needs_a_folder_and_a_task(tmp_path: Path, teacher: str)
     shows(result.stdout + result.stderr, "trainer.distillation.column")
     result = train(tmp_path, {"train_batch_size": 8}, "--teacher-only")
     assert result.returncode == 64, result.stdout + result.stderr
-    shows(result.stdout + result.stderr, "--teacher-only", "distillation")
+    shows(result.stdout + result.stderr, "trainer.task", "distillation")

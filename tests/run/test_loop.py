@@ -131,6 +131,7 @@ def test_a_failure_before_the_first_step_closes_the_loader(monkeypatch):
     """Its workers ignore signals: the end of the process would wait for them."""
     loader = MagicMock()
     monkeypatch.setattr(whole_run, "_loader", lambda *_: loader)
+    monkeypatch.setattr(whole_run, "measure_precursor", lambda *_: None)
     monkeypatch.setattr(whole_run, "_built", lambda *_: (MagicMock(), RunState()))
     monkeypatch.setattr(whole_run, "_write_down", lambda *_: None)
     monkeypatch.setattr(whole_run, "RunHooks", MagicMock(side_effect=OSError("no log")))

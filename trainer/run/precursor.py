@@ -25,7 +25,7 @@ def precursor_of(config: Config, folder: Path | None) -> Config | None:
         return measured(config, folder)  # type: ignore[no-any-return]
     if folder is None:
         actual = f'"{config.trainer.task}", which has no teacher'
-        raise ConfigError(Problem("--teacher-only", actual, 'the task "distillation"'))
+        raise ConfigError(Problem("trainer.task", actual, '"distillation"'))
     return None
 
 
