@@ -117,9 +117,9 @@ def biases_learn() -> Any:
 def of_files(change: Callable[[Any, str], Any]) -> Any:
     from trainer.models.pretrained.weights import SafetensorsFolder
 
-    real = SafetensorsFolder.read
+    real = SafetensorsFolder.__getitem__
     return mock.patch.object(
-        SafetensorsFolder, "read", lambda self, name: change(lambda n: real(self, n), name)
+        SafetensorsFolder, "__getitem__", lambda self, name: change(lambda n: real(self, n), name)
     )
 
 

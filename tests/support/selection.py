@@ -23,7 +23,7 @@ import pytest
 
 PARTS = 20
 """The parts of `--part`: with one of them all of `.ci/run` takes 25 minutes."""
-SLOW = 4.0
+SLOW = 2.5
 """Seconds. A test that takes longer runs first only if it is named by `first`."""
 LEAST = 0.5
 """Seconds. A shorter test is not written down, and what is not written down counts as this."""
