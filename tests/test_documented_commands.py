@@ -277,10 +277,12 @@ SMALL: dict[str, tuple[str, ...]] = {
     ),
     "meshloom plan --config zero2 --nodes 1 --gpus 1 trainer.model.name_or_path=BASE "
     "trainer.adapter.r=16 QUANTIZE trainer.engine=mesh bf16.enabled=true "
-    f"trainer.data.sequence_length=4096 train_batch_size=1 {FULL}": (
+    "trainer.data.sequence_length=4096 train_batch_size=1 gradient_accumulation_steps=1 "
+    f"{FULL}": (
         "meshloom plan --config zero2 --nodes 1 --gpus 1 trainer.model.name_or_path={run}/final "
         "trainer.adapter.r=4 trainer.adapter.quantize.double_quant=true trainer.engine=mesh "
-        f"bf16.enabled=true trainer.data.sequence_length=32 train_batch_size=1 {FULL}",
+        "bf16.enabled=true trainer.data.sequence_length=32 train_batch_size=1 "
+        f"gradient_accumulation_steps=1 {FULL}",
     ),
     f"deepspeed {TRAIN} ds_configs/zero2.json trainer.model.name_or_path=my-7b "
     "trainer.data.path='data/*.jsonl' trainer.data.sequence_length=4096 train_batch_size=1024 "
