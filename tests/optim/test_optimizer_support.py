@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import import_module
 from inspect import Parameter, signature
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -371,7 +372,9 @@ def test_a_run_and_a_certificate_end_with_the_reasons_before_any_work(tmp_path):
     small = tiny_run(str(job), ["optimizer.type=sgd", "trainer.engine=deepspeed"], 1)
     with pytest.raises(ConfigError, match="zero_allow_untested_optimizer"):
         machine = Machine(torch.device("cpu"), Ranks(0, 1))
-        record(small, spec_of(LLAMA), None, None, machine, tmp_path)
+        subject: Any = SimpleNamespace(spec=spec_of(LLAMA))
+        sources: Any = None
+        record(small, subject, sources, machine, tmp_path)
 
 
 @pytest.mark.whole
