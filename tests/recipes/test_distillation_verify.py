@@ -2,58 +2,31 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.certify.certifying import certified, config
+from tests.support.certify.certifying import certified
 from tests.support.certify.faults import distillation as faults
-from tests.support.commands import ROOT
-from tests.support.layouts import EXPERTS, FAMILIES
-from tests.support.training import GPT2
+from tests.support.certify.layout_table import (
+    DROPPED,
+    LAYOUTS,
+    ROUTED,
+    asked_in,
+    set_precision,
+    table_of,
+)
+from tests.support.layouts import FAMILIES
 from trainer.tasks.losses.divergences import DIVERGENCES
-
-DROPPED = {"config": GPT2 | {"n_layer": 2, "vocab_size": 61}}
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2}
-LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any]]] = {
-    "ddp": (2, "mesh", 0, {}),
-    "zero2": (2, "deepspeed", 2, {}),
-    "zero3": (2, "deepspeed", 3, {}),
-    "fsdp": (2, "mesh", 3, {}),
-    "pipeline_zero2": (4, "mesh", 2, {"stages": 2}),
-    "tensor_zero2": (4, "mesh", 2, {"tensor": 2}),
-    "context": (4, "mesh", 2, {"context": 2}),
-    "hsdp": (4, "mesh", 3, {"mesh": {"replicate": 2}}),
-    "expert": (2, "mesh", 2, {"expert": 2, "model": {"config": EXPERTS | {"vocab_size": 61}}}),
-    "lora": (2, "mesh", 2, {"adapter": {"r": 4, "dropout": 0.1}}),
-}
-"""The ranks, the engine, the ZeRO stage, and more of the config. All are exact."""
 
 
 def asked(folder: Path, layout: str, divergence: str, **trainer: Any) -> tuple[int, str]:
     """Write the config of a divergence in a layout; return the ranks, too."""
-    size, engine, stage, more = LAYOUTS[layout]
     keys = {"divergence": divergence, "top_k": 6, "temperature": 2.0, "hard_weight": 0.3}
-    keys |= {"teacher": {"name_or_path": "teacher"}}
-    section: dict[str, Any] = {"model": {"config": LLAMA | {"vocab_size": 61}}, **more, **trainer}
-    if "adapter" in section:
-        section["model"] = {"name_or_path": base(folder)}
-    task = {"task": "distillation", "distillation": keys | section.pop("distillation", {})}
-    return size, config(folder, engine, stage, **task, **section)
-
-
-def base(folder: Path) -> str:
-    """Save a tiny model."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    rest = {name: value for name, value in LLAMA.items() if name != "model_type"}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **rest, vocab_size=61))
-    model.save_pretrained(folder / "base")
-    return str(folder / "base")
+    keys |= {"teacher": {"name_or_path": "teacher"}, **trainer.pop("distillation", {})}
+    return asked_in(folder, layout, task="distillation", distillation=keys, **trainer)
 
 
 EVERY = [(layout, divergence) for layout in LAYOUTS for divergence in DIVERGENCES]
@@ -74,7 +47,6 @@ def test_each_divergence_is_exact_in_each_layout(
         assert passed, table
 
 
-ROUTED = EXPERTS | {"vocab_size": 61, "output_router_logits": True}
 CAPPED = FAMILIES["gemma2"] | {"vocab_size": 61, "num_hidden_layers": 2}
 ODD: dict[str, tuple[str, dict[str, Any], str]] = {
     "a router's loss": ("fsdp", {"model": {"config": ROUTED}}, "float32"),
@@ -92,8 +64,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_other_models_and_precisions(pools: Any, tmp_path: Path, name: str) -> None:
     layout, more, precision = ODD[name]
     size, path = asked(tmp_path, layout, "jensen_shannon", **more)
-    content = json.loads(Path(path).read_text()) | {"bf16": {"enabled": precision == "config"}}
-    Path(path).write_text(json.dumps(content))
+    set_precision(path, precision)
     arguments = {"path": path, "world_size": size, "precision": precision}
     for passed, _, table in pools[size].run(certified, **arguments):
         assert passed, table
@@ -128,11 +99,8 @@ def test_a_planted_fault_is_caught_and_named(
 
 def test_the_page_has_the_table_of_divergences_and_layouts() -> None:
     """No cell is empty, and each that says exact is a case of the certificate."""
-    lines = (ROOT / "docs" / "distillation.md").read_text().splitlines()
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
-    [head] = [row for row in rows if row[1:2] == ["ddp"]]
-    cells = {row[0]: row[1:] for row in rows if row[0] in DIVERGENCES and len(row) == len(head)}
-    assert head[1:] == list(LAYOUTS)
+    head, cells = table_of("distillation.md", DIVERGENCES)
+    assert head == list(LAYOUTS)
     assert list(cells) == list(DIVERGENCES)
     assert all(set(row) == {"exact"} for row in cells.values())
 

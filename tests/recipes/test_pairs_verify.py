@@ -2,59 +2,32 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.certify.certifying import certified, config
+from tests.support.certify.certifying import certified
 from tests.support.certify.faults import pairs as faults
-from tests.support.commands import ROOT
-from tests.support.layouts import EXPERTS, FAMILIES
-from tests.support.training import GPT2
+from tests.support.certify.layout_table import (
+    DROPPED,
+    LAYOUTS,
+    ROUTED,
+    asked_in,
+    set_precision,
+    table_of,
+)
+from tests.support.layouts import FAMILIES
 from trainer.recipes.pairs.losses import LOSSES
-
-DROPPED = {"config": GPT2 | {"n_layer": 2, "vocab_size": 61}}
-LLAMA = {"model_type": "llama", "num_hidden_layers": 2, "num_key_value_heads": 2}
-LAYOUTS: dict[str, tuple[int, str, int, dict[str, Any]]] = {
-    "ddp": (2, "mesh", 0, {}),
-    "zero2": (2, "deepspeed", 2, {}),
-    "zero3": (2, "deepspeed", 3, {}),
-    "fsdp": (2, "mesh", 3, {}),
-    "pipeline_zero2": (4, "mesh", 2, {"stages": 2}),
-    "tensor_zero2": (4, "mesh", 2, {"tensor": 2}),
-    "context": (4, "mesh", 2, {"context": 2}),
-    "hsdp": (4, "mesh", 3, {"mesh": {"replicate": 2}}),
-    "expert": (2, "mesh", 2, {"expert": 2, "model": {"config": EXPERTS | {"vocab_size": 61}}}),
-    "lora": (2, "mesh", 2, {"adapter": {"r": 4, "dropout": 0.1}}),
-}
-"""The ranks, the engine, the ZeRO stage, and more of the config. All are exact."""
 
 
 def asked(folder: Path, layout: str, loss: str, **trainer: Any) -> tuple[int, str]:
     """Write the config of a loss in a layout, with all that the loss has; return the ranks, too."""
-    size, engine, stage, more = LAYOUTS[layout]
-    engine = trainer.pop("engine", engine)
     kind = LOSSES[loss]
     keys: dict[str, Any] = {"loss": loss, "sft_weight": 0.3}
     keys |= {"label_smoothing": 0.1} if kind.smooths else {}
-    section: dict[str, Any] = {"model": {"config": LLAMA | {"vocab_size": 61}}, **more, **trainer}
-    if "adapter" in section:
-        section["model"] = {"name_or_path": base(folder)}
-    return size, config(folder, engine, stage, task="pairs", pairs=keys, **section)
-
-
-def base(folder: Path) -> str:
-    """Save a tiny model."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
-
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-    rest = {name: value for name, value in LLAMA.items() if name != "model_type"}
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**sizes, **rest, vocab_size=61))
-    model.save_pretrained(folder / "base")
-    return str(folder / "base")
+    return asked_in(folder, layout, task="pairs", pairs=keys, **trainer)
 
 
 EVERY = [(layout, loss) for layout in LAYOUTS for loss in LOSSES]
@@ -79,11 +52,7 @@ def test_each_loss_is_exact_in_each_layout(
 
 
 ODD: dict[str, tuple[str, dict[str, Any], str]] = {
-    "a router's loss": (
-        "fsdp",
-        {"model": {"config": EXPERTS | {"vocab_size": 61, "output_router_logits": True}}},
-        "float32",
-    ),
+    "a router's loss": ("fsdp", {"model": {"config": ROUTED}}, "float32"),
     "capped logits": (
         "tensor_zero2",
         {"model": {"config": FAMILIES["gemma2"] | {"vocab_size": 61, "num_hidden_layers": 2}}},
@@ -104,8 +73,7 @@ ODD: dict[str, tuple[str, dict[str, Any], str]] = {
 def test_other_models_and_precisions(pools: Any, tmp_path: Path, name: str) -> None:
     layout, more, precision = ODD[name]
     size, path = asked(tmp_path, layout, "sigmoid", **more)
-    content = json.loads(Path(path).read_text()) | {"bf16": {"enabled": precision == "config"}}
-    Path(path).write_text(json.dumps(content))
+    set_precision(path, precision)
     arguments = {"path": path, "world_size": size, "precision": precision}
     for passed, _, table in pools[size].run(certified, **arguments):
         assert passed, table
@@ -143,11 +111,8 @@ def test_a_planted_fault_is_caught_and_named(
 
 def test_the_page_has_the_table_of_losses_and_layouts() -> None:
     """No cell is empty, and each that says exact is a case of the certificate."""
-    lines = (ROOT / "docs" / "preferences.md").read_text().splitlines()
-    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in lines]
-    [head] = [row for row in rows if row[1:2] == ["ddp"]]
-    cells = {row[0]: row[1:] for row in rows if row[0] in LOSSES and len(row) == len(head)}
-    assert head[1:] == list(LAYOUTS)
+    head, cells = table_of("preferences.md", LOSSES)
+    assert head == list(LAYOUTS)
     assert list(cells) == list(LOSSES)
     assert all(set(row) == {"exact"} for row in cells.values())
 
