@@ -95,6 +95,16 @@ class Metrics:
             self.group = None
         return self.loss_sum / self.targets
 
+    def means(self, sums: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Return the means of figures over the global batch. Collective.
+
+        `sums`: those of this rank's share, and last the number of what they count.
+        """
+        sums = sums.to(device)
+        if self.group is not None:
+            dist.all_reduce(sums, group=self.group)
+        return sums[:-1] / sums[-1].clamp_min(1)
+
 
 class Engine(Protocol):
     job: Job

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, MeshloomError, Problem, Raised, attempt
 from trainer.models.materialise import on_host
 from trainer.models.names import differing, gradients_of
@@ -136,6 +137,33 @@ def differing_gradient(
 ) -> tuple[str, float] | None:
     """Return the first parameter whose gradient differs, and by what share of its largest entry."""
     return differing(gradients_of(ours), gradients_of(theirs), most)
+
+
+def own_loss_difference(
+    own: nn.Module,
+    ours: nn.Module,
+    theirs: Callable[[], torch.Tensor],
+    mine: Callable[[], torch.Tensor],
+) -> Finding | None:
+    """Compare a summed loss and every gradient with the model's own, with the same random numbers.
+
+    `theirs` computes the loss of `own`, and `mine` that of `ours`.
+    """
+    seed_generators(1)
+    expected = theirs()
+    expected.backward()
+    seed_generators(1)
+    loss = mine()
+    loss.backward()
+    error = abs(float(loss.detach() - expected.detach()))
+    if not error <= TOLERANCE * abs(float(expected.detach())):
+        actual = f"loss {float(loss.detach()):.6g}"
+        return Finding(actual, f"its own, {float(expected.detach()):.6g}")
+    if result := differing_gradient(ours, own):
+        name, share = result
+        return Finding(f"the gradient of {name} is off by {share:.1%} of its largest entry")
+    lacking = sorted(gradients_of(own).keys() ^ gradients_of(ours).keys())
+    return Finding(f"a gradient for {lacking[0]} in one of both") if lacking else None
 
 
 @contextmanager

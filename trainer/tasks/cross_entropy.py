@@ -182,6 +182,15 @@ def product_chunks(
     return chunks_of(len(given), shard.most if shard else count, wide, at_least)
 
 
+def chunk_logits(
+    part: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, wide: torch.dtype
+) -> torch.Tensor:
+    """Return the logits of a chunk of hidden states, or of logits, in memory of their own."""
+    if weight is None:
+        return part.to(wide, copy=True)
+    return F.linear(part, weight, bias).to(wide)
+
+
 class _CrossEntropy(torch.autograd.Function):
     """The summed loss of hidden states [n, h] or, without a weight, of logits [n, v]."""
 
@@ -203,8 +212,7 @@ class _CrossEntropy(torch.autograd.Function):
         loss_of = (shard is None and options.chunk_loss) or chunk_loss
         for rows in product_chunks(given, weight, shard, wide):
             part = given[rows]
-            logits = part if weight is None else F.linear(part, weight, bias)
-            logits = logits.to(wide, copy=weight is None)
+            logits = chunk_logits(part, weight, bias, wide)
             losses, grad = loss_of(logits, targets[rows], options.smoothing, shard)
             total += losses.sum()
             options.report(rows, losses)

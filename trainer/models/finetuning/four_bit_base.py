@@ -52,10 +52,6 @@ class FourBitLinear(nn.Module):
         """Quantise a whole weight [outputs, inputs]; return its bytes."""
         return nf4.quantise(value, self.double_quant)
 
-    def dequantised(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight [outputs, inputs] in a dtype."""
-        return nf4.dequantise(self.weight.detach(), self.shape, self.double_quant, dtype)
-
     def forward(self, given: torch.Tensor) -> torch.Tensor:
         if self.weight.dtype != torch.uint8:  # of an engine that casts all that it gathers
             raise TypeError(f"a weight in four bits has become {self.weight.dtype}")

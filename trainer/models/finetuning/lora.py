@@ -150,7 +150,10 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         raise ConfigError(Problem("trainer.adapter.targets", actual, "one for each layer"))
     training = _training(spec, model, published)
     values = sum(values_of(model).values())
-    notes = _notes(spec.name, model, options, values - sum(training.frozen.values()))
+    frozen = sum(training.frozen.values())
+    learned = f"{(values - frozen) / 1e6:,.2f} M values are trained"
+    still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
+    note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
     head = spec.build().get_output_embeddings()  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     output = replace(spec.language.head, plain=spec.language.head.plain and same_head)
@@ -168,24 +171,19 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         tied=aliases_of(model),
         training=training,
         files=_files(spec, options, model, config, published),
-        notes=(*spec.notes, *notes),
+        notes=(*spec.notes, note, *_notes_on_bits(spec.name, model, options)),
         config={**spec.config, "adapter": _settings(options, config)},
     )
 
 
-def _notes(base: str, model: nn.Module, options: AdapterSection, learned: int) -> list[str]:
-    """Say how many values are trained, and what is in four bits."""
-    layers = len(scalings_of(model))
-    still = (
-        f"the other {(sum(values_of(model).values()) - learned) / 1e6:,.1f} M of {base} are frozen"
-    )
-    trained = f"{learned / 1e6:,.2f} M values are trained"
-    notes = [f"LoRA of rank {options.r} in {layers} layers: {trained}, {still}"]
-    if options.quantize is not None:
-        notes.append(note_of(base, model))
-        if options.merge:
-            another = "not that in four bits, and so another model"
-            notes.append(f"final-merged/ is the base of the files, {another}")
+def _notes_on_bits(base: str, model: nn.Module, options: AdapterSection) -> list[str]:
+    """Say what is in four bits, and that a merged model is not."""
+    if options.quantize is None:
+        return []
+    notes = [note_of(base, model)]
+    if options.merge:
+        another = "not that in four bits, and so another model"
+        notes.append(f"final-merged/ is the base of the files, {another}")
     return notes
 
 

@@ -77,9 +77,7 @@ def dequantise(
     data: torch.Tensor, shape: tuple[int, ...], double: bool, dtype: torch.dtype
 ) -> torch.Tensor:
     """Return the tensor of the bytes: in float32, then rounded to `dtype`."""
-    values = 1
-    for length in shape:
-        values *= length
+    values = math.prod(shape)
     offset, floats, scales, codes = data.split(sizes(values, double))
     of_blocks = floats.clone().view(torch.float32)  # a view needs an aligned place
     if double:

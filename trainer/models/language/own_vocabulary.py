@@ -6,12 +6,24 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError, Problem
+from trainer.models.language import model_config
 from trainer.storage import Json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+    from trainer.config.sections.model_and_data import ModelSection
+
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
+
+def align_new(
+    options: ModelSection, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
+) -> tuple[str, ...]:
+    """Align the config of a new model as `align` does; a base has its own vocabulary."""
+    if options.name_or_path is not None:
+        return ()
+    return align(config, model_config.stated(options.config), tokenizer)
 
 
 def align(

@@ -27,7 +27,7 @@ from trainer.models import huggingface
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.language.fit import check_fit
-from trainer.models.language.own_vocabulary import align
+from trainer.models.language.own_vocabulary import align_new
 from trainer.models.spec import ModelSpec
 from trainer.parallel.checks import packing_refusal
 from trainer.parallel.parallel_mesh import division_of
@@ -149,10 +149,7 @@ def language_parts(context: RunContext) -> LanguageParts:
         ranks.await_first(lambda: check_tasks(section.evaluation.tasks))
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     tokenizer = _tokenizer(context)
-    notes: tuple[str, ...] = ()
-    if section.model.name_or_path is None:
-        stated = model_config.stated(section.model.config)
-        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
+    notes = ranks.on_own(lambda: align_new(section.model, architecture, tokenizer))
     spec = context.changed(huggingface.spec_of(architecture, section.model))
     rotary = _longrope_notes(section.data.sequence_length, architecture)
     return LanguageParts(spec, tokenizer, (*notes, *rotary))

@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
 from trainer.config.sections.distillation import DistillationSection
 from trainer.config.sections.trainer import TrainerSection
@@ -14,17 +13,16 @@ from trainer.data import columns
 from trainer.engines import Engine, Metrics
 from trainer.errors import ConfigError, Problem
 from trainer.recipe import RunContext, Subject
-from trainer.recipes.causal_lm.subject import LanguageSubject, open_language_model
+from trainer.recipes.causal_lm.subject import LanguageSubject
 from trainer.recipes.causal_lm.task import CausalLM
 from trainer.recipes.distillation import column
-from trainer.recipes.distillation.task import FIGURES, DistillationTask, made_of
+from trainer.recipes.distillation.task import FIGURES, DistillationTask
 from trainer.recipes.distillation.teacher import (
     KEY,
-    check_count,
-    check_tokens,
     column_folder,
     known_of,
     known_of_teacher,
+    open_fitted,
     spec_of_teacher,
 )
 from trainer.storage import Json
@@ -48,13 +46,8 @@ class StudentSubject(LanguageSubject):
 
     def training_figures(self, metrics: Metrics, device: torch.device) -> dict[str, float]:
         sums = self.task.take_figures()
-        if sums is None:
-            sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64)
-        sums = sums.to(device)
-        if metrics.group is not None:
-            dist.all_reduce(sums, group=metrics.group)
-        *figures, targets = sums.tolist()
-        return {name: one / max(targets, 1.0) for name, one in zip(FIGURES, figures, strict=True)}
+        means = metrics.means(sums, device)
+        return dict(zip(FIGURES, means.tolist(), strict=True))
 
     def before_training(self, engine: Engine, folder: Path, step: int) -> Subject:
         """Read what is known of the teacher. Collective.
@@ -85,15 +78,11 @@ def open_student(context: RunContext) -> StudentSubject:
     Raises ConfigError or DataError for what does not fit together.
     """
     section = context.section
-    keys = section.distillation
     _check(section)
-    language = open_language_model(context)
-    context.ranks.on_own(lambda: check_tokens(section, keys, language.tokenizer))
-    check_count(keys, language.spec, language.tokenizer)
-    task = made_of(language.spec, keys, language.tokenizer, language.task.attention)
+    language, task = open_fitted(context)
     return StudentSubject(
         language.spec,
-        task.packing() if language.packed else task,  # type: ignore[arg-type]
+        task,
         language.data,
         language.packed,
         language.check,

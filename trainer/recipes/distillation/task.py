@@ -184,11 +184,11 @@ class DistillationTask(CausalLM):
         self.figures = every if self.figures is None else self.figures + every
         return sums[0]
 
-    def take_figures(self) -> torch.Tensor | None:
+    def take_figures(self) -> torch.Tensor:
         """Return, and forget, the sums of FIGURES in training, with the number of targets."""
         figures = self.figures
         self.figures = None
-        return figures
+        return torch.zeros(len(FIGURES) + 1, dtype=torch.float64) if figures is None else figures
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss, without smoothing, and FIGURES; or, for a column, 0 and the

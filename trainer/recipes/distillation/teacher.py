@@ -148,23 +148,33 @@ def open_teacher(context: RunContext) -> TeacherSubject:
 
     Raises ConfigError or DataError for a teacher that does not fit them.
     """
+    language, task = open_fitted(context)
     section = context.section
-    language = open_language_model(context)
-    keys = section.distillation
-    context.ranks.on_own(lambda: check_tokens(section, keys, language.tokenizer))
-    check_count(keys, language.spec, language.tokenizer)
-    task = made_of(language.spec, keys, language.tokenizer, language.task.attention)
     return TeacherSubject(
         language.spec,
-        task.packing() if language.packed else task,  # type: ignore[arg-type]
+        task,
         language.data,
         language.packed,
         language.check,
         tokenizer=language.tokenizer,
         form=language.form,
-        place=Path(str(keys.column)),
+        place=Path(str(section.distillation.column)),
         shared=section.recipe == SHARED,
     )
+
+
+def open_fitted(context: RunContext) -> tuple[LanguageSubject, DistillationTask]:
+    """Open a student or its teacher on the data, and its task. Collective.
+
+    Raises ConfigError or DataError for what does not fit together.
+    """
+    section = context.section
+    keys = section.distillation
+    language = open_language_model(context)
+    context.ranks.on_own(lambda: check_tokens(section, keys, language.tokenizer))
+    check_count(keys, language.spec, language.tokenizer)
+    task = made_of(language.spec, keys, language.tokenizer, language.task.attention)
+    return language, task.packing() if language.packed else task  # type: ignore[return-value]
 
 
 def check_tokens(

@@ -15,7 +15,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.language.fit import check_fit
-from trainer.models.language.own_vocabulary import align
+from trainer.models.language.own_vocabulary import align_new
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.embeddings.body import (
     body_of,
@@ -90,10 +90,7 @@ def open_embeddings(context: RunContext) -> EmbeddingSubject:
     check_layout(context.layout)
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     tokenizer = open_tokenizer(context)
-    notes: tuple[str, ...] = ()
-    if section.model.name_or_path is None:
-        stated = model_config.stated(section.model.config)
-        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
+    notes = ranks.on_own(lambda: align_new(section.model, architecture, tokenizer))
     options = section.embeddings
     prompts = options.prompts.get("query", ""), options.prompts.get("document", "")
     work = TextTokens(tokenizer, section.data.sequence_length, *prompts)

@@ -6,10 +6,8 @@ from typing import Any
 
 import torch
 
-from trainer.distributed.seeding import seed_generators
-from trainer.models.names import gradients_of
 from trainer.models.spec import ModelSpec
-from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, observe, probe
+from trainer.probes.probe import TOLERANCE, Finding, observe, own_loss_difference, probe
 from trainer.recipes.labels.kinds import LabelKind
 from trainer.recipes.labels.model import LENGTHS, made_up, task_of
 
@@ -28,22 +26,13 @@ def check_own_loss(spec: ModelSpec, kind: LabelKind) -> None:
             return finding
         task = task_of(small, kind)
         batch = task.collate(made_up(kind, LENGTHS, small.language.vocabulary))
-        seed_generators(1)
         names = ("input_ids", "attention_mask", "labels")
-        theirs = own.train()(**{name: batch[name] for name in names}).loss * batch["count"]
-        theirs.backward()
-        seed_generators(1)
-        mine = task.loss_sum(ours.train(), batch)
-        mine.backward()
-        error = abs(float(mine.detach() - theirs.detach()))
-        if not error <= TOLERANCE * abs(float(theirs.detach())):
-            actual = f"loss {float(mine.detach()):.6g}"
-            return Finding(actual, f"its own, {float(theirs.detach()):.6g}")
-        if result := differing_gradient(ours, own):
-            name, share = result
-            return Finding(f"the gradient of {name} is off by {share:.1%} of its largest entry")
-        lacking = sorted(gradients_of(own).keys() ^ gradients_of(ours).keys())
-        return Finding(f"a gradient for {lacking[0]} in one of both") if lacking else None
+        return own_loss_difference(
+            own.train(),
+            ours.train(),
+            lambda: own(**{name: batch[name] for name in names}).loss * batch["count"],
+            lambda: task.loss_sum(ours, batch),
+        )
 
     finding = observe(lambda: probe(spec, lambda model, small: model, compare))
     if finding is not None:

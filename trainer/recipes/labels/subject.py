@@ -21,7 +21,7 @@ from trainer.models.finetuning.changed import changed_spec
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
 from trainer.models.language.fit import check_ids
-from trainer.models.language.own_vocabulary import align
+from trainer.models.language.own_vocabulary import align_new
 from trainer.models.spec import ModelSpec
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.labels.encoded import Encoder
@@ -102,10 +102,7 @@ def open_labels(context: RunContext) -> LabelSubject:
     name = ranks.await_first(lambda: kind_in(section.data, section.labels))
     _check_records(section.data, name)
     tokenizer = tokenizer_of(context, name == "tokens")
-    notes: tuple[str, ...] = ()
-    if section.model.name_or_path is None:
-        stated = model_config.stated(section.model.config)
-        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
+    notes = ranks.on_own(lambda: align_new(section.model, architecture, tokenizer))
     base = BaseClasses(architecture, name == "tokens")
     template = Template.of(tokenizer, section.data.chat_template)
     room = section.data.sequence_length

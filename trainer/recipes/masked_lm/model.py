@@ -10,15 +10,13 @@ import torch
 
 from trainer.config.sections.masked import MaskedSection
 from trainer.config.sections.model_and_data import ModelSection
-from trainer.distributed.seeding import seed_generators
 from trainer.errors import ConfigError, Problem
 from trainer.models import huggingface
 from trainer.models.flops import flops_per_token
 from trainer.models.language.auto_class import MASKED
-from trainer.models.names import gradients_of
 from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import SIZES
-from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, observe, probe
+from trainer.probes.probe import TOLERANCE, Finding, observe, own_loss_difference, probe
 from trainer.recipes.labels.kinds import Labelled
 from trainer.recipes.labels.model import LENGTHS, with_new_head
 from trainer.recipes.masked_lm.masking import Masked, MaskRule
@@ -95,21 +93,13 @@ def check_own_loss(spec: ModelSpec) -> None:
         if finding := _padding(task, own.eval(), samples):
             return finding
         names = ("input_ids", "attention_mask", "labels")
-        seed_generators(1)
-        theirs = own.train()(**{name: batch[name] for name in names}).loss * batch["count"]
-        theirs.backward()
-        seed_generators(1)
-        mine = task.loss_sum(task.prepare(ours.train()), batch)
-        mine.backward()
-        error = abs(float(mine.detach() - theirs.detach()))
-        if not error <= TOLERANCE * abs(float(theirs.detach())):
-            actual = f"loss {float(mine.detach()):.6g}"
-            return Finding(actual, f"its own, {float(theirs.detach()):.6g}")
-        if result := differing_gradient(ours, own):
-            name, share = result
-            return Finding(f"the gradient of {name} is off by {share:.1%} of its largest entry")
-        lacking = sorted(gradients_of(own).keys() ^ gradients_of(ours).keys())
-        return Finding(f"a gradient for {lacking[0]} in one of both") if lacking else None
+        prepared = task.prepare(ours.train())
+        return own_loss_difference(
+            own.train(),
+            ours,
+            lambda: own(**{name: batch[name] for name in names}).loss * batch["count"],
+            lambda: task.loss_sum(prepared, batch),
+        )
 
     finding = observe(lambda: probe(spec, lambda model, small: model, compare))
     if finding is not None:

@@ -23,7 +23,7 @@ from trainer.data.text.tokenizer import load_any_tokenizer, named_tokenizer, tok
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.models.language import model_config
 from trainer.models.language.fit import check_fit
-from trainer.models.language.own_vocabulary import align
+from trainer.models.language.own_vocabulary import align_new
 from trainer.recipe import RunContext, Subject
 from trainer.recipes.labels.model import padding_of
 from trainer.recipes.masked_lm.masking import Masked, MaskRule, WholeTexts
@@ -138,10 +138,7 @@ def open_masked(context: RunContext) -> MaskedSubject:
     _check(context)
     architecture = ranks.on_own(lambda: model_config.read_config(section.model))
     tokenizer = tokenizer_of(context)
-    notes: tuple[str, ...] = ()
-    if section.model.name_or_path is None:
-        stated = model_config.stated(section.model.config)
-        notes = ranks.on_own(lambda: align(architecture, stated, tokenizer))
+    notes = ranks.on_own(lambda: align_new(section.model, architecture, tokenizer))
     rule = rule_of(tokenizer, section)
     data = open_documents(context, tokenizer, rule)
     padding = ranks.on_own(lambda: padding_of(architecture, tokenizer))

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-import torch.distributed as dist
 
 from trainer.config import Config
 from trainer.config.sections.pair_losses import PairedDataSection, PairsSection
@@ -69,13 +68,8 @@ class PairsSubject(LanguageSubject):
 
     def training_figures(self, metrics: Metrics, device: torch.device) -> dict[str, float]:
         sums = self.task.take_figures()
-        if sums is None:
-            sums = torch.zeros(len(FIGURES) + 1, dtype=torch.float64)
-        sums = sums.to(device)
-        if metrics.group is not None:
-            dist.all_reduce(sums, group=metrics.group)
-        *figures, pairs = sums.tolist()
-        return {name: value / max(pairs, 1.0) for name, value in zip(FIGURES, figures, strict=True)}
+        means = metrics.means(sums, device)
+        return dict(zip(FIGURES, means.tolist(), strict=True))
 
     def prompts(self) -> Source:
         return ChosenAnswers(super().prompts())

@@ -243,11 +243,11 @@ class PairsTask(CausalLM):
         every = [chosen, rejected, chosen - rejected, (chosen > rejected).double(), *logps, ones]
         return torch.stack(every).where(self._counted(batch), 0.0).sum(1)
 
-    def take_figures(self) -> torch.Tensor | None:
+    def take_figures(self) -> torch.Tensor:
         """Return, and forget, the sums of FIGURES in training, with the number of pairs."""
         figures = self.figures
         self.figures = None
-        return figures
+        return torch.zeros(len(FIGURES) + 1, dtype=torch.float64) if figures is None else figures
 
     def measured(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Return the summed loss, without the chosen answers' cross-entropy, and FIGURES; or, for

@@ -36,6 +36,7 @@ from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
 from trainer.tasks.cross_entropy import (
     ChunkGradients,
     LossObserver,
+    chunk_logits,
     chunk_loss,
     product_chunks,
     times,
@@ -137,8 +138,7 @@ class _Mixed(torch.autograd.Function):
         gradients = ChunkGradients(given, weight, bias, wide, needed)
         for rows in product_chunks(given, weight, call.shard, wide):
             part = given[rows]
-            logits = part if weight is None else F.linear(part, weight, bias)
-            logits = logits.to(wide, copy=weight is None)
+            logits = chunk_logits(part, weight, bias, wide)
             each, grad = _chunk(logits, targets[rows], call.teacher.at(rows), call)
             sums += each.sum(1)
             if call.mixed.observe is not None:

@@ -13,12 +13,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.cross_entropy import NO_OPTIONS, ChunkGradients, LossHead, product_chunks
+from trainer.tasks.cross_entropy import (
+    NO_OPTIONS,
+    ChunkGradients,
+    LossHead,
+    chunk_logits,
+    product_chunks,
+)
 from trainer.tasks.task import IGNORED
 
 
@@ -79,7 +84,7 @@ class _TokenLosses(torch.autograd.Function):
         ctx.parts = product_chunks(given, weight, shard, wide)
         ctx.shard = shard
         for rows in ctx.parts:
-            logits = _logits(given[rows], weight, bias, wide)
+            logits = chunk_logits(given[rows], weight, bias, wide)
             log_total, wanted = _log_total(logits, targets[rows], shard)
             log_totals[rows] = log_total
             losses[rows] = torch.where(targets[rows] != IGNORED, log_total - wanted, 0)
@@ -94,22 +99,13 @@ class _TokenLosses(torch.autograd.Function):
         scale = torch.where(targets != IGNORED, gradient, 0).to(wide).unsqueeze(1)
         for rows in ctx.parts:
             part = given[rows]
-            grad = _logits(part, weight, bias, wide)
+            grad = chunk_logits(part, weight, bias, wide)
             grad.sub_(log_totals[rows].unsqueeze(1)).exp_().mul_(scale[rows])
             index, own = _place(targets[rows], ctx.shard)
             target = torch.where(own.unsqueeze(1), -scale[rows], 0)
             grad.scatter_add_(1, index.unsqueeze(1), target)
             gradients.add(rows, part, grad)
         return (*gradients.whole(), None, None)
-
-
-def _logits(
-    part: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, wide: torch.dtype
-) -> torch.Tensor:
-    """Return a chunk's logits, in memory of their own."""
-    if weight is None:
-        return part.to(wide, copy=True)
-    return F.linear(part, weight, bias).to(wide)
 
 
 def _place(

@@ -57,6 +57,17 @@ def extended(base: Table, content: Json) -> dict[str, KeyRule]:
     return {**base, **dict(rows_of(content))}
 
 
+def kind_of_training(
+    content: Json, base: Table, defaults: Callable[[Json], Json], groups: Sequence[Group]
+) -> OtherTrainer:
+    """Return a trainer whose table and defaults are others in some rows, those in `content`."""
+
+    def own(given: Json) -> Json:
+        return {**defaults(given), **content["defaults"]}
+
+    return OtherTrainer(extended(base, content), own, groups)
+
+
 def inner_table(system: str) -> dict[str, KeyRule]:
     """Return the handling of each key of the system's section with keys of its own."""
     return dict(rows_of(read_table(system)["inner"]))

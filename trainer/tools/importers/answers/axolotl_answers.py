@@ -19,8 +19,8 @@ from trainer.tools.importers.draft import Draft, Entry, Roles, names
 from trainer.tools.importers.tables import (
     Group,
     OtherTrainer,
-    extended,
     inner_table,
+    kind_of_training,
     read_table,
     rows_of,
     table,
@@ -182,11 +182,6 @@ def _own_rows(part: Draft, keys: Roles) -> None:
 
 
 def _trainer(kind: str, *own: Group) -> OtherTrainer:
-    content = read_table("answers/axolotl")[kind]
-
-    def defaults(given: Json) -> Json:
-        return {**axolotl.defaults(given), **content["defaults"]}
-
     groups: tuple[Group, ...] = (
         axolotl.batch,
         _data,
@@ -198,7 +193,8 @@ def _trainer(kind: str, *own: Group) -> OtherTrainer:
         _samples,
         axolotl.template,
     )
-    return OtherTrainer(extended(table("axolotl"), content), defaults, groups)
+    content = read_table("answers/axolotl")[kind]
+    return kind_of_training(content, table("axolotl"), axolotl.defaults, groups)
 
 
 _TRAINERS = {

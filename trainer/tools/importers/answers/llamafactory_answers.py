@@ -19,8 +19,8 @@ from trainer.tools.importers.draft import Draft, Entry, Roles
 from trainer.tools.importers.tables import (
     Group,
     OtherTrainer,
-    extended,
     inner_table,
+    kind_of_training,
     read_table,
     rows_of,
     table,
@@ -140,11 +140,6 @@ def _source(part: Draft, keys: Roles) -> None:
 
 
 def _trainer(kind: str, own: Group) -> OtherTrainer:
-    content = read_table("answers/llamafactory")[kind]
-
-    def defaults(given: Json) -> Json:
-        return {**llamafactory.defaults(given), **content["defaults"]}
-
     groups: tuple[Group, ...] = (
         llamafactory.stage,
         _data,
@@ -154,7 +149,8 @@ def _trainer(kind: str, own: Group) -> OtherTrainer:
         llamafactory.recomputation,
         _samples,
     )
-    return OtherTrainer(extended(table("llamafactory"), content), defaults, groups)
+    content = read_table("answers/llamafactory")[kind]
+    return kind_of_training(content, table("llamafactory"), llamafactory.defaults, groups)
 
 
 _GROUPS: Mapping[str, tuple[str, Callable[[Draft, Roles], None]]] = {
