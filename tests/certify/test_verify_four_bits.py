@@ -14,7 +14,8 @@ import torch
 from tests.support.certify.certifying import config
 from tests.support.messages import shows
 from tests.support.pool import machine_here
-from trainer.models.finetuning import four_bit_base, nf4
+from trainer.models.finetuning import four_bit_experts, nf4
+from trainer.models.finetuning.four_bit_base import Form
 
 DOUBLE = {"r": 4, "dropout": 0.1, "quantize": {"double_quant": True}}
 SINGLE = {"r": 4, "quantize": {"type": "nf4"}}
@@ -63,11 +64,24 @@ def values_rounded_to_16_bits() -> Any:
 
 
 def a_layer_in_16_bits_too_many() -> Any:
-    real = four_bit_base.in_four_bits
+    real = four_bit_experts.in_four_bits
     return mock.patch(
         "trainer.models.finetuning.lora.in_four_bits",
         lambda model, blocks, double: real(model, blocks[1:], double),
     )
+
+
+def a_stack_with_one_mean() -> Any:
+    """Each matrix has the first one's mean, as if the stack were one tensor."""
+    real = Form.stored
+
+    def stored(form: Form, value: torch.Tensor) -> torch.Tensor:
+        data = real(form, value)
+        if form.stacked:
+            data[:, : nf4.FLOAT] = data[0, : nf4.FLOAT]
+        return data
+
+    return mock.patch.object(Form, "stored", stored)
 
 
 FAULTS = {
@@ -122,6 +136,57 @@ def test_the_base_is_that_of_one_process_under_every_layout(pools, tmp_path, bas
     path = config(tmp_path, **LAYOUTS[layout], **adapter)
     for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
         assert passed, table
+
+
+ROUTED = {
+    "mesh-zero2": LAYOUTS["mesh-zero2"],
+    "mesh-zero3": LAYOUTS["mesh-zero3"],
+    "accelerate-fsdp": LAYOUTS["accelerate-fsdp"],
+    "deepspeed-zero3": LAYOUTS["deepspeed-zero3"],
+    "pipeline-zero2": LAYOUTS["pipeline-zero2"],
+    "mesh-zero3, experts": {"engine": "mesh", "stage": 3, "expert": 2},
+    "mesh-zero2, experts, full": {
+        **{"engine": "mesh", "stage": 2, "expert": 2},
+        "activation_checkpointing": "full",
+    },
+    "deepspeed-zero2, experts": {"engine": "deepspeed", "stage": 2, "expert": 2},
+}
+FAMILIES = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory: Any) -> dict[str, str]:
+    """Folders with architectures whose experts are stacked."""
+    from transformers import AutoConfig
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 96}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    folders = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
+    for name, folder in folders.items():
+        AutoConfig.for_model(name, **sizes, **FAMILIES[name]).save_pretrained(folder)
+    return {name: str(folder) for name, folder in folders.items()}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ROUTED)
+def test_experts_in_four_bits_are_those_of_one_process(pools, tmp_path, routed, layout, family):
+    adapter = {"adapter": DOUBLE, "model": {"name_or_path": routed[family]}}
+    path = config(tmp_path, **ROUTED[layout], **adapter)
+    for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
+        assert passed, table
+
+
+@pytest.mark.more
+def test_a_stack_that_was_quantised_as_one_is_caught(pools, tmp_path, routed):
+    fault = "a_stack_with_one_mean"
+    path = config(tmp_path, "mesh", 3, adapter=DOUBLE, model={"name_or_path": routed["qwen3_moe"]})
+    for passed, table in pools[2].run(certified, path=path, ranks=2, fault=fault):
+        assert not passed
+        shows(table.splitlines()[-1], "rank 0: initial")
 
 
 @pytest.mark.more

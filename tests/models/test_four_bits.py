@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import json
 from types import SimpleNamespace
 
@@ -12,13 +14,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import fsdp
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from tests.support.certify.certifying import DEEPSEEK
 from tests.support.models.nf4_record import FILE, SEEDS, Recorded, recorded, tensor_of
 from trainer.certify.one_process import four_bits as plainly
 from trainer.config.sections.adapter import AdapterSection
 from trainer.errors import ConfigError
-from trainer.models.finetuning import nf4
-from trainer.models.finetuning.four_bit_base import FourBitLinear, in_four_bits, note_of
+from trainer.models.finetuning import four_bit_base, nf4
+from trainer.models.finetuning.four_bit_base import (
+    Form,
+    FourBitLinear,
+    note_of,
+    weights_in_four_bits,
+)
+from trainer.models.finetuning.four_bit_experts import in_four_bits
 from trainer.parallel import shard
 
 
@@ -82,12 +92,12 @@ def test_a_layer_multiplies_by_its_dequantised_weight(bias, dtype):
     torch.manual_seed(0)
     plain = nn.Linear(96, 40, bias=bias, dtype=dtype)
     layer = FourBitLinear(plain, double=True)
-    layer.weight.data = layer.stored(plain.weight)
+    layer.weight.data = layer.form.stored(plain.weight)
     given_ = torch.randn(5, 96, dtype=dtype, requires_grad=True)
     output = layer(given_)
     output.square().sum().backward()
     again = given_.detach().clone().requires_grad_()
-    weight = nf4.dequantise(layer.weight, layer.shape, layer.double_quant, dtype)
+    weight = layer.form.dequantised(layer.weight, dtype)
     expected = F.linear(again, weight, plain.bias)
     expected.square().sum().backward()
     assert torch.equal(output, expected) and torch.equal(given_.grad, again.grad)
@@ -99,6 +109,66 @@ def test_bytes_that_were_cast_are_an_error():
     layer.weight.data = layer.weight.data.bfloat16()
     with pytest.raises(TypeError, match="four bits"):
         layer(torch.ones(1, 64))
+
+
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK | {"num_hidden_layers": 2, "n_group": 1, "num_experts_per_tok": 2},
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 61}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+
+
+@pytest.mark.parametrize("kept", ["eager", "grouped_mm", "batched_mm"])
+@pytest.mark.parametrize("family", EXPERTS)
+def test_experts_compute_with_matrices_that_were_quantised_one_by_one(family, kept):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(**{**SMALL, **EXPERTS[family], "model_type": family})
+    model = AutoModelForCausalLM.from_config(config, experts_implementation=kept).eval()
+    with torch.no_grad():
+        for parameter in model.requires_grad_(False).parameters():
+            parameter.normal_(std=0.2)
+    expected = copy.deepcopy(model)
+    plainly.in_four_bits(expected, ["model.layers"], True)
+    values = dict(model.named_parameters())
+    in_four_bits(model, ["model.layers"], True)
+    stored = weights_in_four_bits(model)
+    stacks = {name: weight for name, weight in stored.items() if weight.form.stacked}
+    assert len(stacks) == 2 * (2 if family != "deepseek_v3" else 1)
+    for name, weight in stored.items():
+        weight.data.copy_(weight.form.stored(values[name]))
+    largest = max(weight.form.values for weight in stacks.values())
+
+    def small(saved: torch.Tensor) -> torch.Tensor:
+        assert saved.numel() < largest
+        return saved
+
+    given_ = torch.randn(2, 9, 32)
+    results = []
+    for one in (model, expected):
+        given_ = given_.clone().requires_grad_()
+        hooks = torch.autograd.graph.saved_tensors_hooks(small, lambda saved: saved)
+        with hooks if one is model else contextlib.nullcontext():
+            logits = one(inputs_embeds=given_, use_cache=False).logits
+        logits.square().sum().backward()
+        results.append((logits.detach(), given_.grad))
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6 * float(theirs.abs().max()))
+
+
+def test_a_part_of_a_stack_has_the_values_of_its_matrices(monkeypatch):
+    monkeypatch.setattr(four_bit_base, "CHUNK", 100)
+    form = Form((5, 7, 11), double=True, stacked=True)
+    data = form.stored(stack := torch.randn(form.shape))
+    whole = plainly.read(data, form.shape, True)
+    assert torch.equal(whole, torch.stack([plainly.rounded(matrix, True) for matrix in stack]))
+    assert not torch.equal(whole, plainly.rounded(stack, True))  # another mean
+    for part in (data, data[1:4], data[:0]):
+        start = 1 if len(part) == 3 else 0
+        expected = whole[start : start + len(part)]
+        assert torch.equal(form.dequantised(part, torch.float32), expected)
 
 
 def test_the_head_what_is_tied_and_what_is_trained_stay_as_they_are():

@@ -330,8 +330,8 @@ def state_of(engine: Engine) -> State:
     state = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
     if not ranks.first:
         return {}
-    for name, layer in weights_in_four_bits(engine.job.spec.build()).items():
+    for name, weight in weights_in_four_bits(engine.job.spec.build()).items():
         key = name, WEIGHT
         if key in state:
-            state[key] = four_bits.read(state[key], layer.shape, layer.double_quant)
+            state[key] = four_bits.read(state[key], weight.form.shape, weight.form.double)
     return state

@@ -39,16 +39,24 @@ class Placement:
     """True if a process keeps its shard of a DTensor as a plain tensor."""
 
 
-@runtime_checkable
-class Stores(Protocol):
-    """A module that keeps its weight in a form of its own, as bytes."""
+class StoredForm(Protocol):
+    """How a weight is kept as bytes."""
 
     @property
     def like(self) -> torch.Tensor:
         """A tensor on the meta device with the shape that the weight is read in."""
 
     def stored(self, value: torch.Tensor) -> torch.Tensor:
-        """Return the bytes of a weight, uint8 [bytes]."""
+        """Return the bytes of a weight, uint8."""
+
+
+@runtime_checkable
+class Stores(Protocol):
+    """A module that keeps weights in a form of its own, as bytes."""
+
+    @property
+    def forms(self) -> Mapping[str, StoredForm]:
+        """The forms of these parameters, by their names in the module."""
 
 
 def materialise(
@@ -123,7 +131,8 @@ class _Values:
             if parameter is None:
                 continue
             if parameter not in self.made and parameter not in self.whole:
-                self.whole[parameter] = self._parameter(_joined(name, key), parameter, module)
+                form = module.forms.get(key) if isinstance(module, Stores) else None
+                self.whole[parameter] = self._parameter(_joined(name, key), parameter, form)
             known = self.made if parameter in self.made else self.whole
             module._parameters[key] = known[parameter]
         for key, buffer in module._buffers.items():
@@ -135,11 +144,11 @@ class _Values:
                 mark_values(real, given=value is not None)
                 module._buffers[key] = real
 
-    def _parameter(self, name: str, meta: nn.Parameter, module: nn.Module) -> nn.Parameter:
+    def _parameter(self, name: str, meta: nn.Parameter, form: StoredForm | None) -> nn.Parameter:
         weights = self.spec.building.weights
-        if isinstance(module, Stores) and not meta.is_floating_point():
-            value = self._given(name, module.like)
-            value = None if value is None else module.stored(value.to(self.device))
+        if form is not None:
+            value = self._given(name, form.like)
+            value = None if value is None else form.stored(value.to(self.device))
         else:
             value = self._given(name, meta)
         needed = not isinstance(weights, NoWeights) and name not in self.spec.training.fresh

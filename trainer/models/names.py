@@ -27,6 +27,14 @@ def layer_of(name: str) -> str:
     return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
 
 
+def stacks_experts(module: nn.Module) -> bool:
+    """Return True for a module whose parameters are stacked over the routed experts of a layer.
+
+    It is one whose computation transformers lets one choose (`experts_implementation`).
+    """
+    return hasattr(type(module), "_apply_gate")
+
+
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Map each name of a parameter or buffer to it; a tied one has several names."""
     parameters = model.named_parameters(remove_duplicate=False)

@@ -6,10 +6,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
@@ -50,6 +53,35 @@ def skip_rescaling(model: Any) -> None:
         unscaled = copy.deepcopy(model.base_model.config)
         unscaled.update({"rescale_every": 0})
         model.base_model.config = unscaled
+
+
+def as_class(module: nn.Module, kind: type[nn.Module], **attributes: object) -> None:
+    """Make a module one of another class, with more attributes.
+
+    Symptom: transformers computes experts with parameters of the module itself, so that no module
+    around it can dequantise them. Can go when it takes them as arguments.
+    """
+    module.__class__ = kind
+    vars(module).update(attributes)
+
+
+@contextmanager
+def with_tensors(
+    module: nn.Module, tensors: Mapping[str, Any], attributes: Mapping[str, object]
+) -> Iterator[None]:
+    """Let a module have other tensors as its parameters, and other attributes, for a while.
+
+    Symptom and end: as of `as_class`.
+    """
+    before = dict(module._parameters)
+    others = {name: vars(module)[name] for name in attributes}
+    module._parameters.update(tensors)
+    vars(module).update(attributes)
+    try:
+        yield
+    finally:
+        module._parameters.update(before)
+        vars(module).update(others)
 
 
 def saved_adapter_config(config: LoraConfig) -> LoraConfig:

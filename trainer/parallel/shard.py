@@ -80,7 +80,7 @@ def kept_whole(module: nn.Module, layout: Layout) -> set[nn.Parameter]:
     """
     if layout.zero_stage == 3 or layout.offloads:
         return set()
-    return {layer.weight for layer in weights_in_four_bits(module).values()}
+    return {weight.data for weight in weights_in_four_bits(module).values()}
 
 
 def check_bytes(module: nn.Module, options: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def check_bytes(module: nn.Module, options: dict[str, Any]) -> None:
     casts = options["mp_policy"].param_dtype is not None and torch.__version__ < KEEPS_BYTES
     gathered = weights_in_four_bits(module).values()
     ignored = options.get("ignored_params", set())
-    if casts and any(layer.weight not in ignored for layer in gathered):
+    if casts and any(weight.data not in ignored for weight in gathered):
         actual = f"FSDP of PyTorch {torch.__version__} casts bytes that it gathers"
         hint = "Take the engine deepspeed, or ZeRO-2 of the engine mesh."
         expected = f"PyTorch {KEEPS_BYTES} or later"

@@ -50,7 +50,12 @@ def rounded(value: torch.Tensor, double: bool) -> torch.Tensor:
 
 
 def read(data: torch.Tensor, shape: Sequence[int], double: bool) -> torch.Tensor:
-    """Return the weight, in float32, that a run has in these bytes: [mean] scales codes."""
+    """Return the weight, in float32, that a run has in these bytes: [mean] scales codes.
+
+    A stack has such bytes for each of its matrices.
+    """
+    if data.ndim == 2:
+        return torch.stack([read(matrix, shape[1:], double) for matrix in data])
     count = int(np.prod(shape))
     blocks = -(-count // 64)
     raw = data.numpy().tobytes()
@@ -70,9 +75,14 @@ def read(data: torch.Tensor, shape: Sequence[int], double: bool) -> torch.Tensor
 
 
 def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> None:
-    """Round the frozen linear layers of a model's blocks, in place, as nf4 does."""
+    """Round the frozen linear layers of a model's blocks, in place, as nf4 does; of each stack of
+    experts, every matrix by itself."""
     inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
+        if name.startswith(inside) and hasattr(type(module), "_apply_gate"):
+            for stack in module.parameters(recurse=False):
+                if stack.ndim == 3 and not stack.requires_grad:
+                    stack.data = torch.stack([rounded(matrix, double) for matrix in stack])
         copies = "original_module" in name or "lora_" in name
         if not name.startswith(inside) or copies or type(module) is not nn.Linear:
             continue

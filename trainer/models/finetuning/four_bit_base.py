@@ -2,11 +2,12 @@
 
 A linear layer keeps its weight as bytes (`nf4.py`), one frozen parameter. To engines it is one of
 any other dtype: they place, shard and gather it. A weight is quantised whole, as it is read, before
-any of that, and dequantised whole where it multiplies.
+any of that, and dequantised whole where it multiplies. Routed experts are in `four_bit_experts.py`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,8 +19,64 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning import nf4
 from trainer.models.names import aliases_of
 
+CHUNK = 2**24
+"""The values of a stack that are dequantised at once, at least those of one matrix."""
 
-class FourBitLinear(nn.Module):
+
+class Form(NamedTuple):
+    """All that the bytes of a weight do not say."""
+
+    shape: tuple[int, ...]
+    double: bool
+    """True if its scales are in 8 bits."""
+    stacked: bool = False
+    """True for a stack over its first dimension, whose matrices are quantised each by itself."""
+
+    @property
+    def values(self) -> int:
+        """The number of values of the weight."""
+        return math.prod(self.shape)
+
+    @property
+    def like(self) -> torch.Tensor:
+        """A tensor of the weight's shape on the meta device."""
+        return torch.empty(self.shape, device="meta")
+
+    def empty(self, device: torch.device) -> nn.Parameter:
+        """Make the frozen parameter for the bytes, [bytes] or [matrices, bytes]."""
+        stack = self.shape[:1] if self.stacked else ()
+        size = sum(nf4.sizes(math.prod(self.shape[len(stack) :]), self.double))
+        data = torch.empty(*stack, size, dtype=torch.uint8, device=device)
+        return nn.Parameter(data, requires_grad=False)
+
+    def stored(self, value: torch.Tensor) -> torch.Tensor:
+        """Quantise a whole weight; return its bytes."""
+        if not self.stacked:
+            return nf4.quantise(value, self.double)
+        return torch.stack([nf4.quantise(matrix, self.double) for matrix in value])
+
+    def dequantised(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Return the weight of its bytes; of a stack, of the matrices whose bytes are given."""
+        if data.dtype != torch.uint8:  # of an engine that casts all that it gathers
+            raise TypeError(f"a weight in four bits has become {data.dtype}")
+        if not self.stacked:
+            return nf4.dequantise(data, self.shape, self.double, dtype)
+        matrix = self.shape[1:]
+        stack = torch.empty(len(data), *matrix, dtype=dtype, device=data.device)
+        size = max(1, CHUNK // math.prod(matrix))
+        for part, bytes_of in zip(stack.split(size), data.split(size), strict=True):
+            part.copy_(nf4.dequantise(bytes_of, part.shape, self.double, dtype))
+        return stack
+
+
+class FourBits(nn.Module):
+    """A module with weights in four bits."""
+
+    forms: dict[str, Form]
+    """The forms of these parameters, by their names in the module."""
+
+
+class FourBitLinear(FourBits):
     """A linear layer whose weight is frozen, in NF4."""
 
     def __init__(self, linear: nn.Linear, double: bool) -> None:
@@ -27,51 +84,27 @@ class FourBitLinear(nn.Module):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.double_quant = double
-        size = sum(nf4.sizes(self.values, double))
-        data = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
-        self.weight = nn.Parameter(data, requires_grad=False)
+        self.form = Form((self.out_features, self.in_features), double)
+        self.forms = {"weight": self.form}
+        self.weight = self.form.empty(linear.weight.device)
         self.bias = linear.bias
 
-    @property
-    def values(self) -> int:
-        """The number of values of the weight."""
-        return self.in_features * self.out_features
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """The weight's shape: outputs, inputs."""
-        return self.out_features, self.in_features
-
-    @property
-    def like(self) -> torch.Tensor:
-        """A tensor of the weight's shape on the meta device."""
-        return torch.empty(self.shape, device="meta")
-
-    def stored(self, value: torch.Tensor) -> torch.Tensor:
-        """Quantise a whole weight [outputs, inputs]; return its bytes."""
-        return nf4.quantise(value, self.double_quant)
-
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        if self.weight.dtype != torch.uint8:  # of an engine that casts all that it gathers
-            raise TypeError(f"a weight in four bits has become {self.weight.dtype}")
-        place = given.device.type
-        if place != "meta" and torch.is_autocast_enabled(place):
-            given = given.to(torch.get_autocast_dtype(place))
+        given = given.to(dtype_for(given))
         bias = None if self.bias is None else self.bias.to(given.dtype)
-        form = _Form(self.shape, self.double_quant)
-        return _Product.apply(given, self.weight, bias, form)  # type: ignore[no-any-return]
+        return _Product.apply(given, self.weight, bias, self.form)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        kind = "nf4, scales in 8 bits" if self.double_quant else "nf4"
+        kind = "nf4, scales in 8 bits" if self.form.double else "nf4"
         return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
 
 
-class _Form(NamedTuple):
-    """All that the bytes of a weight do not say."""
-
-    shape: tuple[int, int]
-    double: bool
+def dtype_for(given: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which a layer computes with an input."""
+    place = given.device.type
+    if place != "meta" and torch.is_autocast_enabled(place):
+        return torch.get_autocast_dtype(place)
+    return given.dtype
 
 
 class _Product(torch.autograd.Function):
@@ -79,11 +112,11 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, given: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, form: _Form
+        ctx: Any, given: torch.Tensor, data: torch.Tensor, bias: torch.Tensor | None, form: Form
     ) -> torch.Tensor:
         ctx.save_for_backward(data)
         ctx.form = form
-        return F.linear(given, nf4.dequantise(data, form.shape, form.double, given.dtype), bias)
+        return F.linear(given, form.dequantised(data, given.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
@@ -91,16 +124,22 @@ class _Product(torch.autograd.Function):
         needs = ctx.needs_input_grad
         of_given = of_bias = None
         if needs[0]:
-            of_given = gradient @ nf4.dequantise(
-                data, ctx.form.shape, ctx.form.double, gradient.dtype
-            )
+            of_given = gradient @ ctx.form.dequantised(data, gradient.dtype)
         if needs[2]:
             of_bias = gradient.flatten(0, -2).sum(0)
         return of_given, None, of_bias, None
 
 
-def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> nn.Module:
-    """Put the frozen linear layers of a model's blocks into four bits, in place, and return it.
+class StoredWeight(NamedTuple):
+    """A weight in four bits."""
+
+    data: nn.Parameter
+    """Its bytes, or this rank's part of them."""
+    form: Form
+
+
+def linear_in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> None:
+    """Put the frozen linear layers of a model's blocks into four bits, in place.
 
     The head and what is trained stay as they are, as do layers of other classes and tied weights.
     """
@@ -116,13 +155,16 @@ def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> nn.Mo
             continue
         parent, _, key = name.rpartition(".")
         setattr(model.get_submodule(parent), key, FourBitLinear(module, double))
-    return model
 
 
-def weights_in_four_bits(model: nn.Module) -> dict[str, FourBitLinear]:
-    """Return the layers in four bits by the names of their weights."""
-    modules = model.named_modules()
-    return {f"{name}.weight": m for name, m in modules if isinstance(m, FourBitLinear)}
+def weights_in_four_bits(model: nn.Module) -> dict[str, StoredWeight]:
+    """Return the weights in four bits by their names."""
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FourBits)]
+    return {
+        f"{name}.{key}": StoredWeight(module.get_parameter(key), form)
+        for name, module in modules
+        for key, form in module.forms.items()
+    }
 
 
 def note_of(base: str, model: nn.Module) -> str:
@@ -130,17 +172,19 @@ def note_of(base: str, model: nn.Module) -> str:
 
     Raises ConfigError if nothing is.
     """
-    layers = weights_in_four_bits(model)
-    if not layers:
+    stored = weights_in_four_bits(model)
+    if not stored:
         actual = f"{base} has no frozen layer in its blocks that is a torch.nn.Linear"
         raise ConfigError(Problem("trainer.adapter.quantize", actual, "one at least"))
     named = model.named_parameters()
-    rest = sum(p.numel() for name, p in named if name not in layers and not p.requires_grad)
-    values = sum(layer.values for layer in layers.values())
-    size = sum(layer.weight.numel() for layer in layers.values())
+    rest = sum(p.numel() for name, p in named if name not in stored and not p.requires_grad)
+    values = sum(weight.form.values for weight in stored.values())
+    size = sum(weight.data.numel() for weight in stored.values())
+    stacks = sum(weight.form.stacked for weight in stored.values())
+    of_experts = f" and {stacks} stacks of experts" if stacks else ""
     return (
-        f"{len(layers)} linear layers ({values / 1e6:,.1f} M values) are in four bits "
-        f"({size / 2**30:.2f} GiB); the other {rest / 1e6:,.1f} M frozen values are not "
+        f"{len(stored) - stacks} linear layers{of_experts} ({values / 1e6:,.1f} M values) are in "
+        f"four bits ({size / 2**30:.2f} GiB); the other {rest / 1e6:,.1f} M frozen values are not "
         f"({2 * rest / 2**30:.2f} GiB in 16 bits)"
     )
 
@@ -148,4 +192,5 @@ def note_of(base: str, model: nn.Module) -> str:
 def values_of(model: nn.Module) -> dict[str, int]:
     """Return the number of values of each parameter, by name; those in four bits count whole."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    return sizes | {name: layer.values for name, layer in weights_in_four_bits(model).items()}
+    stored = weights_in_four_bits(model).items()
+    return sizes | {name: weight.form.values for name, weight in stored}

@@ -17,17 +17,15 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config.sections.adapter import QuantizeSection
 from trainer.errors import ConfigError, Problem, listed, show
 from trainer.models.door import object_in
-from trainer.models.finetuning import nf4
-from trainer.models.finetuning.four_bit_base import (
-    FourBitLinear,
-    in_four_bits,
-    weights_in_four_bits,
-)
+from trainer.models.finetuning.four_bit_base import Form, weights_in_four_bits
+from trainer.models.finetuning.four_bit_experts import in_four_bits
 from trainer.models.finetuning.lora_weights import BaseWeights, MergedWeights, base_name
 from trainer.models.spec import ModelSpec, Weights
 from trainer.storage import to_json
 
 FILE = "quantization_config.json"
+EXPERTS = "four_bit_experts"
+"""The key of the modules of experts that are in four bits, too: bitsandbytes leaves them."""
 _KIND = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _DOUBLE = "bnb_4bit_use_double_quant"
 
@@ -37,7 +35,7 @@ class BitsOfBase(NamedTuple):
 
     options: QuantizeSection
     layers: frozenset[str]
-    """The modules of the base whose weights are in four bits."""
+    """The modules of the base whose weights are in four bits: linear layers, and experts."""
 
     @classmethod
     def of(cls, model: nn.Module, options: QuantizeSection | None) -> BitsOfBase | None:
@@ -63,6 +61,8 @@ def write(folder: Path, bits: BitsOfBase | None, base: Callable[[], nn.Module]) 
     skipped = [name for name in linear if name not in bits.layers]
     double = bits.options.double_quant
     stated = {**_KIND, _DOUBLE: double, "llm_int8_skip_modules": skipped}
+    if stacks := sorted(bits.layers.difference(linear)):
+        stated[EXPERTS] = stacks
     (folder / FILE).write_bytes(to_json(stated))
 
 
@@ -91,19 +91,19 @@ def name_of(options: QuantizeSection | None) -> str:
     return "in four bits (nf4, double_quant)" if options.double_quant else "in four bits (nf4)"
 
 
-def layers_of(spec: ModelSpec, options: QuantizeSection) -> dict[str, FourBitLinear]:
-    """Return the layers that are in four bits of a model with adapters, by their names in the base.
+def layers_of(spec: ModelSpec, options: QuantizeSection) -> dict[str, Form]:
+    """Return the weights that are in four bits of a model with adapters, by their names in the base.
 
     `spec`: the model with the adapters, whose base is in 16 bits.
     """
     model = in_four_bits(spec.build(), spec.blocks, options.double_quant)
-    return {base_name(name): layer for name, layer in weights_in_four_bits(model).items()}
+    return {base_name(name): weight.form for name, weight in weights_in_four_bits(model).items()}
 
 
 class DequantisedWeights(Weights):
     """Weights of a base, those in four bits as they are once dequantised, in float32."""
 
-    def __init__(self, base: Weights, layers: Mapping[str, FourBitLinear]) -> None:
+    def __init__(self, base: Weights, layers: Mapping[str, Form]) -> None:
         self._base = base
         self._layers = layers
 
@@ -111,14 +111,13 @@ class DequantisedWeights(Weights):
         value = self._base.read(name)
         if value is None or (layer := self._layers.get(name)) is None:
             return value
-        data = layer.stored(value)
-        return nf4.dequantise(data, layer.shape, layer.double_quant, torch.float32)
+        return layer.dequantised(layer.stored(value), torch.float32)
 
     def release(self) -> None:
         self._base.release()
 
 
-def dequantised(spec: ModelSpec, layers: Mapping[str, FourBitLinear]) -> ModelSpec:
+def dequantised(spec: ModelSpec, layers: Mapping[str, Form]) -> ModelSpec:
     """Return a model with adapters, or with them merged, on the base that four bits make of it."""
     weights = spec.building.weights
     assert isinstance(weights, BaseWeights | MergedWeights)

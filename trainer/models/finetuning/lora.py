@@ -20,12 +20,8 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import four_bit_files, lora_weights
-from trainer.models.finetuning.four_bit_base import (
-    FourBitLinear,
-    in_four_bits,
-    note_of,
-    values_of,
-)
+from trainer.models.finetuning.four_bit_base import FourBits, note_of, values_of
+from trainer.models.finetuning.four_bit_experts import in_four_bits
 from trainer.models.finetuning.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import (
     OPENS,
@@ -46,7 +42,7 @@ from trainer.models.finetuning.lora_opening import (
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
 from trainer.models.finetuning.lora_whole import WholeNames, whole_adapter
 from trainer.models.names import aliases_of, pattern_of
-from trainer.models.patches import has_values, saved_adapter_config
+from trainer.models.patches import has_values, mark_values, saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import (
     WHOLE,
@@ -299,10 +295,12 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
     module = root.get_submodule(name)
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict):
         return
-    if isinstance(module, FourBitLinear):
-        if not has_values(module.weight):  # a plan has no weights to read
-            module.weight.zero_()
-        return
+    if isinstance(module, FourBits):
+        for key in module.forms:
+            if not has_values(data := module.get_parameter(key)):  # a plan has no weights to read
+                mark_values(data.zero_(), given=True)
+        if all(key in module.forms for key, _ in module.named_parameters(recurse=False)):
+            return
     if not lora_weights.is_adapters(name):
         base.building.initialise(root, name)
         return

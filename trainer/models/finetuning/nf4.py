@@ -11,6 +11,7 @@ anywhere, and gathered bytes give the same values under every layout.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
@@ -74,23 +75,32 @@ def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
 
 
 def dequantise(
-    data: torch.Tensor, shape: tuple[int, ...], double: bool, dtype: torch.dtype
+    data: torch.Tensor, shape: Sequence[int], double: bool, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the tensor of the bytes: in float32, then rounded to `dtype`."""
-    values = math.prod(shape)
-    offset, floats, scales, codes = data.split(sizes(values, double))
-    of_blocks = floats.clone().view(torch.float32)  # a view needs an aligned place
+    """Return the tensor of the bytes [bytes]: in float32, then rounded to `dtype`.
+
+    Of a stack, [tensors, bytes], the first of `shape` is the number of its tensors.
+    """
+    values = math.prod(shape[data.ndim - 1 :])
+    offset, floats, scales, codes = data.split(sizes(values, double), -1)
+    of_blocks = _floats(floats)
     if double:
-        groups = _dynamic(data.device)[_blocks(scales.int(), SCALES)] * of_blocks[:, None]
-        of_blocks = groups.flatten()[: len(scales)] + offset.clone().view(torch.float32)
-    pairs = torch.stack([codes >> 4, codes & 15], 1).flatten()[:values]
-    blocks = _codes(data.device)[_blocks(pairs.int(), BLOCK)] * of_blocks[:, None]
-    return blocks.flatten()[:values].view(shape).to(dtype)
+        groups = _dynamic(data.device)[_blocks(scales.int(), SCALES)] * of_blocks[..., None]
+        of_blocks = groups.flatten(-2)[..., : scales.shape[-1]] + _floats(offset)
+    pairs = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)[..., :values]
+    blocks = _codes(data.device)[_blocks(pairs.int(), BLOCK)] * of_blocks[..., None]
+    return blocks.flatten(-2)[..., :values].reshape(tuple(shape)).to(dtype)
+
+
+def _floats(data: torch.Tensor) -> torch.Tensor:
+    """Return bytes as the float32 that they are; a view of them would need an aligned place."""
+    return data.clone(memory_format=torch.contiguous_format).view(torch.float32)
 
 
 def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
-    """Return a row in blocks, [blocks, size], the last one filled up with zeros."""
-    return pad(flat, (0, -len(flat) % size)).view(-1, size)
+    """Return rows [..., values] in blocks [..., blocks, size], the last filled up with zeros."""
+    count = -(-flat.shape[-1] // size)
+    return pad(flat, (0, count * size - flat.shape[-1])).unflatten(-1, (count, size))
 
 
 def _nearest(blocks: torch.Tensor, scales: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:

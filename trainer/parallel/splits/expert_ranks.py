@@ -18,6 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from trainer.distributed.dtensor import part_of
 from trainer.distributed.exchange import Exchange
+from trainer.models.names import stacks_experts
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
@@ -38,13 +39,10 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
 
 
 def stacks(model: nn.Module, spec: ModelSpec) -> list[str]:
-    """List the modules of blocks whose parameters are stacked over a layer's routed experts.
-
-    They are those whose computation transformers lets one choose (`experts_implementation`).
-    """
+    """List the modules of blocks whose parameters are stacked over a layer's routed experts."""
     inside = tuple(f"{name}." for name in spec.blocks)
     named = model.named_modules()
-    return [n for n, m in named if n.startswith(inside) and hasattr(type(m), "_apply_gate")]
+    return [n for n, m in named if n.startswith(inside) and stacks_experts(m)]
 
 
 def spread(experts: nn.Module, ranks: Exchange, part: Part, alike: Exchange | None) -> None:

@@ -1,0 +1,87 @@
+"""Routed experts in four bits: the matrices of a stack, each quantised by itself.
+
+transformers stacks the matrices of a layer's experts in one parameter [experts, ...]. In four bits
+it has a row of bytes for each expert: ranks can divide it by experts, as they divide the stack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache, wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from trainer.models.finetuning.four_bit_base import Form, FourBits, dtype_for, linear_in_four_bits
+from trainer.models.names import stacks_experts
+from trainer.models.patches import as_class, with_tensors
+
+_COUNTS = ("num_experts", "_is_expert_parallel")
+"""What says of which experts a rank has the parameters."""
+
+
+def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> nn.Module:
+    """Put the frozen linear layers and experts of a model's blocks into four bits, in place, and
+    return it."""
+    linear_in_four_bits(model, blocks, double)
+    inside = tuple(f"{block}." for block in blocks)
+    for name, module in model.named_modules():
+        if name.startswith(inside) and stacks_experts(module):
+            stack_in_four_bits(module, double)
+    return model
+
+
+class FourBitExperts(FourBits):
+    """A module of experts whose stacks are frozen, in NF4."""
+
+
+def stack_in_four_bits(experts: nn.Module, double: bool) -> None:
+    """Put the frozen stacks of a module of experts into four bits, in place."""
+    frozen = {
+        key: Form(tuple(stack.shape), double, stacked=True)
+        for key, stack in experts.named_parameters(recurse=False)
+        if stack.ndim == 3 and not stack.requires_grad
+    }
+    if not frozen:
+        return
+    for key, form in frozen.items():
+        experts.register_parameter(key, form.empty(experts.get_parameter(key).device))
+    as_class(experts, _kind(type(experts)), forms=frozen)
+
+
+@cache
+def _kind(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of experts in four bits that computes as `kind` does."""
+
+    @wraps(kind.forward)
+    def forward(self: FourBitExperts, *args: Any, **kwargs: Any) -> object:
+        return _computed(self, kind.forward, args, kwargs)
+
+    return type(f"FourBit{kind.__name__}", (FourBitExperts, kind), {"forward": forward})
+
+
+def _computed(
+    experts: FourBitExperts,
+    plain: Callable[..., object],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> object:
+    """Compute with dequantised stacks, which are dequantised again, and all computed again, for the
+    backward pass: no layer keeps them.
+
+    What the module has now is what it has then, though engines may have taken it out since.
+    """
+    dtype = dtype_for(args[0] if args else next(iter(kwargs.values())))
+    tensors = dict(experts._parameters)
+    counts = {name: vars(experts)[name] for name in _COUNTS if name in vars(experts)}
+
+    def run(*args: Any) -> object:
+        stacks = {k: form.dequantised(tensors[k], dtype) for k, form in experts.forms.items()}
+        with with_tensors(experts, {**tensors, **stacks}, counts):
+            return plain(experts, *args, **kwargs)
+
+    if not torch.is_grad_enabled():
+        return run(*args)
+    return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False)
