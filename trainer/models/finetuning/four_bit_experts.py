@@ -19,7 +19,7 @@ from trainer.models.names import stacks_experts
 from trainer.models.patches import as_class, with_tensors
 
 _COUNTS = ("num_experts", "_is_expert_parallel")
-"""What says of which experts a rank has the parameters."""
+"""The attributes that say of which experts a rank has the parameters."""
 
 
 def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> nn.Module:
