@@ -114,7 +114,9 @@ def test_bytes_that_were_cast_are_an_error():
 EXPERTS = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": DEEPSEEK | {"num_hidden_layers": 2, "n_group": 1, "num_experts_per_tok": 2},
+    "deepseek_v3": DEEPSEEK
+    | {"num_hidden_layers": 2, "n_group": 1, "num_experts_per_tok": 2}
+    | {"num_key_value_heads": 4, "head_dim": 8},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
 SMALL = {"hidden_size": 32, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 61}
@@ -148,7 +150,7 @@ def test_experts_compute_with_matrices_that_were_quantised_one_by_one(family, ke
     given_ = torch.randn(2, 9, 32)
     results = []
     for one in (model, expected):
-        given_ = given_.clone().requires_grad_()
+        given_ = given_.detach().clone().requires_grad_()
         hooks = torch.autograd.graph.saved_tensors_hooks(small, lambda saved: saved)
         with hooks if one is model else contextlib.nullcontext():
             logits = one(inputs_embeds=given_, use_cache=False).logits
