@@ -143,9 +143,9 @@ def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: s
 
 
 def test_the_gradient_of_a_heads_weight_is_summed_in_float32(monkeypatch: Any) -> None:
-    from trainer.tasks import cross_entropy
+    from trainer.tasks.losses import chunks, cross_entropy
 
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 64 * 512 * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64 * 512 * 4)
     torch.manual_seed(0)
     drawn = torch.randn(512, 32), torch.randn(512, 32), torch.randint(512, (512,))
     found = []

@@ -36,7 +36,7 @@ from trainer.parallel.checks import check_layout, checked
 from trainer.probes.findings import Draws, Findings, applied
 from trainer.probes.questions.stages import check_cut
 from trainer.recipes.causal_lm.task import CausalLM
-from trainer.tasks.cross_entropy import logits_cross_entropy
+from trainer.tasks.losses.cross_entropy import logits_cross_entropy
 
 MOE = {
     **SMALL,

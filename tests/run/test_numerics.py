@@ -72,7 +72,7 @@ def poisoned(case: Case, kind: str) -> tuple[list[bool], list[float], bool, list
     import torch.distributed as dist
 
     from trainer.optim.lr_schedules import Update
-    from trainer.tasks import cross_entropy
+    from trainer.tasks.losses import cross_entropy
 
     rank = dist.get_rank()
     engine, task = build(case, rank), task_of(build_spec(case))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainer.tasks import cross_entropy
+from trainer.tasks.losses import chunks
 from trainer.tasks.losses.divergences import (
     DIVERGENCES,
     Likeliest,
@@ -91,7 +91,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, leaves: Any, tolerance
 def test_a_plain_loop_gives_the_same(
     divergence: Any, count: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", VOCABULARY * 8 * 7)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", VOCABULARY * 8 * 7)
     hidden, weight, bias, targets, logits = drawn()
     teacher = likeliest_of(logits, count, temperature)
     mixed = Mixed(divergence, 0.3, temperature, 0.25, 0.1)

@@ -29,8 +29,12 @@ from tests.support.training import (
 )
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import LossOptions, linear_cross_entropy, logits_cross_entropy
+from trainer.tasks.losses import chunks
+from trainer.tasks.losses.cross_entropy import (
+    LossOptions,
+    linear_cross_entropy,
+    logits_cross_entropy,
+)
 from trainer.tasks.supervised import Supervised
 
 BOTH = {"label_smoothing": 0.2, "neftune_alpha": 5.0}
@@ -135,7 +139,7 @@ def test_smoothed_labels_are_those_of_pytorch_in_chunks_and_whole(monkeypatch, r
         for size in ((13, 8), (17, 8), (17,))
     )
     targets = torch.randint(17, (13,)).index_fill_(0, torch.tensor([0, 5]), -100)
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 17 * 8)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", rows * 17 * 8)
     logits = F.linear(hidden, weight, bias)
     expected = F.cross_entropy(
         logits, targets, reduction="sum", ignore_index=-100, label_smoothing=0.3

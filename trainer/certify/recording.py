@@ -15,7 +15,7 @@ from trainer import checkpoint
 from trainer.certify.one_process import four_bits
 from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
-from trainer.certify.patches import constant
+from trainer.certify.patches import loss_in_chunks
 from trainer.certify.rounding import Rounded, measured, recording_into
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
@@ -34,7 +34,6 @@ from trainer.run.final import export
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import WEIGHT, RunState
 from trainer.supervise.stall import Phase
-from trainer.tasks import cross_entropy
 from trainer.tasks.mixers import runs_by_document
 from trainer.tasks.task import Batch, Task
 
@@ -235,7 +234,7 @@ def record(
     deepspeed = small.config.deepspeed
     job = Job(layout, spec, overflowing, deepspeed, section.seed, machine, undecayed)
     chunk = max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)
-    with constant(cross_entropy, "CHUNK_BYTES", chunk):  # a few tokens fill several
+    with loss_in_chunks(chunk):
         machine.watch.at(Phase.BUILDING)
         engine = kind.build(job)
         subject.before_training(engine, folder, 0)

@@ -20,7 +20,9 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.recipes.causal_lm.embedding_noise import EmbeddingNoise, has_table
 from trainer.tasks.attention import Attention, attend, documents_of
-from trainer.tasks.cross_entropy import (
+from trainer.tasks.kernel_probes import attention_of
+from trainer.tasks.kernels import kernel_chooser
+from trainer.tasks.losses.cross_entropy import (
     NO_OPTIONS,
     LossBySource,
     LossHead,
@@ -28,8 +30,6 @@ from trainer.tasks.cross_entropy import (
     count_correct,
     logits_cross_entropy,
 )
-from trainer.tasks.kernel_probes import attention_of
-from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.mixers import Mixers, lengths_of, mixers_of, run_by_document, within
 from trainer.tasks.patches import (

@@ -17,7 +17,7 @@ from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.tasks.attention import Attention
-from trainer.tasks.cross_entropy import NO_OPTIONS, LossHead
+from trainer.tasks.losses.cross_entropy import NO_OPTIONS, LossHead
 from trainer.tasks.losses.divergences import (
     Likeliest,
     Mixed,

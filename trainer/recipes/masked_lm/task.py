@@ -17,7 +17,7 @@ from trainer.models.language.head import ends_in_head
 from trainer.models.spec import ModelSpec
 from trainer.recipes.labels.kinds import Labelled, OfTokens
 from trainer.recipes.labels.task import LabelTask
-from trainer.tasks.cross_entropy import (
+from trainer.tasks.losses.cross_entropy import (
     NO_OPTIONS,
     LossHead,
     LossOptions,

@@ -15,7 +15,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.recipes.pairs.losses import LOSSES, Answers, PairLossKind
-from trainer.tasks.cross_entropy import LossHead
+from trainer.tasks.losses.cross_entropy import LossHead
 from trainer.tasks.losses.token_losses import TokenLossHead, logits_token_losses
 from trainer.tasks.task import IGNORED, Batch, changed
 

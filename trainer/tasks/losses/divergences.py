@@ -33,14 +33,8 @@ import torch.nn.functional as F
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.cross_entropy import (
-    ChunkGradients,
-    LossObserver,
-    chunk_logits,
-    chunk_loss,
-    product_chunks,
-    times,
-)
+from trainer.tasks.losses.chunks import ChunkGradients, chunk_logits, product_chunks, times
+from trainer.tasks.losses.cross_entropy import LossObserver, chunk_loss
 from trainer.tasks.task import IGNORED
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]

@@ -1,6 +1,6 @@
 """The cross-entropy of each token, differentiable, with one chunk of logits in memory at a time.
 
-Unlike the sum (`tasks/cross_entropy.py`), whose gradient is computed in the forward pass, each
+Unlike the sum (`cross_entropy.py`), whose gradient is computed in the forward pass, each
 token's loss may have another gradient: that of a loss of whole sequences. So the logits of a chunk
 are computed once more in the backward pass, from the hidden states; what is kept of the forward
 pass is a number a token, the logarithm of its total.
@@ -17,13 +17,8 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.cross_entropy import (
-    NO_OPTIONS,
-    ChunkGradients,
-    LossHead,
-    chunk_logits,
-    product_chunks,
-)
+from trainer.tasks.losses.chunks import ChunkGradients, chunk_logits, product_chunks
+from trainer.tasks.losses.cross_entropy import NO_OPTIONS, LossHead
 from trainer.tasks.task import IGNORED
 
 
