@@ -554,9 +554,9 @@ NOT_HERE: dict[str, str] = {
         for words in (
             "ruff check .",
             "ruff format --check .",
-            "mypy trainer launch tests benchmarks",
+            "mypy meshloom trainer launch tests benchmarks",
         )
-        + ("ruff format . && ruff check . && mypy trainer launch tests benchmarks",)
+        + ("ruff format . && ruff check . && mypy meshloom trainer launch tests benchmarks",)
     },
     "python -m pytest tests/ROOM": "it stands for any room",
     "python -m pytest tests/test_rules.py tests/test_shape.py": "they are tests themselves",

@@ -21,7 +21,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     source = (
         folder / "source"
     )  # a build leaves files among its sources, and takes those of an earlier one
-    for name in ("trainer", "ds_configs"):
+    for name in ("meshloom", "trainer"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
@@ -56,16 +56,23 @@ def meshloom(installed: Path, folder: Path, *arguments: str | Path) -> Result:
     return Result(found.returncode, found.stdout)
 
 
-def test_the_wheel_holds_the_package_and_the_configs(wheel):
+def shipped() -> set[str]:
+    """The files of the packages, and the configs, which a link has in `trainer/`."""
+    kept = (".py", ".pyi", ".yml", ".j2", ".txt", ".bash", ".jinja", ".typed")
     modules = {
         str(path.relative_to(ROOT))
-        for path in (ROOT / "trainer").rglob("*")
-        if path.suffix in (".py", ".yml", ".j2", ".txt", ".bash", ".jinja")
-        or path.name == "schema.json"
+        for package in ("meshloom", "trainer")
+        for path in (ROOT / package).rglob("*")
+        if path.suffix in kept or path.name == "schema.json"
     }
-    configs = {f"trainer/ds_configs/{path.name}" for path in (ROOT / "ds_configs").glob("*.json")}
+    return modules | {f"trainer/ds_configs/{path.name}" for path in (ROOT / "ds_configs").iterdir()}
+
+
+def test_the_wheel_holds_the_packages_and_the_configs(wheel):
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
-    assert names == modules | configs
+    assert names == shipped()
+    named = {"meshloom/py.typed", "trainer/py.typed", "trainer/config/schema.json"}
+    assert named | {"meshloom/plugins.pyi", "trainer/ds_configs/zero2.json"} <= names
 
 
 @pytest.mark.more

@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLE = next(
     code
     for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    if "trainer.train" in code
+    if "meshloom.train" in code
 )
 CONFIG = {
     "train_batch_size": 8,

@@ -33,7 +33,7 @@ def run(folder: Path, *words: str) -> str:
 def test_the_plugin_trains(tmp_path: Path) -> None:
     (tmp_path / "parity.py").write_text(PLUGIN)
     (tmp_path / "parity.json").write_text(CONFIG)
-    run(tmp_path, "-m", "trainer.command", "train", "--config", "parity.json", "trainer.device=cpu")
+    run(tmp_path, "-m", "meshloom", "train", "--config", "parity.json", "trainer.device=cpu")
     lines = (tmp_path / "runs" / "parity" / "lines.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["10", "20", "20"]
 

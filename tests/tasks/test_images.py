@@ -98,7 +98,7 @@ def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
     assert (
         "accuracy" in result.output
         and "img/s" in result.output
-        and "trainer.open_classifier" in result.output
+        and "meshloom.open_classifier" in result.output
     )
     run(path, "parts", "trainer.steps=2")
     again = train("--config", path, "trainer.run.name=parts", "--resume", "auto")

@@ -60,14 +60,14 @@ class Callbacks:
     def check(callbacks: Sequence[Callback]) -> None:
         """Raise ConfigError for what is no callback, and for a misspelt event."""
         if not isinstance(callbacks, Sequence):
-            expected = "a list of objects of subclasses of trainer.Callback"
+            expected = "a list of objects of subclasses of meshloom.Callback"
             raise ConfigError(Problem("callbacks", type(callbacks).__name__, expected))
         for one in callbacks:
             odd = [name for name in dir(one) if name.startswith("on_") and name not in EVENTS]
             if odd or not isinstance(one, Callback):
                 actual = " with ".join([type(one).__name__, *odd[:1]])
                 events = ", ".join(EVENTS)
-                expected = f"an object of a subclass of trainer.Callback, with {events}"
+                expected = f"an object of a subclass of meshloom.Callback, with {events}"
                 raise ConfigError(Problem("callbacks", actual, expected))
 
     def call(self, event: str, *values: Any) -> bool:

@@ -97,7 +97,7 @@ def spec_of(
         text = classifiers.describe(classifier, images)
         (Path(folder) / classifiers.DESCRIPTION).write_text(text)
 
-    files = replace(spec.files, save_config=save, opens="trainer.open_classifier")
+    files = replace(spec.files, save_config=save, opens="meshloom.open_classifier")
     return replace(spec, files=files)
 
 
