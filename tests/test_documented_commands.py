@@ -245,6 +245,21 @@ SMALL: dict[str, tuple[str, ...]] = {
     "meshloom train --config distill.json trainer.distillation.column=/shared/teacher": (
         TEACHER_ALONE.replace(" --teacher-only", "") + " trainer.steps=2 trainer.run.folder={out}",
     ),
+    **{
+        f"meshloom train --config full.json{more}": (
+            f"meshloom train --config examples/finetune.json trainer.model.name_or_path={{run}}/final "
+            f"trainer.epochs=null trainer.steps=1 trainer.run.folder={{out}}{more}",
+        )
+        for more in ("", " --dry-run", " --preview 2")
+    },
+    "meshloom train --config examples/finetune.json": (
+        "meshloom train --config examples/finetune.json trainer.model.name_or_path={run}/final "
+        "trainer.epochs=null trainer.steps=1 trainer.run.folder={out}",
+    ),
+    "meshloom train --config sft.json --preview 2": (
+        "meshloom train --config examples/finetune.json trainer.model.name_or_path={run}/final "
+        "--preview 2",
+    ),
     "meshloom train --config dpo.json --preview 2": (
         "meshloom train --config examples/preferences.json trainer.model.name_or_path={run}/final "
         "--preview 2",
@@ -401,6 +416,22 @@ SAME: dict[str, str] = {
 """Command -> the one of `SMALL` that it is with other sizes."""
 
 ELSEWHERE: dict[str, str] = {
+    **{
+        f"meshloom import --from {words}": (
+            "test_moving_pages.py::test_the_command_of_a_page_writes_its_config"
+        )
+        for words in (
+            "axolotl lora.yml --output lora.json",
+            "llamafactory lora.yaml --output lora.json",
+            "trainer --output clm.json -- --model_name_or_path Qwen/Qwen3-8B --train_file mine.jsonl "
+            "--block_size 2048 --learning_rate 1e-5 --per_device_train_batch_size 1 "
+            "--gradient_accumulation_steps 8 --num_train_epochs 3 --bf16 true --deepspeed ds.json "
+            "--output_dir runs/mine",
+        )
+    },
+    "meshloom import --from trainer --output sft.json -- --model_name_or_path Qwen/Qwen3-0.6B "
+    "--dataset_name chats.jsonl --learning_rate 2e-5 --max_length 2048 --assistant_only_loss true "
+    "--output_dir runs/sft": "test_moving_pages.py::test_the_imports_from_trl_write_a_config",
     **dict.fromkeys(
         (
             'meshloom chat runs/NAME --system "You answer in one sentence."',
@@ -518,6 +549,7 @@ ELSEWHERE: dict[str, str] = {
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    "deepspeed run_clm.py": "it is another trainer's",
     "python -m pytest --rewrite-messages": "it rewrites tests/messages.txt in place",
     "python -m pytest tests/test_shape.py tests/test_rules.py tests/test_sizes.py "
     "tests/test_words.py tests/test_rules_of_tests.py": "a first run has these files",

@@ -60,6 +60,18 @@ def broken(page: Path) -> list[str]:
     return found
 
 
+WORDS = 1500
+"""The most that a first visit reads of a page."""
+TABLES = {"families.md", "reference.md"}
+"""Pages in which a line is looked up."""
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_a_page_is_short_enough_for_a_first_visit(page: Path):
+    if page.name not in TABLES:
+        assert len(page.read_text().split()) <= WORDS, "split it by what a reader asks"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=str)
 def test_every_link_leads_somewhere(page: Path):
     assert broken(page) == []

@@ -203,7 +203,7 @@ runpy.run_path({train!r}, run_name="__main__")
 
 @pytest.mark.more
 def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
-    """A Kubernetes job and `torchrun --max-restarts` do that: docs/clusters.md."""
+    """A Kubernetes job and `torchrun --max-restarts` do that: docs/kubernetes.md and docs/clusters.md."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(root=str(ROOT), train=TRAIN))
     common = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]

@@ -1,6 +1,6 @@
 """What a step of training sends, by formulas: for each engine and layout, from a model's sizes.
 
-    python -m tests.support.budget    # writes the table of docs/parallelism.md
+    python -m tests.support.budget    # writes the table of docs/traffic.md
 
 Written by hand, from the papers in docs/parallelism.md and FSDP2's units, and not recorded:
 `tests/budgets/` compares each with what a rank of the engine does (`tests/support/counted.py`).
@@ -410,9 +410,9 @@ def _deepspeed(found: Tally, layout: Layout, sizes: Sizes, stage: int) -> None:
         found.add("broadcast", ("pipeline",), layout.precision, 1, size)
 
 
-# The table of docs/parallelism.md
+# The table of docs/traffic.md
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "traffic.md"
 BEGIN, END = (f"<!-- {word}: python -m tests.support.budget -->" for word in ("begin", "end"))
 TOKENS, MICRO_BATCHES = 8192, 4
 SHAPES: dict[str, dict[str, Any]] = {

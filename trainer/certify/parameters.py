@@ -1,7 +1,7 @@
 """The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped
 as configured.
 
-Written from the description in docs/finetuning.md of `trainer.freeze`, `trainer.parameter_groups`
+Written from the description in docs/what_is_trained.md of `trainer.freeze`, `trainer.parameter_groups`
 and `trainer.adapter`.
 """
 

@@ -1,6 +1,6 @@
 """A base in four bits, quantised and read again in plain NumPy, from the format's description.
 
-Written from docs/finetuning.md and from bitsandbytes' definition of its two data types.
+Written from docs/qlora.md and from bitsandbytes' definition of its two data types.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ QUESTION = Question(
     ask=_ask,
     holds=(
         "If documents are packed or isolated, each has the logits and gradients that it has alone "
-        "([docs/finetuning.md](finetuning.md))"
+        "([docs/packing.md](packing.md))"
     ),
     otherwise=(
         "error, with the token and by how much: layers with state along a sequence that are not "
