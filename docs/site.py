@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[\w-]+)?\)")
 
 def pages() -> list[Path]:
     """Return the files of the site that are Markdown, relative to the repository."""
-    globs = ("*.md", "docs/*.md", "examples/**/*.md", "benchmarks/results/*.md")
+    globs = ("*.md", "docs/*.md", "examples/**/*.md", "skills/**/*.md", "benchmarks/results/*.md")
     return sorted({path.relative_to(ROOT) for glob in globs for path in ROOT.glob(glob)})
 
 

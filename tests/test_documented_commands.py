@@ -36,6 +36,7 @@ OPTION = re.compile(r" \[[^\]]*\]")
 def documents() -> list[Path]:
     found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
     found += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
+    found += [*ROOT.glob("skills/**/*.md"), ROOT / "docs" / "diagrams.py"]
     return [*found, *ROOT.glob("examples/**/*.py")]
 
 
@@ -480,6 +481,7 @@ ELSEWHERE: dict[str, str] = {
     f"python {TRAIN} bad.json": (
         "test_documented_commands.py::test_the_errors_of_a_bad_config_are_those_of_the_page"
     ),
+    "python docs/diagrams.py": "test_site.py::test_the_diagrams_are_those_of_their_script",
     "mkdocs build --strict": (
         "test_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"
     ),

@@ -5,6 +5,7 @@ code is up to date.
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +22,7 @@ PAGES = sorted(
     {
         path.relative_to(ROOT)
         for glob in ("*.md", "llms.txt", "docs/*.md", "examples/**/*.md", "benchmarks/**/*.md")
+        + ("skills/**/*.md",)
         for path in ROOT.glob(glob)
     }
 )
@@ -104,6 +106,14 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
             loaded = re.findall(r"<(?:script|img)[^>]*\ssrc=\"?([^\s\">]+)", html)
             loaded += re.findall(r"<link[^>]*rel=\"?stylesheet[^>]*href=\"?([^\s\">]+)", html)
             assert loaded and not [link for link in loaded if urlsplit(link).netloc], name
+
+
+def test_the_diagrams_are_those_of_their_script():
+    """`python docs/diagrams.py` writes them."""
+    made = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["DIAGRAMS"]
+    assert {f"{name}.svg" for name in made} == {path.name for path in ROOT.glob("docs/*.svg")}
+    for name, draw in made.items():
+        assert draw().svg() == (ROOT / "docs" / f"{name}.svg").read_text(), name
 
 
 def test_the_reference_is_that_of_the_code():

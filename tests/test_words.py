@@ -54,6 +54,7 @@ GENERATED = {"reference.md", "importing.md", "families.md"}
 
 def pages() -> list[Path]:
     globs = ("*.md", "docs/*.md", "examples/**/*.md", "benchmarks/results/*.md", "mkdocs.yml")
+    globs = (*globs, "skills/**/*.md")
     scripts = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     paths = [*scripts, *(path for glob in globs for path in ROOT.glob(glob))]
     return sorted(path for path in paths if path.name not in GENERATED)

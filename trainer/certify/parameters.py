@@ -1,8 +1,8 @@
 """The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped
 as configured.
 
-Written from the description in docs/what_is_trained.md of `trainer.freeze`, `trainer.parameter_groups`
-and `trainer.adapter`.
+Written from the descriptions in docs/what_is_trained.md and docs/adapters.md of `trainer.freeze`,
+`trainer.parameter_groups` and `trainer.adapter`.
 """
 
 from __future__ import annotations
