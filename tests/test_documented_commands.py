@@ -249,13 +249,13 @@ SMALL: dict[str, tuple[str, ...]] = {
     **{
         f"meshloom train --config full.json{more}": (
             f"meshloom train --config examples/finetune.json trainer.model.name_or_path={{run}}/final "
-            f"trainer.epochs=null trainer.steps=1 trainer.run.folder={{out}}{more}",
+            f"trainer.epochs=0.1 trainer.run.folder={{out}}{more}",
         )
         for more in ("", " --dry-run", " --preview 2")
     },
     "meshloom train --config examples/finetune.json": (
         "meshloom train --config examples/finetune.json trainer.model.name_or_path={run}/final "
-        "trainer.epochs=null trainer.steps=1 trainer.run.folder={out}",
+        "trainer.epochs=0.1 trainer.run.folder={out}",
     ),
     "meshloom train --config sft.json --preview 2": (
         "meshloom train --config examples/finetune.json trainer.model.name_or_path={run}/final "

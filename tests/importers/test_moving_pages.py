@@ -67,8 +67,11 @@ def test_the_imports_from_trl_write_a_config(
     assert dpo["optimizer"]["params"]["lr"] == 5e-7
 
 
-@pytest.mark.parametrize("name", ["from_torchtune", "finetuning"])
-def test_the_config_of_a_page_is_one(name: str) -> None:
-    [block] = BLOCK.findall(page(name))
+@pytest.mark.parametrize(
+    "path", ["docs/from_torchtune.md", "docs/finetuning.md", "skills/train/SKILL.md"]
+)
+def test_the_config_of_a_page_is_one(path: str) -> None:
+    text = re.sub(r"^   (?=[ `{}])", "", (ROOT / path).read_text(), flags=re.MULTILINE)
+    [block] = BLOCK.findall(text)
     config = load(json.loads(block), [])
-    assert config.trainer.epochs == 3
+    assert config.trainer.model.name_or_path and config.trainer.data.path
