@@ -52,6 +52,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "one device": (),
     "ZeRO-3": (),
     "HSDP": ("trainer.mesh.replicate=-1", "trainer.mesh.shard=node"),
+    "ZeRO-3 over all": ("trainer.mesh.replicate=1", "trainer.mesh.shard=-1"),
     "ZeRO-2, offload": (*OFFLOAD, "zero_optimization.stage=2"),
     "ZeRO-3, offload": (*OFFLOAD, "zero_optimization.offload_param.device=cpu"),
 }
@@ -61,8 +62,8 @@ TRIED = {
     ("lora", 1): ("one device",),
     ("full", 8): ("ZeRO-3", "ZeRO-3, offload"),
     ("lora", 8): ("ZeRO-3",),
-    ("full", 64): ("HSDP", "ZeRO-3"),
-    ("lora", 64): ("HSDP", "ZeRO-3"),
+    ("full", 64): ("HSDP", "ZeRO-3 over all"),
+    ("lora", 64): ("HSDP", "ZeRO-3 over all"),
 }
 """The layouts that are planned, in turn, until one fits."""
 SHORTEST, LONGEST = 4096, 2**20
