@@ -7,6 +7,11 @@ DeepSpeed JSON.
 
 from __future__ import annotations
 
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("Meshloom runs on Linux and macOS, not on Windows: install it in WSL2")
+
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import wraps

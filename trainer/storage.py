@@ -44,11 +44,14 @@ def imported(module: str, place: str) -> ModuleType:
         return import_module(module)
 
 
-def required(module: str, place: str, extra: str) -> ModuleType:
-    """Import a module of an optional package that our `extra` brings. Raises ConfigError."""
+def required(module: str, place: str, brought_by: str) -> ModuleType:
+    """Import a module of a package that may be missing. Raises ConfigError.
+
+    `brought_by` is what to install: the package, or "meshloom[evaluate]" with our extra.
+    """
     if not installed(package := module.partition(".")[0]):
         actual = f"{package} is not installed"
-        hint = f"pip install 'meshloom[{extra}]'"
+        hint = f"pip install '{brought_by}'"
         raise ConfigError(Problem(place, actual, f"the package {package}", hint))
     return imported(module, place)
 

@@ -114,7 +114,9 @@ def kind_of(digest: str) -> str:
 def new_hash(kind: str) -> Any:
     """Return a hash of no bytes yet. Raises ConfigError without the package of BLAKE3."""
     if kind == "blake3":
-        return required("blake3.blake3", "checkpoints hashed by BLAKE3", "blake3").blake3()
+        return required(
+            "blake3.blake3", "checkpoints hashed by BLAKE3", "meshloom[blake3]"
+        ).blake3()
     return hashlib.sha256()
 
 

@@ -84,7 +84,7 @@ def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
 
 
 def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module:
-    required("peft", f"{place}: an adapter", "lora")
+    required("peft", f"{place}: an adapter", "peft")
     import peft
     from transformers import AutoConfig
 
