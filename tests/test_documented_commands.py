@@ -573,7 +573,7 @@ NOT_HERE: dict[str, str] = {
     "docker build -t meshloom .": "needs a builder; test_wheel.py checks the Dockerfile's text",
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
-        for words in (".", "-e .", "-e '.[test]'", "-e '.[ladder]'", "'meshloom[lora]'")
+        for words in (".", "-e .", "-e '.[test]'", "-e '.[ladder]'")
         + (
             "'meshloom[digits]'",
             "'meshloom[float8]'",
