@@ -10,4 +10,4 @@ COPY trainer trainer
 COPY launch launch
 COPY ds_configs ds_configs
 RUN pip install --no-cache-dir -e .
-CMD ["deepspeed", "launch/train.py", "--config", "ds_configs/zero2.json"]
+CMD ["deepspeed", "-q", "launch/train.py", "--config", "ds_configs/zero2.json"]

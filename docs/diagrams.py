@@ -65,6 +65,40 @@ class Drawing:
         )
 
 
+def one_json() -> Drawing:
+    """One JSON, and meshes on which it trains alike."""
+    drawing = Drawing(656, 330, "One JSON, any mesh")
+    drawing.box(16, 44, (244, 206), fill="#ffffff")
+    drawing.text(138, 24, "one JSON: a line for each axis", bold=True)
+    lines = (
+        '"train_batch_size": 256,',
+        '"zero_optimization": {"stage": 3},',
+        '"pipeline": {"stages": 2},',
+        '"tensor_parallel":',
+        '    {"autotp_size": 2},',
+        '"trainer": {"model": ...}',
+    )
+    for number, words in enumerate(lines):
+        drawing.text(28, 68 + 30 * number, words, "start")
+    meshes = (
+        ("one process", 1, 1, GREY),
+        ("8: shard 8 (ZeRO-3, FSDP)", 8, 1, BLUE),
+        ("16: pipeline 2 x shard 8", 8, 2, GREEN),
+        ("32: pipeline 2 x shard 8 x tensor 2", 16, 2, SAND),
+    )
+    for number, (words, across, down, fill) in enumerate(meshes):
+        top = 44 + 58 * number
+        drawing.arrow((262, 147), (312, top + 22))
+        drawing.text(320, top, words, "start")
+        for place in range(across * down):
+            at = (320 + 20 * (place % across), top + 12 + 15 * (place // across))
+            drawing.box(*at, (17, 12), fill=fill)
+    drawing.box(16, 272, (624, 42), fill=GREY)
+    words = "each compared with one process: losses, gradients, norm, updates;"
+    drawing.text(328, 293, f"{words}\na checkpoint of one resumes under any other")
+    return drawing
+
+
 def mesh() -> Drawing:
     """Eight processes as pipeline 2 x shard 2 x tensor 2, and what an axis does."""
     drawing = Drawing(720, 330, "Eight processes as a mesh: pipeline 2 x shard 2 x tensor 2")
@@ -177,7 +211,13 @@ def batch() -> Drawing:
     return drawing
 
 
-DIAGRAMS = {"mesh": mesh, "step": step, "checkpoint_files": checkpoint, "batch": batch}
+DIAGRAMS = {
+    "one_json": one_json,
+    "mesh": mesh,
+    "step": step,
+    "checkpoint_files": checkpoint,
+    "batch": batch,
+}
 
 
 def main() -> None:

@@ -27,6 +27,11 @@ def linked(page: Path) -> Iterator[Path]:
             yield path.relative_to(ROOT)
 
 
+def on_page_markdown(markdown: str, **about: Any) -> str:
+    """Leave out the README's badges, which come from elsewhere."""
+    return re.sub(r"^\[!\[.*$", "", markdown, flags=re.MULTILINE)
+
+
 def on_files(files: Any, config: Any) -> Any:
     """Replace the pages of docs/ by all pages and the files that they link to."""
     from mkdocs.structure.files import File, InclusionLevel

@@ -95,7 +95,7 @@ def llms() -> str:
     """Return llms.txt (llmstxt.org): what the project is, and each page with its first sentence."""
     index = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    summary = one_line(readme.split("\n\n")[1])
+    summary = one_line(next(part for part in readme.split("\n\n") if part[0].isupper()))
     lines = [
         "# Meshloom",
         "",
