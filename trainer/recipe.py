@@ -190,8 +190,9 @@ class Subject:
         """Return the FLOPs of a training step for each unit; None where they are not known."""
         return None
 
-    def samples(self, numbers: list[int], **options: object) -> str:
-        """Return samples as a person can read them; empty where nobody can."""
+    def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
+        """Return samples as a person can read them, in lines of at most `width` characters unless
+        they are shown `in_full`; empty where nobody can read them."""
         return ""
 
     def loading_advice(self, workers: int) -> str:

@@ -160,7 +160,7 @@ def replace_file(path: Path, content: bytes) -> None:
     flush(path.parent)
 
 
-def publish_json(path: Path, value: Any) -> None:
+def publish_json(path: Path, value: object) -> None:
     """Replace a JSON file at once for its readers, unflushed: it is of no use after a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(value))

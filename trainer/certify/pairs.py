@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,7 +17,7 @@ from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.options import Amend, Option, options_of
 from trainer.certify.parameters import Learner, learner
 from trainer.certify.recording import Sources, State
-from trainer.certify.reference import Reference
+from trainer.certify.reference import Inputs, Reference, Targets
 from trainer.certify.tiny_run import Tiny
 from trainer.data.dataset import Subset
 from trainer.errors import ConfigError, DataError, Problem
@@ -50,20 +49,25 @@ class PairsReference(Reference):
         alone, together = (self._judged(samples, size) for size in sizes)
         return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
 
-    def _collated(self, samples: Sequence[Sample]) -> tuple[object, object]:
+    def _collated(self, samples: Sequence[Sample]) -> tuple[Inputs, Targets]:
         return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]
 
-    def _output(self, model: nn.Module, inputs: object) -> Any:
+    def _output(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         return model(**inputs) if isinstance(inputs, dict) else model(inputs)
 
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: Inputs, targets: Targets) -> torch.Tensor:
         output = self._output(model, inputs)
         if self._smoothing and model.training:
-            options: Any = {"label_smoothing": self._smoothing, "ignore_index": IGNORED}
-            return F.cross_entropy(output.float(), targets, reduction="sum", **options)
+            return F.cross_entropy(
+                output.float(),
+                targets,
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=self._smoothing,
+            )
         return self._loss(output, targets)[0]  # type: ignore[no-any-return]
 
-    def _counted(self, inputs: object, targets: object) -> int:
+    def _counted(self, inputs: Inputs, targets: Targets) -> int:
         """Count targets by the loss itself, from the module's output."""
         training = self.model.training
         with torch.no_grad():

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -45,6 +45,10 @@ from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 from trainer.tasks.task import Sample
 
+Inputs = Any
+"""The inputs of a micro-batch; the reference that makes them knows their type."""
+Targets = Any
+"""Its targets, likewise."""
 REPEATS = 6
 FEWER = 3
 """The runs that measure the rounding of float8: in the first steps, and later."""
@@ -109,22 +113,23 @@ class Reference(ABC):
         """Evaluate the held-out samples with the weights of `state`."""
 
     @abstractmethod
-    def _collated(self, samples: Sequence[Sample]) -> tuple[Any, Any]:
+    def _collated(self, samples: Sequence[Sample]) -> tuple[Inputs, Targets]:
         """Return the inputs and targets of a micro-batch."""
 
     @abstractmethod
-    def _output(self, model: nn.Module, inputs: object) -> torch.Tensor:
+    def _output(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return the logits, or whatever the loss of a user's module takes."""
 
     @abstractmethod
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: object) -> torch.Tensor: ...
+    def _loss_sum(self, model: nn.Module, inputs: Inputs, targets: Targets) -> torch.Tensor:
+        """Return the summed loss of a micro-batch, a scalar."""
 
     @abstractmethod
-    def _counted(self, inputs: object, targets: object) -> int:
+    def _counted(self, inputs: Inputs, targets: Targets) -> int:
         """Count the targets of a micro-batch."""
 
     @abstractmethod
-    def _example(self) -> Sample:
+    def _example(self) -> Inputs:
         """Return inputs for a first forward pass."""
 
     def weights(self) -> Tensors:
@@ -232,7 +237,7 @@ class Reference(ABC):
         for part in parts:
             self._seeds.start(step, part.data_rank, part.number)
             self._inputs = self._loads.ids = part.inputs
-            tokens: dict[int, Any] = {part.data_rank: None}
+            tokens: Mapping[int, torch.Tensor | None] = {part.data_rank: None}
             if self._spec.language.vocabulary:
                 division = division_of(self._layout, self._spec.language.attention.heads)
                 tokens = parts_of(part.inputs, part.data_rank, division, part.start, part.row)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.storage import flush, write_file
 
@@ -121,7 +120,7 @@ def _digests(
     sizes = _sizes(files)
     lengths = [min(_CHUNK, sizes[name] - number * _CHUNK) for name, number in chunks]
     with ThreadPoolExecutor(threads) as pool:
-        apply: Any = pool.map if threads > 1 else map  # a pool would read on after an early end
+        apply = pool.map if threads > 1 else map  # a pool would read on after an early end
         digests = apply(lambda chunk: _hash(files[chunk[0]], chunk[1] * _CHUNK), chunks)
         done = 0
         all = sum(lengths)

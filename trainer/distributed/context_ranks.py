@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import gcd
-from typing import Any
 
 import numpy as np
 import torch
@@ -169,7 +168,7 @@ class ContextRanks:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-    ) -> tuple[torch.Tensor, Any]:
+    ) -> tuple[torch.Tensor, object]:
         """Compute attention of [batch, heads, part, width] over whole rows, each rank some heads.
 
         `compute` takes [batch, heads of this rank, row, width] and returns [batch, row, heads,
@@ -228,7 +227,7 @@ class ContextRanks:
         self,
         forward: Callable[..., object],
         hidden: torch.Tensor,
-        position_ids: Any,
+        position_ids: torch.Tensor,
         *more: object,
         **kinds: object,
     ) -> object:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ def correct_prefix(model: PreTrainedModel) -> None:
         model.base_model_prefix = bodies[0]  # type: ignore[assignment]
 
 
-def skip_rescaling(model: Any) -> None:
+def skip_rescaling(model: PreTrainedModel) -> None:
     """Keep RWKV from dividing its weights in place in evaluation; its saved config stays as it is.
 
     Symptom: after an evaluation, other weights are saved. Can go when RWKV divides activations.

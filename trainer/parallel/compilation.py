@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from traceback import FrameSummary
 
 import torch
 from torch import nn
@@ -107,7 +107,7 @@ def lacking(device: torch.device) -> str | None:
 
 def reason_of(error: Exception) -> str:
     """Return the compiler's error on one line, with the last place outside PyTorch's own code."""
-    stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
+    stack: Sequence[FrameSummary] = getattr(error, "real_stack", None) or ()
     own = [f" ({f.filename}:{f.lineno})" for f in stack if torch.__path__[0] not in f.filename]
     return named_line(getattr(error, "inner_exception", error)) + "".join(own[-1:])
 

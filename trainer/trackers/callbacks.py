@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
@@ -70,7 +70,7 @@ class Callbacks:
                 expected = f"an object of a subclass of meshloom.Callback, with {events}"
                 raise ConfigError(Problem("callbacks", actual, expected))
 
-    def call(self, event: str, *values: Any) -> bool:
+    def call(self, event: str, *values: object) -> bool:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""
         if self._any:
             called = lambda: [bool(getattr(one, event)(*values)) for one in self._callbacks]  # noqa: E731

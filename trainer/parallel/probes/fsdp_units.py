@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -125,6 +125,10 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
     return isinstance(observe(run), Finding)
 
 
+Parts = Sequence[tuple[nn.Module, Mapping[str, Any]]]
+"""Modules, with the parameters that are set in each."""
+
+
 def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: Any) -> None:
     """Take the parameters of these modules away but while each runs: empty ones stand there.
 
@@ -138,7 +142,7 @@ def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: 
             for inner, of in own
         ]
 
-        def put(*_: Any, parts: Any) -> None:
+        def put(*_: object, parts: Parts) -> None:
             for inner, parameters in parts:
                 inner._parameters.update(parameters)
 

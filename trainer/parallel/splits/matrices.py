@@ -155,7 +155,7 @@ class _Entry:
         self._given: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
-    def enter(self, module: nn.Module, args: object, kwargs: object) -> object:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         def entering(hidden: torch.Tensor) -> torch.Tensor:
             if self.sequence is not None:
                 hidden = self.sequence.gather(hidden, self._terms)

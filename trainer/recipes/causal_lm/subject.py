@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -68,10 +68,10 @@ class LanguageSubject(Subject):
         watched = task.watching(len(section.data.sources)) if section.log.by_source else task
         return replace(self, spec=spec, task=watched)
 
-    def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
+    def reading(self, place: Sequence[object]) -> AbstractContextManager[object]:
         if not isinstance(stream := self.data.train, Stream):
             return nullcontext()
-        stream.begin(Place(*place))
+        stream.begin(Place._make(place))
         return closing(stream)
 
     def lines(self, workers: int) -> Iterator[str]:
@@ -91,8 +91,8 @@ class LanguageSubject(Subject):
     def flops(self, section: TrainerSection) -> float | None:
         return flops_per_token(self.spec, section.data.sequence_length)
 
-    def samples(self, numbers: list[int], **options: Any) -> str:
-        return preview(self.data.train, self.tokenizer, numbers, **options)
+    def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
+        return preview(self.data.train, self.tokenizer, numbers, width, in_full)
 
     def is_named(self, section: TrainerSection) -> bool:
         return True

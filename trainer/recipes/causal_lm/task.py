@@ -40,7 +40,7 @@ from trainer.tasks.patches import (
     register_attention,
     replace_loss,
 )
-from trainer.tasks.task import IGNORED, Batch, WholeStep, changed
+from trainer.tasks.task import IGNORED, Batch, Sample, WholeStep, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -152,7 +152,7 @@ class CausalLM:
         """Return the head that stands in the place of the model's `own`."""
         return LossHead(own, self._options)
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pad samples to `input_ids` and `targets`, [batch, longest], int64.
 
         `lengths` [batch, 1] are those of the rows. Packed samples add `documents` [batch, most],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer.config.sections.distillation import DistillationSection
 from trainer.distributed.exchange import vocabulary_shard_of_head
+from trainer.models.language_model import LanguageModel
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.tasks.attention import Attention
@@ -26,7 +27,8 @@ from trainer.tasks.losses.divergences import (
     logits_divergence,
     logits_likeliest,
 )
-from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.tasks.mixers import Mixers
+from trainer.tasks.task import IGNORED, Batch, Sample, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,8 +47,15 @@ class DistillationTask(CausalLM):
     they follow one another, [targets, ...], and `places` [batch, longest] has each token's row.
     """
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(
+        self,
+        model: LanguageModel,
+        padding: int = 0,
+        attention: Callable[[], Attention] = Attention,
+        mixers: Callable[[], Mixers] = frozenset,
+    ) -> None:
+        """Take the arguments of `CausalLM`."""
+        super().__init__(model, padding, attention, mixers)
         self.keys = DistillationSection()
         self.vocabulary = 0
         """The number of ids that teacher and student share."""
@@ -88,7 +97,7 @@ class DistillationTask(CausalLM):
     def _loss_head(self, own: nn.Linear) -> LossHead:
         return DistillationHead(own)
 
-    def collate(self, samples: Sequence[Any]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pad samples as `CausalLM` does; `places` [batch, longest] int64, and `teacher_ids`
         [targets, k] and `teacher_logs` [targets, k + 1], at least a row, where they are known.
         """
@@ -111,7 +120,7 @@ class DistillationTask(CausalLM):
             batch["teacher_logs"] = torch.from_numpy(np.pad(logs, missing))
         return batch
 
-    def blank(self, sample: Any) -> Mapping[str, object]:
+    def blank(self, sample: Sample) -> Mapping[str, object]:
         nothing = {"teacher": sample["teacher"].none()} if "teacher" in sample else {}
         return {**super().blank(sample), **nothing}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -12,12 +11,15 @@ from torch import nn
 from trainer.config.sections.pair_losses import PairsSection
 from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
+from trainer.models.language_model import LanguageModel
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.recipes.pairs.losses import LOSSES, Answers, PairLossKind
+from trainer.tasks.attention import Attention
 from trainer.tasks.losses.cross_entropy import LossHead
 from trainer.tasks.losses.token_losses import TokenLossHead, logits_token_losses
-from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.tasks.mixers import Mixers
+from trainer.tasks.task import IGNORED, Batch, Sample, changed
 
 FIGURES = (
     "rewards/chosen",
@@ -38,8 +40,15 @@ class PairsTask(CausalLM):
     has the reference's log-probabilities, once they are known.
     """
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
+    def __init__(
+        self,
+        model: LanguageModel,
+        padding: int = 0,
+        attention: Callable[[], Attention] = Attention,
+        mixers: Callable[[], Mixers] = frozenset,
+    ) -> None:
+        """Take the arguments of `CausalLM`."""
+        super().__init__(model, padding, attention, mixers)
         self.keys = PairsSection()
         self._kind: PairLossKind = LOSSES["sigmoid"]
         self._sft = 0.0
@@ -95,7 +104,7 @@ class PairsTask(CausalLM):
     def _loss_head(self, own: nn.Linear) -> LossHead:
         return TokenLossHead(own)
 
-    def collate(self, samples: Sequence[Any]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pad both answers of each pair, the chosen ones first: `input_ids` and `targets`
         [2 x pairs, longest], `scored` as `scored_in` has it; `margins` [pairs], and `reference` and
         `places` where a sample has them.
@@ -118,7 +127,7 @@ class PairsTask(CausalLM):
             batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
         return batch
 
-    def blank(self, sample: Any) -> Mapping[str, object]:
+    def blank(self, sample: Sample) -> Mapping[str, object]:
         both = {side: super(PairsTask, self).blank(sample[side]) for side in ("chosen", "rejected")}
         return {**sample, **both}
 

@@ -9,6 +9,7 @@ Shapes: n tokens, h hidden size, v vocabulary. Where there is no weight, what is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,15 @@ from trainer.distributed.exchange import VocabularyShard
 CHUNK_BYTES = 64 << 20
 """The bytes of a chunk of logits, unless h / 2 tokens need more: enough for full speed, and small
 beside any model."""
+
+
+class AutogradContext(Protocol):
+    """The context of an autograd function, which torch leaves untyped."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
 
 
 class ChunkGradients:

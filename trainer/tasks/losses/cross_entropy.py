@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,13 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.losses.chunks import ChunkGradients, chunk_logits, product_chunks, times
+from trainer.tasks.losses.chunks import (
+    AutogradContext,
+    ChunkGradients,
+    chunk_logits,
+    product_chunks,
+    times,
+)
 from trainer.tasks.task import IGNORED, Batch
 
 LossObserver = Callable[[slice, torch.Tensor], None]
@@ -128,7 +133,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: AutogradContext,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -153,7 +158,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if saved is None else times(saved, grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None)
 

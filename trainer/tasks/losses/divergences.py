@@ -26,14 +26,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.losses.chunks import ChunkGradients, chunk_logits, product_chunks, times
+from trainer.tasks.losses.chunks import (
+    AutogradContext,
+    ChunkGradients,
+    chunk_logits,
+    product_chunks,
+    times,
+)
 from trainer.tasks.losses.cross_entropy import LossObserver, chunk_loss
 from trainer.tasks.task import IGNORED
 
@@ -119,7 +125,7 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: AutogradContext,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -142,7 +148,7 @@ class _Mixed(torch.autograd.Function):
         return sums.to(wide)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if one is None else times(one, grad[0]) for one in ctx.saved_tensors]
         return (*scaled, None, None)
 

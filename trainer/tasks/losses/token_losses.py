@@ -10,14 +10,19 @@ Shapes: n tokens, h hidden size, v vocabulary. The loss of a target of -100 is 0
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.losses.chunks import ChunkGradients, chunk_logits, product_chunks
+from trainer.tasks.losses.chunks import (
+    AutogradContext,
+    ChunkGradients,
+    chunk_logits,
+    product_chunks,
+)
 from trainer.tasks.losses.cross_entropy import NO_OPTIONS, LossHead
 from trainer.tasks.task import IGNORED
 
@@ -61,12 +66,18 @@ class TokenLossHead(LossHead):
         return linear_token_losses(hidden, self.weight, self.bias, targets)
 
 
+class _Context(AutogradContext, Protocol):
+    parts: list[slice]
+    """The chunks of tokens."""
+    shard: VocabularyShard | None
+
+
 class _TokenLosses(torch.autograd.Function):
     """The losses [n] of hidden states [n, h] or, without a weight, of logits [n, v]."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: _Context,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -87,7 +98,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
         given, weight, bias, targets, log_totals = ctx.saved_tensors
         wide = log_totals.dtype
         gradients = ChunkGradients(given, weight, bias, wide, ctx.needs_input_grad[:3])
