@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import gcd
 
+from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -168,7 +169,7 @@ class ContextRanks:
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
-    ) -> tuple[torch.Tensor, object]:
+    ) -> tuple[torch.Tensor, Any]:
         """Compute attention of [batch, heads, part, width] over whole rows, each rank some heads.
 
         `compute` takes [batch, heads of this rank, row, width] and returns [batch, row, heads,

@@ -170,7 +170,7 @@ class _Resize:
         own = scale_of(part, scale.split, head_sizes=scale.head_size > 1)
         return _Resize(own, range(min(2, count)), count, self.sizes)
 
-    def value(self, name: object, value: Any) -> Any:
+    def value(self, name: Any, value: Any) -> Any:
         """Return the value in the tiny copy of what the config has under a name."""
         if isinstance(value, bool) or value is None:
             return value

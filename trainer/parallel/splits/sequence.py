@@ -54,7 +54,9 @@ class TokenParts:
         gather = self._ranks.gather_to if terms else self._ranks.gather
         return gather(part, 1, self._length)
 
-    def _divided(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
+    def _divided(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def divide(hidden: torch.Tensor) -> torch.Tensor:
             self._length = hidden.shape[1]
             return self._ranks.scatter(hidden, 1)

@@ -100,7 +100,7 @@ def _imported(folder: Path) -> Imported:
     entries = [entry for placed in shards.placed() for entry in shards.entries(*placed)]
     entries += _frozen(shards.models) + _buffers(model)
     inner: Json = next(iter(_inner(first, shards.stage)), {})
-    scalars = {"optimizer_step": float(inner.get("step", model["global_steps"]))}
+    scalars = {"optimizer_step": float(inner["step"] if "step" in inner else model["global_steps"])}
     scaler = vars(first["loss_scaler"]) if first.get("dynamic_loss_scale") else {}
     scalars |= {f"scaler.{key}": float(scaler[key]) for key in _SCALARS if key in scaler}
     state = RunState(int(model["global_steps"]), int(model["global_samples"]), 0, scalars)
