@@ -34,10 +34,10 @@ OPTION = re.compile(r" \[[^\]]*\]")
 
 
 def documents() -> list[Path]:
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
-    found += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
-    found += [*ROOT.glob("skills/**/*.md"), ROOT / "docs" / "diagrams.py"]
-    return [*found, *ROOT.glob("examples/**/*.py")]
+    results = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    results += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
+    results += [*ROOT.glob("skills/**/*.md"), ROOT / "docs" / "diagrams.py"]
+    return [*results, *ROOT.glob("examples/**/*.py")]
 
 
 def code_of(path: Path) -> Iterator[str]:
@@ -55,20 +55,20 @@ def code_of(path: Path) -> Iterator[str]:
 
 def commands_of(path: Path) -> set[str]:
     """Without a comment at the end, options in brackets, and spaces beyond one."""
-    found = {
+    results = {
         re.split(r"\s+# ", code, maxsplit=1)[0] for code in code_of(path) if COMMAND.match(code)
     }
-    return {" ".join(OPTION.sub("", command).split()) for command in found}
+    return {" ".join(OPTION.sub("", command).split()) for command in results}
 
 
 @cache
 def documented() -> dict[str, list[str]]:
     """Command -> the documents that have it."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for path in documents():
         for command in commands_of(path):
-            found.setdefault(command, []).append(str(path.relative_to(ROOT)))
-    return found
+            results.setdefault(command, []).append(str(path.relative_to(ROOT)))
+    return results
 
 
 HOSTS = "torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
@@ -637,12 +637,12 @@ def unknown_commands(text: str) -> list[str]:
 
 
 def test_every_line_of_a_shell_is_a_command_that_is_known():
-    found = {
+    results = {
         path.name: unknown_commands(path.read_text())
         for path in documents()
         if path.suffix == ".md"
     }
-    assert not any(found.values()), f"{found}: COMMAND needs them"
+    assert not any(results.values()), f"{results}: COMMAND needs them"
     page = "```sh\nls -l\n```\n\n    $ cat a\n    b\n"
     assert unknown_commands(page) == ["cat a", "ls -l"]
 

@@ -1,4 +1,4 @@
-"""The shape of the code, held: rooms and import order, no hidden waits, the docs' map and table."""
+"""The shape of the code: rooms and import order, no hidden waits, the docs' map and table."""
 
 from __future__ import annotations
 
@@ -117,16 +117,16 @@ def test_every_library_that_is_imported_is_declared():
             - sys.stdlib_module_names
             - {"trainer"}
         ):
-            found = {one.lower().replace("_", "-") for one in offered.get(name, [name])}
-            assert found & declared, f"{path.relative_to(ROOT)} imports {name}, of {found}"
+            results = {one.lower().replace("_", "-") for one in offered.get(name, [name])}
+            assert results & declared, f"{path.relative_to(ROOT)} imports {name}, of {results}"
 
 
 def test_every_file_has_a_room():
-    found = {
+    results = {
         path.relative_to(ROOT / "trainer").with_suffix("").parts[0]
         for path, _ in sources("trainer")
     }
-    assert found - {"__init__"} == set(LEVELS)
+    assert results - {"__init__"} == set(LEVELS)
     loose = {path.name for path in (ROOT / "trainer").glob("*.py")}
     assert loose == {
         "__init__.py",
@@ -189,8 +189,8 @@ def test_what_is_reduced_over_is_named_and_never_divided_out():
                 node.op, ast.Div | ast.FloorDiv
             ):
                 divisor = node.right if isinstance(node, ast.BinOp) else node.value
-                found = {n.attr for n in ast.walk(divisor) if isinstance(n, ast.Attribute)}
-                assert not found & {"tensor", "replicate", "shard", "world_size", "data_ranks"}, (
+                results = {n.attr for n in ast.walk(divisor) if isinstance(n, ast.Attribute)}
+                assert not results & {"tensor", "replicate", "shard", "world_size", "data_ranks"}, (
                     path,
                     node.lineno,
                 )

@@ -48,7 +48,7 @@ def anchors(path: Path) -> set[str]:
 
 def broken(page: Path) -> list[str]:
     """Return the links of a page that lead nowhere. External ones are checked for form alone."""
-    found = []
+    results = []
     for target in LINK.findall(prose((ROOT / page).read_text())):
         parts = urlsplit(target)
         if target.startswith("../../actions/workflows/") and page == Path("README.md"):
@@ -61,8 +61,8 @@ def broken(page: Path) -> list[str]:
             right = path.is_relative_to(ROOT) and path.exists()
             if right and parts.fragment:
                 right = path.suffix == ".md" and parts.fragment in anchors(path)
-        found += [] if right else [target]
-    return found
+        results += [] if right else [target]
+    return results
 
 
 WORDS = 1500

@@ -68,7 +68,7 @@ def pip(command: str, *arguments: str | Path) -> None:
 
 def meshloom(installed: Path, folder: Path, *arguments: str | Path) -> Result:
     """The installed command, run in `folder`."""
-    found = subprocess.run(
+    result = subprocess.run(
         [installed / "bin" / "meshloom", *arguments],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(installed), "OMP_NUM_THREADS": "1"},
@@ -77,7 +77,7 @@ def meshloom(installed: Path, folder: Path, *arguments: str | Path) -> Result:
         text=True,
         timeout=200,
     )
-    return Result(found.returncode, found.stdout)
+    return Result(result.returncode, result.stdout)
 
 
 def shipped() -> set[str]:
@@ -230,9 +230,10 @@ def test_help(installed, tmp_path, command):
 
 @pytest.mark.more
 def test_commands_are_told(installed, tmp_path):
-    told = meshloom(installed, tmp_path, "--help")
-    assert told.code == 0 and all(
-        f"meshloom {name} " in told.output for name in ("train", "verify", "checkpoint", "import")
+    message = meshloom(installed, tmp_path, "--help")
+    assert message.code == 0 and all(
+        f"meshloom {name} " in message.output
+        for name in ("train", "verify", "checkpoint", "import")
     )
     wrong = meshloom(installed, tmp_path, "trian")
     assert wrong.code == 2 and "invalid choice: 'trian'" in wrong.output

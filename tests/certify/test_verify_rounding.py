@@ -67,10 +67,10 @@ def added_up_in_16_bits() -> Any:
             for module in self.modules
             for p in module.parameters()
         ]
-        found = real(self, seed, batches, scale)
+        result = real(self, seed, batches, scale)
         for hook in hooks:
             hook.remove()
-        return found
+        return result
 
     return around(GradientAccumulation, "train", rounding)
 
@@ -151,10 +151,10 @@ def test_what_a_loss_is_multiplied_by_is_not_rounded_to_16_bits():
 
     torch.manual_seed(0)
     hidden, weight = torch.randn(64, 32), torch.randn(48, 32)
-    targets, found = torch.randint(48, (64,)), []
+    targets, result = torch.randint(48, (64,)), []
     for dtype in (torch.float32, torch.bfloat16):
         leaf = hidden.to(dtype, copy=True).requires_grad_()
         (linear_cross_entropy(leaf, weight.to(dtype), None, targets) / 896).backward()
-        found.append(leaf.grad.double().flatten())
-    exact, low = found
+        result.append(leaf.grad.double().flatten())
+    exact, low = result
     assert abs(float(low @ exact / (exact @ exact)) - 1) < 5e-4

@@ -21,12 +21,12 @@ SCRIPT, PLUGIN, CONFIG = re.findall(
 
 def run(folder: Path, *words: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.more

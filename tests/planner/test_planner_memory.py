@@ -74,8 +74,8 @@ def pairs(case: Case) -> Any:
     from trainer.recipes.pairs.planned import planned_pairs
 
     data = {"path": "pairs.jsonl", "sequence_length": LENGTH}
-    asked = {"task": "pairs", "model": {"config": case.model}, "data": data}
-    known = planned_pairs(TrainerSection.model_validate(asked))
+    requests = {"task": "pairs", "model": {"config": case.model}, "data": data}
+    known = planned_pairs(TrainerSection.model_validate(requests))
     spec = spec_in(case).with_weights(NoWeights())
     return subject_of(case, layout_of(case), spec, known.task(spec), known.batch)
 

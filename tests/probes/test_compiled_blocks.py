@@ -31,18 +31,18 @@ class Sleeps(nn.Module):
 @pytest.mark.more
 def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
     layout = replace(layout_of(Case(world_size=1)), compile="blocks")
-    found, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
-    assert found.compile == "none"
+    result, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
+    assert result.compile == "none"
     shows(note, "run uncompiled")
     assert "test_compiled_blocks.py:" in note
-    found, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
-    assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
+    result, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
+    assert result.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
 
 
 def test_auto_compiles_nothing_on_a_cpu():
     layout = replace(layout_of(Case(world_size=1)), compile="auto")
-    found = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
-    assert found == (replace(layout, compile="none"), ())
+    result = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
+    assert result == (replace(layout, compile="none"), ())
 
 
 @pytest.mark.more

@@ -169,11 +169,11 @@ def test_a_kernel_on_the_host_has_its_flag_before_it_starts(monkeypatch):
     """
     weight = torch.ones(2)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    seen = []
-    monkeypatch.setattr(optimizer, "step", lambda: seen.append(optimizer.found_inf.device))
+    actual = []
+    monkeypatch.setattr(optimizer, "step", lambda: actual.append(optimizer.found_inf.device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         step_if_finite(optimizer, torch.ones((), device="cuda"))
-    assert seen == [weight.device]
+    assert actual == [weight.device]
 
 
 def steps(*norms: float) -> list[tuple[Any, Metrics]]:

@@ -1,4 +1,4 @@
-"""The README's recipe for an own model, data and loss: killed, the same script goes on bit for bit."""
+"""The README's recipe for your own model, data and loss: killed, the same script resumes bit for bit."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Public configs of other trainers, and the page on what becomes of them.
 
-python -m tests.support.foreign        # writes docs/importing.md anew
+python -m tests.support.foreign        # writes docs/importing.md again
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """What comes back of a base: the table of docs/families.md for the families of bases.py.
 
-python -m tests.support.whole_table        # writes that section of docs/families.md anew
+python -m tests.support.whole_table        # writes that section of docs/families.md again
 """
 
 from __future__ import annotations

@@ -189,8 +189,8 @@ def test_the_head_with_the_loss_has_the_names_and_parameters_of_the_models_own(t
     head = model.get_output_embeddings()
     assert type(head) is LossHead and isinstance(head, torch.nn.Linear)
     assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-    found = dict(model.named_parameters(remove_duplicate=False))
-    assert list(found) == list(own) and all(found[name] is own[name] for name in own)
+    results = dict(model.named_parameters(remove_duplicate=False))
+    assert list(results) == list(own) and all(results[name] is own[name] for name in own)
     assert (head.weight is model.get_input_embeddings().weight) is tied
 
 

@@ -155,14 +155,14 @@ def test_fewer_tokens_give_a_smaller_divergence() -> None:
     """The tail is one bucket: the divergence is a lower bound of that of the whole vocabulary."""
     hidden, weight, bias, targets, logits = drawn()
     for divergence in DIVERGENCES:
-        found = []
+        results = []
         for count in (1, 4, 16, VOCABULARY):
             mixed: Any = Mixed(divergence)
             teacher = likeliest_of(logits, count, 1.0)
             sums = linear_divergence(hidden, weight, bias, targets, teacher, mixed)
-            found.append(sums[2].item())
-        assert found == sorted(found)
-        assert found[0] > 0
+            results.append(sums[2].item())
+        assert results == sorted(results)
+        assert results[0] > 0
 
 
 def test_a_token_that_is_ruled_out_gives_finite_gradients() -> None:
