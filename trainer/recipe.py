@@ -191,8 +191,7 @@ class Subject:
         return None
 
     def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
-        """Return samples as a person can read them, in lines of at most `width` characters unless
-        they are shown `in_full`; empty where nobody can read them."""
+        """Return samples as text, cut to `width` characters a line unless `in_full`; or nothing."""
         return ""
 
     def loading_advice(self, workers: int) -> str:

@@ -16,8 +16,8 @@ from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.options import Amend, Option, options_of
 from trainer.certify.parameters import Learner, learner
-from trainer.certify.recording import Sources, State
-from trainer.certify.reference import Inputs, Reference, Targets
+from trainer.certify.recording import Inputs, Sources, State, Targets
+from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import Tiny
 from trainer.data.dataset import Subset
 from trainer.errors import ConfigError, DataError, Problem

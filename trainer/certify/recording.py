@@ -40,6 +40,10 @@ from trainer.tasks.task import Batch, Task
 ROWS = 7
 """The number of tokens in a chunk of the loss, if the head's width allows so few."""
 
+Inputs = Any
+"""The inputs of a micro-batch; the reference that makes them knows their type."""
+Targets = Any
+"""Its targets, likewise."""
 Tensors = dict[str, torch.Tensor]
 State = dict[tuple[str, str], torch.Tensor]
 """Whole tensors by name and part: weights, masters, moments."""

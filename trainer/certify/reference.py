@@ -14,7 +14,6 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -38,17 +37,13 @@ from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of, s
 from trainer.certify.one_process.sample_order import DropoutSeeds, numbers_of
 from trainer.certify.outputs import Listener, Loads, Outputs, apart, order_of_computation, parts_of
 from trainer.certify.parameters import Learner
-from trainer.certify.recording import Sources, State, Tensors
+from trainer.certify.recording import Inputs, Sources, State, Targets, Tensors
 from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 from trainer.tasks.task import Sample
 
-Inputs = Any
-"""The inputs of a micro-batch; the reference that makes them knows their type."""
-Targets = Any
-"""Its targets, likewise."""
 REPEATS = 6
 FEWER = 3
 """The runs that measure the rounding of float8: in the first steps, and later."""

@@ -1,4 +1,4 @@
-"""Folders whose every byte is known: hashed when written, compared when found, a part first."""
+"""Folders whose every byte is known: hashed when written, compared when opened, a part first."""
 
 from __future__ import annotations
 

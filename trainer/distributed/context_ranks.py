@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from math import gcd
-
 from typing import Any
+
 import numpy as np
 import torch
 import torch.nn.functional as F

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
 ZeroParameter = Any
-"""A parameter, to which ZeRO-3 has added what it knows of the partitions: `ds_tensor` and others."""
+"""A parameter, to which ZeRO-3 has added `ds_tensor`, its partition, and more."""
 
 
 class MasterState:

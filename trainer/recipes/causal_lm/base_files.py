@@ -64,12 +64,12 @@ def compare_base(architecture: PreTrainedConfig, options: ModelSection) -> BaseF
 
 
 def _ties(architecture: PreTrainedConfig) -> bool:
-    """Return what the text's config says of ties; some families have no word of them."""
+    """Return what the text's config says of ties; some families do not state them."""
     return bool(getattr(architecture.get_text_config(decoder=True), "tie_word_embeddings", False))
 
 
 def _affordable(spec: ModelSpec) -> int | None:
-    """Return how many blocks can be read with all that is outside of them; None if not even one."""
+    """Return how many blocks can be read with all that is outside of them; None: not even one."""
     model = spec.build()
     sizes = [_size(model.get_submodule(block)) for block in spec.blocks]
     room = MOST_VALUES - (_size(model) - sum(sizes))

@@ -15,8 +15,8 @@ from trainer.certify.one_process.edges import Edge, rows_at
 from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.factors import lowered
 from trainer.certify.parameters import Learner
-from trainer.certify.recording import Sources, State, Tensors
-from trainer.certify.reference import Reference, Targets
+from trainer.certify.recording import Sources, State, Targets, Tensors
+from trainer.certify.reference import Reference
 from trainer.certify.rounding import STEPS, rows_of
 from trainer.certify.tiny_run import LONGEST, Tiny
 from trainer.data.mixture import Source

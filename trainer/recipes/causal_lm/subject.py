@@ -211,7 +211,7 @@ def _tokenizer(context: RunContext, chat_template: str | None = None) -> PreTrai
 
 
 def _longrope_notes(sequence: int, architecture: PreTrainedConfig) -> tuple[str, ...]:
-    """Warn if rotary embeddings depend on the longest row, which a tiny copy has not."""
+    """Warn if rotary embeddings depend on the longest row, which a tiny copy lacks."""
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     long = (kind for kind in kinds if kind.get("rope_type") == "longrope")

@@ -217,7 +217,7 @@ class CausalLM:
         return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the logits of this rank's words, [batch, sequence, words]."""
+        """Return logits, [batch, sequence, entries of this rank's vocabulary shard]."""
         return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:

@@ -45,7 +45,7 @@ NO_ROUNDING = (
 
 
 class CertifiedTask(DistillationTask):
-    """The task, which gives sequences at edges a invented teacher."""
+    """The task, which gives sequences at edges an invented teacher."""
 
     def collate(self, samples: Sequence[Sample]) -> Batch:
         if not {"teacher", "place"} & samples[0].keys():

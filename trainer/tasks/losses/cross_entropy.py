@@ -120,7 +120,7 @@ def logits_cross_entropy(
 ) -> torch.Tensor:
     """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32.
 
-    They are those of this rank's `shard`, if it has not all.
+    They are those of this rank's `shard`; None: of the whole vocabulary.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     flat_targets = targets.reshape(-1)

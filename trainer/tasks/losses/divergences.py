@@ -104,7 +104,7 @@ def logits_divergence(
     mixed: Mixed,
     shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
-    """Return the sums from logits [..., v]: those of this rank's `shard`, if it has not all."""
+    """Return the sums from logits [..., v]: those of this rank's `shard`; None: of all."""
     flat = logits.reshape(-1, logits.shape[-1])
     call = _DivergenceCall(mixed, teacher, torch.is_grad_enabled(), shard)
     return _Mixed.apply(flat, None, None, targets.reshape(-1), call)  # type: ignore[no-any-return]
@@ -288,7 +288,7 @@ def logits_likeliest(
     temperature: float,
     shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
-    """Return the same from logits [n, v]: those of this rank's `shard`, if it has not all."""
+    """Return the same from logits [n, v]: those of this rank's `shard`; None: of all."""
     start = 0 if shard is None else shard.start
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     known = scaled[:, : max(0, vocabulary - start)]

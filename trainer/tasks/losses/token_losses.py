@@ -47,7 +47,7 @@ def linear_token_losses(
 def logits_token_losses(
     logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard | None = None
 ) -> torch.Tensor:
-    """Return the same from logits [..., v]: those of this rank's `shard`, if it has not all."""
+    """Return the same from logits [..., v]: those of this rank's `shard`; None: of all."""
     flat = logits.reshape(-1, logits.shape[-1])
     losses: torch.Tensor = _TokenLosses.apply(flat, None, None, targets.reshape(-1), shard)
     return losses.view_as(targets)
@@ -66,7 +66,7 @@ class TokenLossHead(LossHead):
         return linear_token_losses(hidden, self.weight, self.bias, targets)
 
 
-class _Context(AutogradContext, Protocol):
+class _TokenContext(AutogradContext, Protocol):
     parts: list[slice]
     """The chunks of tokens."""
     shard: VocabularyShard | None
@@ -77,7 +77,7 @@ class _TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: _Context,
+        ctx: _TokenContext,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -98,7 +98,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: _TokenContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
         given, weight, bias, targets, log_totals = ctx.saved_tensors
         wide = log_totals.dtype
         gradients = ChunkGradients(given, weight, bias, wide, ctx.needs_input_grad[:3])
