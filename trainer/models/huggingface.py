@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
@@ -35,7 +35,6 @@ from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.whole import GENERATION, WholeBase
 from trainer.models.spec import (
     Building,
-    LanguageModel,
     ModelFiles,
     ModelSpec,
     NoWeights,
@@ -86,13 +85,7 @@ def spec_of(
         kept = tiny_config(config, KEPT, range(layers), len(spec.blocks))
         return _spec_without_weights(name, _builder(kept, options, kind), kind)
 
-    spec = replace(
-        spec,
-        language=_with_attention(spec.language, options),
-        tiny=replace(spec.tiny, first_blocks=first_blocks),
-        files=replace(spec.files, revision=options.revision),
-        notes=tuple(notes),
-    )
+    spec = _as_configured(spec, options, first_blocks, notes)
     if base is None or given is None:
         return spec
     whole = base.whole(given, model, stated) if options.keep_untrained else None
@@ -115,10 +108,21 @@ def _first_built(
         return build()
 
 
-def _with_attention(language: LanguageModel, options: ModelSection) -> LanguageModel:
-    """Return the properties with the attention that the config asks for."""
-    sizes = replace(language.attention, requested=options.attention)
-    return replace(language, attention=sizes)
+def _as_configured(
+    spec: ModelSpec,
+    options: ModelSection,
+    first_blocks: Callable[[int], ModelSpec],
+    notes: Iterable[str],
+) -> ModelSpec:
+    """Return the spec with the attention and the revision that the config asks for."""
+    attention = replace(spec.language.attention, requested=options.attention)
+    return replace(
+        spec,
+        language=replace(spec.language, attention=attention),
+        tiny=replace(spec.tiny, first_blocks=first_blocks),
+        files=replace(spec.files, revision=options.revision),
+        notes=tuple(notes),
+    )
 
 
 def _of_base(
