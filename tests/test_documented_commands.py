@@ -490,6 +490,9 @@ ELSEWHERE: dict[str, str] = {
     "trainer.model.name_or_path=examples/gallery/llama3-8b": (
         "test_gallery.py::test_a_row_is_planned_again"
     ),
+    "python -m tests.support.notebooks": (
+        "test_notebooks.py::test_a_notebook_runs_from_top_to_bottom"
+    ),
     "python docs/diagrams.py": "test_site.py::test_the_diagrams_are_those_of_their_script",
     "mkdocs build --strict": (
         "test_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"
