@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -186,6 +187,21 @@ def test_the_workflows_run_what_is_there():
         "publish"
     ]
     assert publish["permissions"] == {"id-token": "write"} and publish["needs"] == "build"
+
+
+def test_each_extra_that_a_text_names_is_there():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    places = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    places += [*ROOT.glob("trainer/**/*.py"), *ROOT.glob("benchmarks/*.py")]
+    named = {
+        extra: path.name
+        for path in places
+        for extra in re.findall(r"(?:meshloom|-e '\.)\[(\w+)\]", path.read_text())
+        if path.name != "CHANGELOG.md"  # which also says what is gone
+    }
+    assert {"evaluate", "test"} <= named.keys() <= extras.keys()
+    assert not any("deepspeed" in line for line in extras["test"])  # it comes with Meshloom
 
 
 def test_windows_is_named_before_anything_is_imported(tmp_path):
