@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -51,7 +52,7 @@ def required(module: str, place: str, brought_by: str) -> ModuleType:
     """
     if not installed(package := module.partition(".")[0]):
         actual = f"{package} is not installed"
-        hint = f"pip install '{brought_by}'"
+        hint = f"pip install {quote(brought_by)}"
         raise ConfigError(Problem(place, actual, f"the package {package}", hint))
     return imported(module, place)
 
