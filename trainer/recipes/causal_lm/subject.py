@@ -86,7 +86,8 @@ class LanguageSubject(Subject):
     def amount(self, samples: int, section: TrainerSection) -> str:
         tokens = samples * section.data.sequence_length
         flops = self.flops(section) or 0.0
-        return f", at most {tokens / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
+        amount = f"{tokens / 1e6:,.1f} M" if tokens >= 1e5 else f"{tokens:,}"
+        return f", at most {amount} tokens, {flops / 1e6:,.0f} MFLOP a token"
 
     def flops(self, section: TrainerSection) -> float | None:
         return flops_per_token(self.spec, section.data.sequence_length)
