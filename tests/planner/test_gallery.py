@@ -50,7 +50,7 @@ def test_the_shapes_have_the_sizes_of_the_models() -> None:
 @pytest.mark.first("llama3-8b-lora-1")
 @pytest.mark.parametrize(
     ("family", "kind", "devices"),
-    [("smollm3-3b", "full", 8), ("llama3-8b", "lora", 1), ("qwen3-8b", "full", 8)],
+    [("smollm3-3b", "full", 8), ("llama3-8b", "lora", 1), ("mixtral-8x7b", "full", 64)],
 )
 def test_a_row_is_planned_again(family: str, kind: str, devices: int) -> None:
     module = gallery()
