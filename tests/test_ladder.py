@@ -216,7 +216,7 @@ def test_a_rung_is_a_screen_and_stands_alone(path):
         "safetensors",
         "tokenizers",
         "transformers",
-        "trainer",
+        "meshloom",
     }
     assert {module.split(".")[0] for module in modules} <= known
 
