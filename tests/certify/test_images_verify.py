@@ -89,12 +89,13 @@ def certified(
     world_size: int,
     overrides: Sequence[str],
     fault: Callable[[str], Any] | None = None,
+    precision: str = "float32",
 ) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
 
     from trainer.certify.certificate import certify, table
 
-    small = tiny_run(path, list(overrides), world_size)
+    small = tiny_run(path, list(overrides), world_size, precision)
     with contextlib.ExitStack() as stack:
         if fault:
             stack.enter_context(fault(small.config.trainer.engine))
@@ -112,6 +113,31 @@ def test_an_image_classifier_passes(pools, tmp_path, case):
     ):
         assert passed, table
         shows(table, "a small one")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        ("vit, deepspeed ZeRO-3", None),
+        ("vit, mesh pipeline x ZeRO-2", None),
+        ("vit, accelerate FSDP", None),
+        ("resnet50, deepspeed ZeRO-2", None),
+        ("resnet18, mesh pipeline", None),
+        ("vit, accelerate DDP", other_labels),
+    ],
+)
+def test_in_bfloat16_it_passes_and_a_fault_is_caught(pools, tmp_path, case, fault):
+    model, size, overrides = CASES[case]
+    arguments = {
+        "path": config(tmp_path, model),
+        "overrides": [*overrides, "bf16.enabled=true"],
+        "world_size": size,
+        "precision": "config",
+        "fault": fault,
+    }
+    for passed, first, table in pools[size].run(certified, **arguments):
+        assert (passed, first) == ((False, "gradient") if fault else (True, "")), table
 
 
 @pytest.mark.more

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from trainer.certify.case import MakeReference
@@ -53,7 +54,16 @@ class PairsReference(Reference):
         return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]
 
     def _output(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
-        return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+        """Return the module's output; floats enter in the precision of its weights."""
+        kind = next(p.dtype for p in model.parameters() if p.is_floating_point())
+
+        def cast(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.to(kind)
+            return value
+
+        given = tree_map(cast, inputs)
+        return model(**given) if isinstance(given, dict) else model(given)
 
     def _loss_sum(self, model: nn.Module, inputs: Inputs, targets: Targets) -> torch.Tensor:
         output = self._output(model, inputs)
