@@ -333,8 +333,12 @@ def state_of(engine: Engine) -> State:
     state = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
     if not ranks.first:
         return {}
+    plan = engine.job.spec.language.tensor_plan
     for name, layer in weights_in_four_bits(engine.job.spec.build()).items():
         key = name, WEIGHT
         if key in state:
-            state[key] = four_bits.read(state[key], layer.shape, layer.double_quant)
+            style = plan.get(name.removesuffix(".weight"), "")
+            dim = int(style.startswith("rowwise"))
+            parts = engine.job.layout.tensor if style.startswith(("colwise", "rowwise")) else 1
+            state[key] = four_bits.read(state[key], layer.shape, layer.double_quant, dim, parts)
     return state

@@ -2,7 +2,7 @@
 
 A linear layer keeps its weight as bytes (`nf4.py`), one frozen parameter. To engines it is one of
 any other dtype: they place, shard and gather it. A weight is quantised whole, as it is read, before
-any of that, and dequantised whole where it multiplies.
+any of that, and dequantised where it multiplies: whole, or a tensor rank's part.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning import nf4
 from trainer.models.names import aliases_of
@@ -32,6 +33,8 @@ class FourBitLinear(nn.Module):
         data = torch.empty(size, dtype=torch.uint8, device=linear.weight.device)
         self.weight = nn.Parameter(data, requires_grad=False)
         self.bias = linear.bias
+        self.part = nf4.WHOLE
+        """The part of the weight that this rank multiplies by."""
 
     @property
     def values(self) -> int:
@@ -49,18 +52,32 @@ class FourBitLinear(nn.Module):
         return torch.empty(self.shape, device="meta")
 
     def stored(self, value: torch.Tensor) -> torch.Tensor:
-        """Quantise a whole weight [outputs, inputs]; return its bytes."""
-        return nf4.quantise(value, self.double_quant)
+        """Quantise a whole weight [outputs, inputs]; return its bytes, those of all parts."""
+        data = nf4.quantise(value, self.double_quant)
+        return self._divided(data) if self.part.of > 1 else data
+
+    def divide(self, part: nf4.Part) -> None:
+        """Let the layer multiply by a part; its weight, of all parts, is still to be divided."""
+        self.part = part
+        self.weight = nn.Parameter(self._divided(self.weight.data), requires_grad=False)
+
+    def _divided(self, data: torch.Tensor) -> torch.Tensor:
+        return nf4.divided(data, self.shape, self.double_quant, self.part.dim, self.part.of)
 
     def forward(self, given: torch.Tensor) -> torch.Tensor:
-        if self.weight.dtype != torch.uint8:  # of an engine that casts all that it gathers
-            raise TypeError(f"a weight in four bits has become {self.weight.dtype}")
+        return self.product(given, self.bias)
+
+    def product(self, given: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x W^T + b, with this rank's part of W."""
+        weight = local(self.weight)
+        if weight.dtype != torch.uint8:  # of an engine that casts all that it gathers
+            raise TypeError(f"a weight in four bits has become {weight.dtype}")
         place = given.device.type
         if place != "meta" and torch.is_autocast_enabled(place):
             given = given.to(torch.get_autocast_dtype(place))
-        bias = None if self.bias is None else self.bias.to(given.dtype)
-        form = _Form(self.shape, self.double_quant)
-        return _Product.apply(given, self.weight, bias, form)  # type: ignore[no-any-return]
+        bias = None if bias is None else bias.to(given.dtype)
+        form = _Form(self.shape, self.double_quant, self.part)
+        return _Product.apply(given, weight, bias, form)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         kind = "nf4, scales in 8 bits" if self.double_quant else "nf4"
@@ -72,6 +89,10 @@ class _Form(NamedTuple):
 
     shape: tuple[int, int]
     double: bool
+    part: nf4.Part
+
+    def weight(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return nf4.dequantise(data, self.shape, self.double, dtype, self.part)
 
 
 class _Product(torch.autograd.Function):
@@ -83,7 +104,7 @@ class _Product(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(data)
         ctx.form = form
-        return F.linear(given, nf4.dequantise(data, form.shape, form.double, given.dtype), bias)
+        return F.linear(given, form.weight(data, given.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
@@ -91,9 +112,7 @@ class _Product(torch.autograd.Function):
         needs = ctx.needs_input_grad
         of_given = of_bias = None
         if needs[0]:
-            of_given = gradient @ nf4.dequantise(
-                data, ctx.form.shape, ctx.form.double, gradient.dtype
-            )
+            of_given = gradient @ ctx.form.weight(data, gradient.dtype)
         if needs[2]:
             of_bias = gradient.flatten(0, -2).sum(0)
         return of_given, None, of_bias, None

@@ -5,7 +5,9 @@ A tensor is divided into blocks of 64 values, row after row. Each value is store
 the scales, less their mean, are stored in 8 bits each, by blocks of 256 scales.
 
 All that a tensor needs is one row of bytes: the scales, then the codes. So it can be sharded
-anywhere, and gathered bytes give the same values under every layout.
+anywhere, and gathered bytes give the same values under every layout. A matrix that is split over
+tensor ranks is a row of bytes for each: the scales of the whole, then the codes of its part. So a
+split may go through a block.
 """
 
 from __future__ import annotations
@@ -45,10 +47,28 @@ class PartSizes(NamedTuple):
     codes: int
 
 
-def sizes(values: int, double: bool) -> PartSizes:
-    """Return the bytes that a tensor of so many values takes."""
+class Part(NamedTuple):
+    """A part of a matrix along a dimension: that with a `number`, `of` so many equal ones."""
+
+    dim: int = 0
+    number: int = 0
+    of: int = 1
+
+    def places(self, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Return where the part's values are in the whole, row after row: int32 [rows, columns]."""
+        rows, columns = shape
+        of_dims = [torch.arange(size, dtype=torch.int32, device=device) for size in (rows, columns)]
+        of_dims[self.dim] = of_dims[self.dim].chunk(self.of)[self.number]
+        return of_dims[0][:, None] * columns + of_dims[1]
+
+
+WHOLE = Part()
+
+
+def sizes(values: int, double: bool, parts: int = 1) -> PartSizes:
+    """Return the bytes that a tensor of so many values takes, or one of its equal parts."""
     blocks = -(-values // BLOCK)
-    codes = -(-values // 2)
+    codes = -(-(values // parts) // 2)
     if double:
         return PartSizes(FLOAT, FLOAT * -(-blocks // SCALES), blocks, codes)
     return PartSizes(0, FLOAT * blocks, 0, codes)
@@ -59,9 +79,7 @@ def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
     flat = values.detach().flatten().float()
     blocks = _blocks(flat, BLOCK)
     scales = blocks.abs().amax(1)
-    codes = _nearest(blocks, scales, _codes(flat.device)).flatten()[: len(flat)]
-    codes = pad(codes, (0, len(codes) % 2), value=_CODES.index(0.0)).view(-1, 2)
-    packed = codes[:, 0] << 4 | codes[:, 1]
+    packed = _packed(_nearest(blocks, scales, _codes(flat.device)).flatten()[: len(flat)])
     if not double:
         return torch.cat([scales.view(torch.uint8), packed])
     # the exact sum: another would depend on the device, and on the number of threads
@@ -73,19 +91,55 @@ def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
     return torch.cat(parts)
 
 
-def dequantise(
-    data: torch.Tensor, shape: tuple[int, ...], double: bool, dtype: torch.dtype
+def divided(
+    data: torch.Tensor, shape: tuple[int, ...], double: bool, dim: int, parts: int
 ) -> torch.Tensor:
-    """Return the tensor of the bytes: in float32, then rounded to `dtype`."""
+    """Return the bytes of a matrix's equal parts along `dim`, one after the other.
+
+    `data`: those of the whole.
+    """
     values = math.prod(shape)
-    offset, floats, scales, codes = data.split(sizes(values, double))
+    of_whole = sizes(values, double)
+    scales, codes = data.split([sum(of_whole) - of_whole.codes, of_whole.codes])
+    pieces = _unpacked(codes)[:values].view(shape).chunk(parts, dim)
+    return torch.cat([row for piece in pieces for row in (scales, _packed(piece.flatten()))])
+
+
+def dequantise(
+    data: torch.Tensor,
+    shape: tuple[int, ...],
+    double: bool,
+    dtype: torch.dtype,
+    part: Part = WHOLE,
+) -> torch.Tensor:
+    """Return the tensor of the bytes: in float32, then rounded to `dtype`.
+
+    `shape` is that of the whole; the tensor and the bytes are those of a `part` of it.
+    """
+    values = math.prod(shape)
+    offset, floats, scales, codes = data.split(sizes(values, double, part.of))
     of_blocks = floats.clone().view(torch.float32)  # a view needs an aligned place
     if double:
         groups = _dynamic(data.device)[_blocks(scales.int(), SCALES)] * of_blocks[:, None]
         of_blocks = groups.flatten()[: len(scales)] + offset.clone().view(torch.float32)
-    pairs = torch.stack([codes >> 4, codes & 15], 1).flatten()[:values]
+    pairs = _unpacked(codes)[: values // part.of]
+    if part.of > 1:
+        places = part.places(shape, data.device)
+        own = _codes(data.device)[pairs.int()].view(places.shape) * of_blocks[places // BLOCK]
+        return own.to(dtype)
     blocks = _codes(data.device)[_blocks(pairs.int(), BLOCK)] * of_blocks[:, None]
     return blocks.flatten()[:values].view(shape).to(dtype)
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return two codes a byte."""
+    pairs = pad(codes, (0, len(codes) % 2), value=_CODES.index(0.0)).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1]
+
+
+def _unpacked(data: torch.Tensor) -> torch.Tensor:
+    """Return the codes of bytes, one more than there are if their number is odd."""
+    return torch.stack([data >> 4, data & 15], 1).flatten()
 
 
 def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
