@@ -411,7 +411,11 @@ SETS = [{"path": "a", "type": "chat_template"}]
             "lora_target_modules",
         ),
         ("axolotl", {**LORA, "lora_target_modules": ["lm_head"]}, "lora_target_modules"),
-        ("axolotl", {**LORA, "loraplus_lr_ratio": 16}, "loraplus_lr_ratio"),
+        (
+            "axolotl",
+            {**LORA, "loraplus_lr_ratio": 16, "peft_use_dora": True},
+            "loraplus_lr_ratio",
+        ),
         ("axolotl", {**LORA, "adapter": "qlora"}, "adapter"),
         ("axolotl", {"load_in_4bit": True}, "load_in_4bit"),
         ("axolotl", {**LORA, "load_in_4bit": True}, "load_in_4bit"),
