@@ -74,7 +74,9 @@ def _faster_b(draft: Draft, keys: Roles) -> None:
     if not ratio.is_set:
         draft.skip(ratio)
     elif vectors:
-        draft.lose(ratio, "other parameters that are vectors would have the learning rate of B, too")
+        draft.lose(
+            ratio, "other parameters that are vectors would have the learning rate of B, too"
+        )
     else:
         group = {"names": "*lora_B*", "lr_multiplier": ratio.value}
         draft.put(ratio, "trainer.parameter_groups", [group])
