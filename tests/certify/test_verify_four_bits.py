@@ -67,11 +67,11 @@ def values_rounded_to_16_bits() -> Any:
 def scales_of_the_next_rank() -> Any:
     """Each tensor rank takes the scales of the places of another part."""
 
-    def places(self: nf4.Part, shape: Any, device: Any) -> torch.Tensor:
+    def places(self: nf4.MatrixPart, shape: Any, device: Any) -> torch.Tensor:
         return real(self._replace(number=(self.number + 1) % self.of), shape, device)
 
-    real = nf4.Part.places
-    return mock.patch.object(nf4.Part, "places", places)
+    real = nf4.MatrixPart.places
+    return mock.patch.object(nf4.MatrixPart, "places", places)
 
 
 def a_layer_in_16_bits_too_many() -> Any:

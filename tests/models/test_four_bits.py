@@ -93,7 +93,7 @@ def test_the_parts_of_a_matrix_have_the_values_of_the_whole(rows, columns, dim, 
     for number, (own, values) in enumerate(
         zip(data.chunk(parts), whole.chunk(parts, dim), strict=True)
     ):
-        part = nf4.Part(dim, number, parts)
+        part = nf4.MatrixPart(dim, number, parts)
         assert torch.equal(nf4.dequantise(own, shape, double, torch.float32, part), values)
 
 

@@ -56,7 +56,7 @@ class FourBitLinear(nn.Module):
         data = nf4.quantise(value, self.double_quant)
         return self._divided(data) if self.part.of > 1 else data
 
-    def divide(self, part: nf4.Part) -> None:
+    def divide(self, part: nf4.MatrixPart) -> None:
         """Let the layer multiply by a part; its weight, of all parts, is still to be divided."""
         self.part = part
         self.weight = nn.Parameter(self._divided(self.weight.data), requires_grad=False)
@@ -89,7 +89,7 @@ class _Form(NamedTuple):
 
     shape: tuple[int, int]
     double: bool
-    part: nf4.Part
+    part: nf4.MatrixPart
 
     def weight(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return nf4.dequantise(data, self.shape, self.double, dtype, self.part)

@@ -47,7 +47,7 @@ class PartSizes(NamedTuple):
     codes: int
 
 
-class Part(NamedTuple):
+class MatrixPart(NamedTuple):
     """A part of a matrix along a dimension: that with a `number`, `of` so many equal ones."""
 
     dim: int = 0
@@ -62,7 +62,7 @@ class Part(NamedTuple):
         return of_dims[0][:, None] * columns + of_dims[1]
 
 
-WHOLE = Part()
+WHOLE = MatrixPart()
 
 
 def sizes(values: int, double: bool, parts: int = 1) -> PartSizes:
@@ -110,7 +110,7 @@ def dequantise(
     shape: tuple[int, ...],
     double: bool,
     dtype: torch.dtype,
-    part: Part = WHOLE,
+    part: MatrixPart = WHOLE,
 ) -> torch.Tensor:
     """Return the tensor of the bytes: in float32, then rounded to `dtype`.
 

@@ -108,7 +108,7 @@ def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry
         dim_of_weight = 1 - style.dim
     elif isinstance(layer, FourBitLinear):  # the bytes of one part after the other
         dim_of_weight = 0
-        layer.divide(nf4.Part(style.dim, ranks.group.rank(), ranks.group.size()))
+        layer.divide(nf4.MatrixPart(style.dim, ranks.group.rank(), ranks.group.size()))
     layer.register_parameter("weight", part(layer.weight, dim_of_weight))
     if style.dim == 0 and layer.bias is not None:
         layer.register_parameter("bias", part(layer.bias, 0))
