@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
@@ -142,10 +143,18 @@ class PairsCase:
     def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
         """Return the samples, and the one process that trains on them.
 
-        Raises ConfigError if one process would draw other numbers, DataError for too few samples.
+        Raises ConfigError if one process would draw other numbers or could not tell rounding from
+        errors, DataError for too few samples.
         """
         layout = self.small.layout
         source = self.subject.data.train
+        normalised = any(isinstance(module, _BatchNorm) for module in spec.build().modules())
+        if self.small.low_precision and normalised:
+            actual = (
+                f"{layout.precision}, and batch norm, whose statistics are rounded at each step"
+            )
+            expected = "float32, or a model without batch norm"
+            raise ConfigError(Problem("--precision config", actual, expected))
         if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
             actual = "with a module that draws random numbers, on each data rank its own"
             expected = "dropout of 0 to verify it"
