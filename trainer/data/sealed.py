@@ -56,7 +56,7 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
         known = json.loads(content)
         files = _files(folder)
         if differing := known["sizes"].items() ^ _sizes(files).items():
-            return f"{min(differing)[0]} is not of the size that it had"
+            return f"{min(differing)[0]} no longer has the size that it was written with"
         chunks = _chunks(known["sizes"])
         if rest or known.get("times") == _times(files):
             first = _looked_at_first(chunks)

@@ -27,7 +27,7 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
     Parameters are inputs of a graph, so that equal blocks share it. `tensor`: matrices are split,
-    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial` the compiler's errors raise.
+    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial` the compiler's errors are raised.
     """
     patches.prepare_compiler()
 
@@ -47,7 +47,7 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
 
 
 class _Compiled:
-    """A compiled function, which runs uncompiled from an error of the compiler on, with a note.
+    """A compiled function, which runs uncompiled once the compiler has failed, with a note.
 
     A graph is whole or not made: nothing has been computed when the compiler fails.
     """

@@ -147,7 +147,7 @@ def check_scaled(
                 raise ConfigError(Problem(place, actual, expected, "Take the base in 16 bits"))
         elif scale is None and is_code(like):
             actual = f"{key} is stored as {like.dtype}, without its scale"
-            raise ConfigError(Problem(place, actual, f"a base whose {KEY} is true of its files"))
+            raise ConfigError(Problem(place, actual, f"a base whose {KEY} describes its files"))
     return whole
 
 

@@ -36,7 +36,7 @@ def ends_of(spec: ModelSpec, layout: Layout) -> tuple[Ends, tuple[str, ...]]:
 
 
 def _reason(finding: Finding) -> str:
-    """Return why they are in the root: an error, as where a weight is empty, says the same."""
+    """Return why the ends stay in the root; an error means that a weight was needed elsewhere."""
     elsewhere = "the model uses their weights elsewhere"
     return f"{elsewhere} ({finding.actual:.80})" if finding.raised else finding.actual
 
@@ -130,7 +130,8 @@ Parts = Sequence[tuple[nn.Module, Mapping[str, Any]]]
 
 
 def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: Any) -> None:
-    """Take the parameters of these modules away but while each runs: empty ones stand there.
+    """Leave these modules without their parameters except while each runs: empty ones take
+    their place.
 
     `kind`: options of the empty ones.
     """

@@ -129,8 +129,8 @@ class _Results(TorchDispatchMode):
     """Gives a model copies of what some operators return, as it writes into them, not what is kept.
 
     Routers divide the weights of chosen experts in place; transformers adds experts' biases so.
-    PyTorch does not see it if a view was taken before. Operators whose kept results are written
-    over all the same are added to `written`.
+    PyTorch does not see it if a view was taken before. Operators whose kept results are
+    written over nevertheless are added to `written`.
     """
 
     supports_higher_order_operators = True  # flex attention

@@ -89,7 +89,7 @@ def predict(
         missing = f"{gib(needed - device.memory)} too many"
         actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"
         expected = f"at most the {gib(device.memory)} of {device.name}"
-        hint = f'trainer.plan="warn" tries all the same{_proposed(plan)}'
+        hint = f'trainer.plan="warn" tries anyway{_proposed(plan)}'
         raise ConfigError(Problem("memory", actual, expected, hint))
     room = f"of {gib(device.memory)} that the {owner} has for it"
     lines = [f"memory  {gib(needed)} predicted on the fullest rank, {room}"]
