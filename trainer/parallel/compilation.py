@@ -27,7 +27,8 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
     Parameters are inputs of a graph, so that equal blocks share it. `tensor`: matrices are split,
-    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial` the compiler's errors are raised.
+    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial`, errors of the compiler are
+    raised.
     """
     patches.prepare_compiler()
 
