@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,16 @@ def run_notebook(path: Path) -> list[str]:
         "print('\\0' + json.dumps(run_cells(pathlib.Path(sys.argv[1]))))"
     )
     command = [sys.executable, "-c", code, str(path)]
-    result = subprocess.run(
-        command, cwd=ROOT, stdout=subprocess.PIPE, text=True, timeout=LONGEST, check=True
-    )
+    with tempfile.TemporaryDirectory() as scratch:  # where a notebook's own folder is made
+        result = subprocess.run(
+            command,
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=LONGEST,
+            check=True,
+            env={**os.environ, "TMPDIR": scratch},
+        )
     printed: list[str] = json.loads(result.stdout.rpartition("\0")[2])
     return printed
 
