@@ -183,17 +183,17 @@ def test_a_tracker_of_a_plug_in_need_not_know_of_epochs(tmp_path, monkeypatch):
         def close(self) -> None: ...
 
     class New(Old):
-        actual: list[Epoch] = []
+        epochs: list[Epoch] = []
 
         def epoch(self, epoch: Epoch) -> None:
-            self.seen.append(epoch)
+            self.epochs.append(epoch)
 
     noted: list[str] = []
     epoch = Epoch(step=1, loss=1.0, number=1, total=1)
     for name, kind in {"a:old": Old, "a:new": New}.items():
         monkeypatch.setitem(services.NAMED["tracker"], name, kind)
         services.Opened(name, tmp_path, noted.append).epoch(epoch)
-    assert New.seen == [epoch] and noted == []
+    assert New.epochs == [epoch] and noted == []
 
 
 @pytest.mark.more
