@@ -4,13 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.command import parser_of, reporting
 from trainer.errors import ConfigError, Problem
 
+if TYPE_CHECKING:
+    from trainer.config.sections.adapter import QuantizeSection
+
 DESCRIPTION = """
 Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
-dtype of the base. One tensor at a time is in memory.
+dtype of the base. One tensor at a time is in memory. An adapter that was trained on a base in four
+bits (trainer.adapter.quantize) is added to the base as it is in its files, unless
+--quantised-base asks for the one in four bits.
 """
 EPILOG = (
     "\nexit codes: 0 written, 64 the adapter or its base is wrong, 65 no tokenizer, 74 the disk\n"
@@ -25,6 +31,8 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, a new one")
     text = "the base's folder or hub id (default: the one that the adapter names)"
     parser.add_argument("--base", metavar="DIR", help=text)
+    text = "add it to the base in four bits, dequantised: the model that was trained"
+    parser.add_argument("--quantised-base", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
     if options.out.exists():
         raise ConfigError(Problem(str(options.out), "it is there already", "a new folder"))
@@ -33,9 +41,28 @@ def main(arguments: Sequence[str], name: str) -> int:
 
     folder = model_in(options.adapter)
     check_folder(folder)
-    opens = merge(folder, _base_of(folder, options.base), options.out)
+    base = _base_of(folder, options.base)
+    bits = _bits_of(folder, options.quantised_base)
+    if bits is not None and not options.quantised_base:
+        another = "so what is merged differs from what was trained by the error of quantising"
+        print(f"note    the adapter was trained on a base in four bits, {another}")
+        print("        (--quantised-base merges into the base in four bits, dequantised)")
+    opens = merge(folder, base, options.out, bits if options.quantised_base else None)
     print(f"merged: {options.out} opens with {opens}")
     return 0
+
+
+def _bits_of(folder: Path, requested: bool) -> QuantizeSection | None:
+    """Return how an adapter's base was quantised. Raises ConfigError if it is `requested` and was
+    not."""
+    from trainer.models.finetuning import four_bit_files
+
+    bits = four_bit_files.read(folder)
+    if requested and bits is None:
+        actual = f"{folder} has no {four_bit_files.FILE}"
+        expected = "an adapter that was trained on a base in four bits"
+        raise ConfigError(Problem("--quantised-base", actual, expected, "Leave it out."))
+    return bits
 
 
 def _base_of(folder: Path, requested: str | None) -> str:
@@ -56,8 +83,8 @@ def _base_of(folder: Path, requested: str | None) -> str:
     return str(base)
 
 
-def merge(folder: Path, base: str, out: Path) -> str:
-    """Write the base with the adapter of `folder` added to its weights.
+def merge(folder: Path, base: str, out: Path, bits: QuantizeSection | None = None) -> str:
+    """Write the base, as `bits` make it, with the adapter of `folder` added to its weights.
 
     Returns the function that opens it. Raises ConfigError.
     """
@@ -67,6 +94,7 @@ def merge(folder: Path, base: str, out: Path) -> str:
     from trainer.data.text.tokenizer import load_tokenizer
     from trainer.distributed.ranks import ALONE
     from trainer.models.door import opening
+    from trainer.models.finetuning.four_bit_files import dequantised, layers_of
     from trainer.models.finetuning.lora import adapted
     from trainer.models.huggingface import spec_of
     from trainer.models.language.model_config import read_config as read_architecture
@@ -78,14 +106,17 @@ def merge(folder: Path, base: str, out: Path) -> str:
         architecture = read_architecture(section)
         stated = architecture.get_text_config(decoder=True).dtype  # building it changes that
         spec = spec_of(architecture, section)
-        merged = adapted(spec, AdapterSection(path=str(folder), merge=True)).files.merged
-        assert merged is not None
-        entries = exported(spec, given_tensors(merged(folder), ALONE), ALONE)
+        described = adapted(spec, AdapterSection(path=str(folder), merge=True))
+        assert described.files.merged is not None
+        merged = described.files.merged(folder)
+        if bits is not None:
+            merged = dequantised(merged, layers_of(described, bits))
+        entries = exported(spec, given_tensors(merged, ALONE), ALONE)
         source = folder if (folder / "tokenizer_config.json").exists() else base
         tokenizer = load_tokenizer(str(source))
 
     # a dequantised value is in float32, whatever the base's own dtype
-    quantised = getattr(spec.building.weights, "quantised_by", "")
+    quantised = bits is not None or getattr(spec.building.weights, "quantised_by", "")
     dtype = (quantised and stated) or entries[0].dtype
 
     files = spec.files.exported()

@@ -20,6 +20,7 @@ from trainer.models.door import (
     object_in,
     opening,
 )
+from trainer.models.finetuning import four_bit_files
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.pretrained.weights import SafetensorsFolder
@@ -28,6 +29,7 @@ from trainer.storage import required
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from trainer.config.sections.adapter import QuantizeSection
     from trainer.models.language.auto_class import AutoClass
 
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
@@ -92,6 +94,8 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
 
     from trainer.models.language.auto_class import CAUSAL, class_in_folder
 
+    if (bits := four_bit_files.read(folder)) is not None:
+        return _on_four_bits(folder, bits, trust, place, **options)
     stated = object_in(folder / "adapter_config.json")
     name = stated.get("base_model_name_or_path")
     base = _checked_class(name, trust, place)
@@ -108,6 +112,23 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
         # PEFT takes each causal language model to be one of AutoModelForCausalLM
         model = base.from_pretrained(name, revision=stated.get("revision"), **options)
         return peft.PeftModel.from_pretrained(model, str(folder)).eval()
+
+
+def _on_four_bits(
+    folder: Path, bits: QuantizeSection, trust: bool, place: str, **options: Any
+) -> nn.Module:
+    """Open an adapter on its base in four bits; of GPUs, on the current one alone.
+
+    A CPU dequantises too slowly to do it for each token.
+    """
+    from trainer.models.finetuning.four_bit_opened import opened_in_four_bits
+
+    name = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
+    _checked_class(name, trust, place)
+    on_gpu = bool(options.get("device_map"))
+    device = torch.device("cuda" if on_gpu else "cpu")
+    with opening(place, EXPECTED):
+        return opened_in_four_bits(folder, bits, trust, device, keep=on_gpu)
 
 
 def _checked_class(source: object, trust: bool, place: str) -> AutoClass:

@@ -19,13 +19,14 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
-from trainer.models.finetuning import lora_weights
+from trainer.models.finetuning import four_bit_files, lora_weights
 from trainer.models.finetuning.four_bit_base import (
     FourBitLinear,
     in_four_bits,
     note_of,
     values_of,
 )
+from trainer.models.finetuning.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import (
     OPENS,
     PREFIX,
@@ -125,8 +126,12 @@ def _started(
     values = started(folder, shapes, (published, whole.in_files(published)))
     base_weights = base.building.weights
     weights = lora_weights.BaseWeights(base_weights, lasting=options.merge, started=values)
-    note = f"the adapter starts as that of {folder} (trainer.adapter.path)"
-    return replace(described.with_weights(weights), notes=(*described.notes, note))
+    notes = [f"the adapter starts as that of {folder} (trainer.adapter.path)"]
+    if (of_folder := four_bit_files.read(folder)) != options.quantize:
+        before = four_bit_files.name_of(of_folder)
+        now = four_bit_files.name_of(options.quantize)
+        notes.append(f"that adapter was trained on a base {before}; this base is {now}")
+    return replace(described.with_weights(weights), notes=(*described.notes, *notes))
 
 
 def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[str]) -> ModelSpec:
@@ -216,7 +221,8 @@ def _files(
     adapters = Adapters(scalings, published)
     saved = saved_adapter_config(loadable(spec.build, config, list(scalings), adapters, shapes))
     known = (published, WholeNames.of(spec.files.base).in_files(published))
-    base = whole_adapter(spec.files.base, config, adapters, shapes)
+    bits = BitsOfBase.of(model, options.quantize)
+    base = whole_adapter(spec.files.base, config, adapters, shapes, bits)
 
     def merged(folder: Path) -> ModelSpec:
         adapter = opened_values(folder, known)
@@ -225,6 +231,7 @@ def _files(
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
         saved.save_pretrained(str(folder))
+        four_bit_files.write(folder, bits, spec.build)
 
     def check(folder: Path) -> None:
         check_folder(folder, saved, shapes)

@@ -35,21 +35,25 @@ class BaseWeights(Weights):
 
         `started` is the adapter to start from.
         """
-        self._base = base
+        self.base = base
         self._lasting = lasting
         self._started = started or NoWeights()
+
+    def on(self, base: Weights) -> BaseWeights:
+        """Return the same adapter on another base."""
+        return BaseWeights(base, lasting=self._lasting, started=self._started)
 
     def read(self, name: str) -> torch.Tensor | None:
         if (learned := self._started.read(name)) is not None or is_adapters(name):
             return learned
-        value = self._base.read(base_name(name))
+        value = self.base.read(base_name(name))
         # the copy that is trained and the original that is not may not share memory
         is_copy = f".modules_to_save.{ADAPTER}." in name
         return value.clone() if value is not None and is_copy else value
 
     def release(self) -> None:
         if not self._lasting:
-            self._base.release()
+            self.base.release()
 
 
 class MergedWeights(Weights):
@@ -57,7 +61,8 @@ class MergedWeights(Weights):
 
     def __init__(self, base: Weights, model: nn.Module, adapter: SafetensorsFolder) -> None:
         """`model`: that with the adapter, whose values `adapter` has under the names in it."""
-        self._base = base
+        self.base = base
+        self._model = model
         self._adapter = adapter
         copies = [name for name in adapter.renamed if not is_adapters(name)]
         self._copies = {base_name(name): name for name in copies}
@@ -65,8 +70,12 @@ class MergedWeights(Weights):
         self._layers = {base_name(f"{name}.weight"): item for name, item in layers.items()}
         self._names = {base_name(f"{name}.weight"): name for name in layers}
 
+    def on(self, base: Weights) -> MergedWeights:
+        """Return the same adapter, merged into another base."""
+        return MergedWeights(base, self._model, self._adapter)
+
     def read(self, name: str) -> torch.Tensor | None:
-        if (value := self._base.read(name)) is None:
+        if (value := self.base.read(name)) is None:
             return None
         if name in self._copies:
             return self._learned(self._copies[name]).to(value.dtype)

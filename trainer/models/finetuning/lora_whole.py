@@ -11,6 +11,8 @@ import torch
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
+from trainer.models.finetuning import four_bit_files
+from trainer.models.finetuning.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import OPENS, PREFIX, opened_by_class
 from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
 from trainer.models.patches import saved_adapter_config
@@ -69,8 +71,9 @@ class WholeAdapter(BaseFolder):
         config: Any,
         trained: Adapters,
         shapes: Shapes,
+        bits: BitsOfBase | None,
     ) -> None:
-        """`config`, `trained` and `shapes`: PEFT's config and tensors for the part.
+        """`config`, `trained`, `shapes` and `bits`: of PEFT's adapter for the part.
 
         Raises ConfigError if PEFT would not open the adapter so on the whole model.
         """
@@ -86,6 +89,7 @@ class WholeAdapter(BaseFolder):
         self._config = saved_adapter_config(
             loadable(base.whole, whole, targets, adapters, self._shapes)
         )
+        self._bits = bits and bits.renamed(names.whole)
 
     @property
     def opens(self) -> str:
@@ -106,6 +110,7 @@ class WholeAdapter(BaseFolder):
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
         self._config.save_pretrained(str(folder))
+        four_bit_files.write(folder, self._bits, self.whole)
 
     def save_tokenizer_files(self, folder: Path) -> None:
         self._base.save_tokenizer_files(folder)
@@ -115,9 +120,13 @@ class WholeAdapter(BaseFolder):
 
 
 def whole_adapter(
-    base: BaseFolder | None, config: Any, trained: Adapters, shapes: Shapes
+    base: BaseFolder | None,
+    config: Any,
+    trained: Adapters,
+    shapes: Shapes,
+    bits: BitsOfBase | None,
 ) -> WholeAdapter | None:
     """Return how the adapter is written for the whole model; None if that is what is trained."""
     if base is None or not base.is_part:
         return None
-    return WholeAdapter(base, config, trained, shapes)
+    return WholeAdapter(base, config, trained, shapes, bits)

@@ -4,6 +4,8 @@ one with a head for labels or for masked tokens, or a body without a head.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -42,6 +44,13 @@ def class_in_folder(config: PreTrainedConfig) -> AutoClass:
     """Return the class that opens the trained model whose folder has this config."""
     stated = (getattr(config, "architectures", None) or [""])[0]
     return _not_causal(config, stated) or auto_class(config)
+
+
+def class_named(config: PreTrainedConfig, names: Sequence[str]) -> AutoClass:
+    """Return the class that opens the first of the models of these names that predicts no next
+    token; that of the config's own model if none does."""
+    others = (_not_causal(config, name) for name in names)
+    return next((kind for kind in others if kind), None) or auto_class(config)
 
 
 def opening_class(model: PreTrainedModel) -> AutoClass:

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError, HubError, Problem
 from trainer.run.start.folder import not_pushed, note_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
-MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_)?config\.json"
+MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_|quantization_)?config\.json"
 """Files of an earlier push, which would be taken for parts of another."""
 SILENCE = 300.0
 """Seconds until a Hub that does not answer is given up."""

@@ -1,0 +1,129 @@
+"""A trained adapter says that its base was in four bits, and opens on the base as it was trained."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    BitsAndBytesConfig,
+)
+
+from tests.support.labels import BODIES
+from tests.support.messages import shows
+from tests.support.models.lora import job, train_here, write_base
+from trainer.certify.one_process import four_bits
+from trainer.config.sections.adapter import AdapterSection, QuantizeSection
+from trainer.config.sections.model_and_data import ModelSection
+from trainer.errors import ConfigError
+from trainer.models.finetuning import four_bit_base
+from trainer.models.finetuning.four_bit_files import read
+from trainer.models.finetuning.four_bit_opened import opened_in_four_bits
+from trainer.models.finetuning.lora import adapted
+from trainer.models.huggingface import spec_of
+from trainer.models.language.model_config import read_config
+from trainer.models.materialise import on_host
+from trainer.models.opened import opened
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+LLAMA = {**BODIES["llama"], "attention_dropout": 0.0}
+PATTERN = r".*(q_proj|down_proj|query|output\.dense)"
+KINDS: dict[str, tuple[dict[str, Any], Any, str | None, dict[str, Any]]] = {
+    "tokens": (LLAMA, AutoModelForCausalLM, "CAUSAL_LM", {}),
+    "tokens, tied, biases": (
+        {**LLAMA, "tie_word_embeddings": True, "attention_bias": True},
+        AutoModelForCausalLM,
+        "CAUSAL_LM",
+        {"bias": "lora_only"},
+    ),
+    "labels": (LLAMA, AutoModelForSequenceClassification, "SEQ_CLS", {}),
+    "a body": (LLAMA, AutoModel, None, {}),
+    "masks": (BODIES["bert"], AutoModelForMaskedLM, None, {"modules_to_save": ["transform"]}),
+}
+
+
+def written(folder: Path, name: str, double: bool) -> Any:
+    """An adapter on a base, as PEFT saves it, and what has the same values in NumPy's four bits."""
+    sizes, kind, task, more = KINDS[name]
+    torch.manual_seed(1)
+    whole = AutoModelForMaskedLM if kind is AutoModelForMaskedLM else AutoModelForCausalLM
+    whole.from_config(AutoConfig.for_model(**sizes)).save_pretrained(folder / "base")
+    base = kind.from_pretrained(folder / "base")
+    config = LoraConfig(r=3, lora_alpha=5, target_modules=PATTERN, task_type=task, **more)
+    learnt = get_peft_model(base, config)
+    with torch.no_grad():
+        for parameter in learnt.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape), alpha=0.1)
+    learnt.save_pretrained(folder / "adapter")
+    path = folder / "adapter" / "adapter_config.json"
+    targets = [n for n, m in base.named_modules() if hasattr(m, "lora_A")]
+    names = {"target_modules": sorted(targets)}
+    if task == "SEQ_CLS":
+        names["modules_to_save"] = ["score"]  # PEFT adds a name that the model does not have
+        base.config.save_pretrained(folder / "adapter")
+    path.write_text(json.dumps(json.loads(path.read_text()) | names))
+    stated = {**NF4, "bnb_4bit_use_double_quant": double}
+    (folder / "adapter" / "quantization_config.json").write_text(json.dumps(stated))
+    model = kind.from_pretrained(folder / "base")
+    model = PeftModel.from_pretrained(model, str(folder / "adapter")).eval()
+    blocks = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
+    four_bits.in_four_bits(model, [blocks], double)
+    return model
+
+
+def output(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.arange(3, 43).view(2, 20))[0]
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_an_adapter_opens_on_its_base_in_four_bits(tmp_path, name, double):
+    expected = output(written(tmp_path, name, double))
+    kept = opened_in_four_bits(tmp_path / "adapter", read(tmp_path / "adapter"), False, keep=True)
+    assert four_bit_base.weights_in_four_bits(kept)
+    values = opened(tmp_path / "adapter")
+    assert not four_bit_base.weights_in_four_bits(values)
+    assert torch.equal(output(values), output(kept))
+    torch.testing.assert_close(output(values), expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.more
+def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path):
+    base = write_base(tmp_path / "base")
+    adapter = {"r": 4, "quantize": {"double_quant": True}}
+    path = job(tmp_path, base, "mesh", 2, adapter)
+    losses = pools[2].run(train_here, path=path)
+    assert not isinstance(losses[0], str), losses[0]
+    run = tmp_path / "runs" / "job"
+    for folder in (run / "final", run / "checkpoints" / "step-000004" / "model"):
+        stated = json.loads((folder / "quantization_config.json").read_text())
+        config = BitsAndBytesConfig.from_dict(stated)
+        assert config.quantization_method() == "nf4" and config.bnb_4bit_use_double_quant
+        assert config.llm_int8_skip_modules == ["lm_head"]
+    section = ModelSection(name_or_path=str(base))
+    of_run = AdapterSection(path=str(run / "final"), quantize=QuantizeSection(double_quant=True))
+    trained = adapted(spec_of(read_config(section), section), of_run)
+    assert torch.equal(output(opened(run / "final")), output(on_host(trained).eval()))
+    plain = adapted(spec_of(read_config(section), section), AdapterSection(path=of_run.path))
+    shows(plain.notes[-1], "in four bits (nf4, double_quant)", "16 bits")
+    assert not torch.equal(output(opened(run / "final")), output(on_host(plain).eval()))
+
+
+@pytest.mark.parametrize("odd", [{"bnb_4bit_quant_type": "fp4"}, {"load_in_4bit": False}])
+def test_other_bits_are_an_error(tmp_path, odd):
+    (tmp_path / "quantization_config.json").write_text(json.dumps(NF4 | odd))
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path)
+    shows(str(error.value), *odd)

@@ -1,0 +1,87 @@
+"""A trained adapter opened on its base in four bits: the model that was trained."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
+
+from trainer.config.sections.adapter import AdapterSection, QuantizeSection
+from trainer.config.sections.model_and_data import ModelSection
+from trainer.models.door import object_in
+from trainer.models.finetuning.four_bit_files import dequantised, layers_of
+from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.lora_folder import CONFIG
+from trainer.models.finetuning.lora_weights import is_adapters
+from trainer.models.huggingface import spec_of
+from trainer.models.language.auto_class import CAUSAL, class_named
+from trainer.models.language.model_config import read_config
+from trainer.models.materialise import CPU, Placement, materialise
+from trainer.models.spec import ModelSpec
+
+
+def opened_in_four_bits(
+    folder: Path, bits: QuantizeSection, trust: bool, device: torch.device = CPU, *, keep: bool
+) -> nn.Module:
+    """Open the adapter of `folder` around its base, in evaluation mode, on a device.
+
+    Weights are quantised one by one, as they are read. If `keep`, they stay in four bits, else as
+    what they are once dequantised: the same values. The base is in the dtype of its config, and the
+    adapter in float32, as by PEFT. Raises ConfigError.
+    """
+    stated = object_in(folder / CONFIG)
+    section = ModelSection(
+        name_or_path=str(stated.get("base_model_name_or_path")),
+        revision=stated.get("revision"),
+        trust_remote_code=trust,
+    )
+    config = read_config(section)
+    dtype = config.get_text_config(decoder=True).dtype or torch.float32
+    spec = _base(folder, config, section, stated)
+    options = AdapterSection(path=str(folder), quantize=bits if keep else None)
+    described = adapted(spec, options)
+    if not keep:
+        described = dequantised(described, layers_of(described, bits))
+    model: Any = described.build()
+    placement = Placement(device, torch.float32, base_dtype=dtype)
+    materialise(model, described, seed=0, placement=placement)
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point() and not is_adapters(name):  # what PEFT keeps as the base
+            parameter.data = parameter.data.to(dtype)
+    if model.can_generate():
+        with suppress(OSError):  # the base has none
+            settings = GenerationConfig.from_pretrained(section.name_or_path, **_revision(section))
+            model.generation_config = settings
+    return model.eval()  # type: ignore[no-any-return]
+
+
+def _base(
+    folder: Path, config: PreTrainedConfig, section: ModelSection, stated: dict[str, Any]
+) -> ModelSpec:
+    """Return the base as it was trained; what the adapter has a copy of need not be in its files.
+
+    `stated`: the adapter's own config, which names the class of a model that predicts no token.
+    """
+    names = [(stated.get("auto_mapping") or {}).get("base_model_class")]
+    if (folder / "config.json").exists():  # of a head for labels, which the base may not have
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=section.trust_remote_code)
+        names += config.architectures or []
+    kind = class_named(config, [name for name in names if name])
+    if kind is not CAUSAL:
+        section = section.model_copy(update={"keep_untrained": False})
+    spec = spec_of(config, section, kind=kind)
+    saved = tuple(stated.get("modules_to_save") or ())
+    named = [name for name, _ in spec.build().named_parameters()]
+    copied = [name for name in named if name.rpartition(".")[0].endswith(saved or ("\0",))]
+    absent = {name for name in copied if spec.building.weights.read(name) is None}
+    training = replace(spec.training, fresh=spec.training.fresh | absent)
+    return replace(spec, training=training)
+
+
+def _revision(section: ModelSection) -> dict[str, str]:
+    return {"revision": section.revision} if section.revision else {}
