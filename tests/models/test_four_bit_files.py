@@ -23,6 +23,7 @@ from tests.support.labels import BODIES
 from tests.support.messages import shows
 from tests.support.models.lora import job, train_here, write_base
 from trainer.certify.one_process import four_bits
+from trainer.command import use
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
@@ -116,6 +117,8 @@ def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path):
     of_run = AdapterSection(path=str(run / "final"), quantize=QuantizeSection(double_quant=True))
     trained = adapted(spec_of(read_config(section), section), of_run)
     assert torch.equal(output(opened(run / "final")), output(on_host(trained).eval()))
+    words = [str(run), "--prompt", "What is", "--tokens", "2"]
+    assert use.main(words, "meshloom generate") == 0
     plain = adapted(spec_of(read_config(section), section), AdapterSection(path=of_run.path))
     shows(plain.notes[-1], "in four bits (nf4, double_quant)", "16 bits")
     assert not torch.equal(output(opened(run / "final")), output(on_host(plain).eval()))

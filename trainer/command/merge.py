@@ -116,7 +116,8 @@ def merge(folder: Path, base: str, out: Path, bits: QuantizeSection | None = Non
         tokenizer = load_tokenizer(str(source))
 
     # a dequantised value is in float32, whatever the base's own dtype
-    quantised = bits is not None or getattr(spec.building.weights, "quantised_by", "")
+    by_file = getattr(spec.building.weights, "quantised_by", "")
+    quantised = bits is not None or bool(by_file)
     dtype = (quantised and stated) or entries[0].dtype
 
     files = spec.files.exported()

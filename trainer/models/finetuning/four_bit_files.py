@@ -33,7 +33,7 @@ _DOUBLE = "bnb_4bit_use_double_quant"
 
 
 class BitsOfBase(NamedTuple):
-    """What is in four bits of the base of an adapter."""
+    """The part of an adapter's base that is in four bits."""
 
     options: QuantizeSection
     layers: frozenset[str]

@@ -55,8 +55,9 @@ def opened_in_four_bits(
             parameter.data = parameter.data.to(dtype)
     if model.can_generate():
         with suppress(OSError):  # the base has none
-            settings = GenerationConfig.from_pretrained(section.name_or_path, **_revision(section))
-            model.generation_config = settings
+            named = {"revision": section.revision} if section.revision else {}
+            settings = GenerationConfig.from_pretrained(str(section.name_or_path), **named)
+            model.generation_config.update(**settings.to_dict())
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -81,7 +82,3 @@ def _base(
     absent = {name for name in copied if spec.building.weights.read(name) is None}
     training = replace(spec.training, fresh=spec.training.fresh | absent)
     return replace(spec, training=training)
-
-
-def _revision(section: ModelSection) -> dict[str, str]:
-    return {"revision": section.revision} if section.revision else {}
