@@ -11,7 +11,9 @@ from unittest import mock
 import pytest
 import torch
 
+from tests.support.certify import certifying
 from tests.support.certify.certifying import config
+from tests.support.commands import run
 from tests.support.messages import shows
 from tests.support.pool import machine_here
 from trainer.models.finetuning import four_bit_base, nf4
@@ -175,3 +177,26 @@ def test_a_fault_in_four_bits_is_caught(pools, tmp_path, base, fault):
     for passed, table in pools[2].run(certified, path=path, ranks=2, fault=fault.__name__):
         assert not passed
         shows(table.splitlines()[-1], f"rank 0: {FAULTS[fault]}")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ["mesh-zero2", "mesh-zero3", "deepspeed-zero3"])
+def test_a_base_in_four_bits_in_the_configs_precision(pools, tmp_path, base, layout):
+    given = {"adapter": DOUBLE, "model": {"name_or_path": base}, **LAYOUTS[layout]}
+    path = config(tmp_path, **given)
+    overrides = ["bf16.enabled=true", "optimizer.params.lr=1e-5"]
+    arguments = {"world_size": 2, "overrides": overrides, "precision": "config"}
+    for passed, _, table in pools[2].run(certifying.certified, path=path, **arguments):
+        assert passed, table
+        assert "bfloat16" in table
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_base_in_four_bits_in_compiled_blocks(tmp_path, base, stage):
+    path = config(tmp_path, "mesh", stage, adapter=DOUBLE, model={"name_or_path": base})
+    out = tmp_path / "certificate.json"
+    words = "--config", path, "--compile", "--world-size", "2", "--output", out
+    result = run("meshloom", "verify", *words)
+    assert result.code == 0, result.output
+    assert "compiled blocks" in result.output and "uncompiled" not in result.output
