@@ -561,6 +561,9 @@ ELSEWHERE: dict[str, str] = {
         "test_whole.py::test_the_page_of_families_says_what_comes_back"
     ),
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
+    'python benchmarks/gpu.py --shapes 1B 8B --arms "mesh, LoRA" "mesh, QLoRA"': (
+        "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size"
+    ),
     "python benchmarks/gpu.py --smoke": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
 }
 """Command -> the test that runs it."""

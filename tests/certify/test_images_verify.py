@@ -160,7 +160,7 @@ def test_a_planted_fault_is_caught(pools, tmp_path, fault, check):
 @pytest.mark.more
 def test_batch_norm_in_bfloat16_is_refused(pools, tmp_path):
     arguments = {"overrides": ["bf16.enabled=true"], "world_size": 2, "precision": "config"}
-    with pytest.raises(AssertionError, match="ConfigError: --precision config.*batch norm"):
+    with pytest.raises(AssertionError, match="ConfigError: precision: .*batch norm"):
         pools[2].run(certified, path=config(tmp_path, "resnet18"), **arguments)
 
 

@@ -154,7 +154,7 @@ class PairsCase:
                 f"{layout.precision}, and batch norm, whose statistics are rounded at each step"
             )
             expected = "float32, or a model without batch norm"
-            raise ConfigError(Problem("--precision config", actual, expected))
+            raise ConfigError(Problem("precision", actual, expected))
         if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
             actual = "with a module that draws random numbers, on each data rank its own"
             expected = "dropout of 0 to verify it"
