@@ -363,7 +363,7 @@ class Bench:
         return model_config.read_config(section.model), section.model
 
     def engine(self) -> tuple[Any, Callable[[int], object], list[str]]:
-        """The engine that the JSON names, its step, and lines on the kernels of attention."""
+        """The engine that the JSON names, its step, and its notes: of compilation and kernels."""
         import torch
 
         from trainer.config import RuntimeFacts, load
@@ -394,7 +394,7 @@ class Bench:
         for model in engine.modules:
             self.draw_bits(model)
         attention = (task.attention(), spec, False, torch.bfloat16, self.device)
-        kernels = list(notes(*attention)) if self.cuda else []
+        kernels = [*engine.notes, *(notes(*attention) if self.cuda else ())]
         return engine, lambda i: engine.step(i, [self.batch(i)], Update(RATE)), kernels
 
     def draw_bits(self, model: Any) -> None:

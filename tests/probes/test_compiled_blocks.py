@@ -14,6 +14,7 @@ from tests.support.parallel.compiled import Linear, Watched, machine_of, own
 from tests.support.training import LLAMA, Case, layout_of, spec_of
 from trainer.layout import Recompute
 from trainer.parallel.probes import compiled_blocks
+from trainer.tasks import mixers
 
 
 class Sleeps(nn.Module):
@@ -48,3 +49,17 @@ def test_auto_compiles_nothing_on_a_cpu():
 @pytest.mark.more
 def test_offload_is_the_mode_that_the_compiler_can_not_trace():
     assert "offload.py" in (compiled_blocks.broken(spec_of(LLAMA), Recompute("offload")) or "")
+
+
+class Untraced:
+    """A context variable as the compiler of PyTorch before 2.15 has it: it can't be read."""
+
+    def get(self) -> None:
+        torch._dynamo.graph_break()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_blocks_that_are_computed_again_read_no_context_variable(monkeypatch, mode):
+    monkeypatch.setattr(mixers, "DOCUMENTS", Untraced())
+    assert compiled_blocks.broken(spec_of(LLAMA), Recompute(mode)) is None

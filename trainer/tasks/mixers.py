@@ -41,7 +41,13 @@ def within(documents: WholeDocuments | None) -> Iterator[None]:
 
 
 def kept_apart(forward: Callable[..., object]) -> Callable[..., object]:
-    """Return a forward that knows the documents of now also when it runs again, in backward."""
+    """Return a forward that knows the documents of now also when it runs again, in backward.
+
+    A block that compiles has no layer that asks for them, and PyTorch before 2.15 does not compile
+    the question.
+    """
+    if torch.compiler.is_compiling():
+        return forward
     documents = DOCUMENTS.get()
     return forward if documents is None else partial(_among, documents, forward)
 

@@ -159,8 +159,7 @@ def _codes(device: torch.device) -> torch.Tensor:
     return torch.tensor(_CODES, device=device)
 
 
-@cache
-def _dynamic(device: torch.device) -> torch.Tensor:
+def _dynamic_numbers() -> tuple[float, ...]:
     """Return the 256 numbers of the 8-bit dynamic type (arXiv 1511.04561), in order.
 
     Those with exponent e, from 0 to 6, are the middles of 2^e equal parts of 0.1 to 1, times
@@ -171,4 +170,13 @@ def _dynamic(device: torch.device) -> torch.Tensor:
         edges = torch.linspace(0.1, 1, 2**exponent + 1, device="cpu")
         middles = (10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         numbers += [*middles, *(-middle for middle in middles)]
-    return torch.tensor(sorted(numbers), device=device)
+    return tuple(sorted(numbers))
+
+
+_DYNAMIC = _dynamic_numbers()
+"""Made here: code that is compiled can't make them."""
+
+
+@cache
+def _dynamic(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_DYNAMIC, device=device)
