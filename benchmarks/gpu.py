@@ -146,13 +146,15 @@ def json_of(shape: str, count: int, smoke: bool) -> dict[str, Any]:
     }
 
 
-def own_json(arm: str, given: dict[str, Any]) -> dict[str, Any]:
+def own_json(arm: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config of an arm; what it names is written into `folder`."""
     own = {**given["trainer"], **ARMS[arm].own}
     if arm in ADAPTERS:  # an adapter is one to a base: here a folder with its config alone
-        folder = Path(tempfile.mkdtemp())
+        base = folder / f"base of {arm}"
+        base.mkdir()
         described = {**own["model"]["config"], "architectures": ["LlamaForCausalLM"]}
-        (folder / "config.json").write_text(json.dumps(described))
-        own["model"] = {"name_or_path": str(folder)}
+        (base / "config.json").write_text(json.dumps(described))
+        own["model"] = {"name_or_path": str(base)}
     return {**given, "trainer": own}
 
 
@@ -161,7 +163,7 @@ def plans(given: dict[str, Any], count: int, arms: list[str], seconds: float) ->
     running: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for index, arm in enumerate(arm for arm in arms if missing(arm) is None and ARMS[arm].own):
-            config = own_json(arm, given)
+            config = own_json(arm, given, Path(folder))
             config["trainer"].pop("compile")  # planned uncompiled
             text = json.dumps(config)
             if text not in running:
@@ -204,7 +206,8 @@ def measured(
     if reason := missing(arm):
         return {"note": reason}
     with tempfile.TemporaryDirectory(prefix="meshloom-gpu-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(own_json(arm, given)))
+        config = own_json(arm, given, Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         command = [sys.executable, __file__, "--work", arm, folder, *["--smoke"][:smoke]]
         port, started = free_port(), time.monotonic()
         logs = [open(f"{folder}/{rank}.log", "w+") for rank in range(count)]
@@ -460,12 +463,12 @@ def _quantise(layer: Any, value: Any) -> None:
 
 
 def line(row: dict[str, Any]) -> str:
-    planned = f"{row['planned']:.1f}" if row.get("planned") else "-"
+    planned = f"{row['planned']:.2f}" if row.get("planned") else "-"
     cells, rest = ["", "", "", planned, ""], [row["note"]] if "note" in row else []
     if "seconds" in row:
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
         step = f"{row['seconds'] * 1e3:.0f}"
-        cells = [step, f"{row['tokens']:,.0f}", mfu, planned, f"{row['memory']:.1f}"]
+        cells = [step, f"{row['tokens']:,.0f}", mfu, planned, f"{row['memory']:.2f}"]
     if "quantised" in row:
         rest.append(f"quantised in {row['quantised']:.1f} s")
     if "save" in row:

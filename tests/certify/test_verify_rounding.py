@@ -97,17 +97,8 @@ FAULTS: dict[Callable[[], Any], tuple[int, str]] = {
 BF16 = ["bf16.enabled=true"]
 
 
-LIKE_ANOTHER = (scaled_by_three_thousandths, added_up_in_16_bits)
-
-
 @pytest.mark.more
-@pytest.mark.parametrize(
-    "fault",
-    [
-        pytest.param(f, marks=pytest.mark.more if f in LIKE_ANOTHER else (), id=f.__name__)
-        for f in FAULTS
-    ],
-)
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_that_rounding_would_hide_is_caught(pools, tmp_path, fault):
     stage, check = FAULTS[fault]
     model = {"config": {"model_type": "qwen3", "num_hidden_layers": 4, "tie_word_embeddings": True}}
@@ -130,7 +121,7 @@ SHIPPED = {"zero2": 2, "fsdp": 2, "pipeline_zero3": 2, "tensor_zero2": 2, "zero3
     ("name", "overrides"),
     [
         pytest.param("zero2", ADDED_UP, id="zero2, in float32"),
-        *(pytest.param(name, [], marks=pytest.mark.more, id=name) for name in SHIPPED),
+        *(pytest.param(name, [], id=name) for name in SHIPPED),
     ],
 )
 def test_what_ships_raises_no_alarm(pools, name, overrides):

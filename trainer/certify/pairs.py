@@ -148,8 +148,7 @@ class PairsCase:
         """
         layout = self.small.layout
         source = self.subject.data.train
-        normalised = any(isinstance(module, _BatchNorm) for module in spec.build().modules())
-        if self.small.low_precision and normalised:
+        if self.small.low_precision and _has_batch_norm(spec):
             actual = (
                 f"{layout.precision}, and batch norm, whose statistics are rounded at each step"
             )
@@ -172,3 +171,7 @@ class PairsCase:
             return self.reference(small, spec, own, sources, self)
 
         return sources, make
+
+
+def _has_batch_norm(spec: ModelSpec) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in spec.build().modules())

@@ -14,7 +14,6 @@ from torch import nn
 
 from trainer.config.sections.distillation import DistillationSection
 from trainer.distributed.exchange import vocabulary_shard_of_head
-from trainer.models.language_model import LanguageModel
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.tasks.attention import Attention
@@ -27,7 +26,6 @@ from trainer.tasks.losses.divergences import (
     logits_divergence,
     logits_likeliest,
 )
-from trainer.tasks.mixers import Mixers
 from trainer.tasks.task import IGNORED, Batch, Sample, changed
 
 if TYPE_CHECKING:
@@ -47,24 +45,15 @@ class DistillationTask(CausalLM):
     they follow one another, [targets, ...], and `places` [batch, longest] has each token's row.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        padding: int = 0,
-        attention: Callable[[], Attention] = Attention,
-        mixers: Callable[[], Mixers] = frozenset,
-    ) -> None:
-        """Take the arguments of `CausalLM`."""
-        super().__init__(model, padding, attention, mixers)
-        self.keys = DistillationSection()
-        self.vocabulary = 0
-        """The number of ids that teacher and student share."""
-        self.measures = FIGURES
-        self.figures: torch.Tensor | None = None
-        """The sums of FIGURES in training since they were last taken, and the targets' number."""
-        self._column = 0
-        self._batch: Batch = {}
-        self._sums: torch.Tensor | None = None
+    keys: DistillationSection = DistillationSection()
+    vocabulary = 0
+    """The number of ids that teacher and student share."""
+    measures: tuple[str, ...] = FIGURES
+    figures: torch.Tensor | None = None
+    """The sums of FIGURES in training since they were last taken, and the targets' number."""
+    _column = 0
+    _batch: Batch = {}
+    _sums: torch.Tensor | None = None
 
     def distilling(self, keys: DistillationSection, vocabulary: int) -> DistillationTask:
         """Return the same task with the config's loss, over so many shared ids."""

@@ -11,14 +11,11 @@ from torch import nn
 from trainer.config.sections.pair_losses import PairsSection
 from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
-from trainer.models.language_model import LanguageModel
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.recipes.pairs.losses import LOSSES, Answers, PairLossKind
-from trainer.tasks.attention import Attention
 from trainer.tasks.losses.cross_entropy import LossHead
 from trainer.tasks.losses.token_losses import TokenLossHead, logits_token_losses
-from trainer.tasks.mixers import Mixers
 from trainer.tasks.task import IGNORED, Batch, Sample, changed
 
 FIGURES = (
@@ -40,26 +37,17 @@ class PairsTask(CausalLM):
     has the reference's log-probabilities, once they are known.
     """
 
-    def __init__(
-        self,
-        model: LanguageModel,
-        padding: int = 0,
-        attention: Callable[[], Attention] = Attention,
-        mixers: Callable[[], Mixers] = frozenset,
-    ) -> None:
-        """Take the arguments of `CausalLM`."""
-        super().__init__(model, padding, attention, mixers)
-        self.keys = PairsSection()
-        self._kind: PairLossKind = LOSSES["sigmoid"]
-        self._sft = 0.0
-        self._share: torch.Tensor | float = 0.0
-        """The pairs of the step for each token of its chosen answers, times the weight of these."""
-        self._batch: Batch = {}
-        self._pairs: Answers | None = None
-        self._column = 0
-        self.measures = FIGURES
-        self.figures: torch.Tensor | None = None
-        """The sums of FIGURES in training since they were last taken, and the number of pairs."""
+    keys: PairsSection = PairsSection()
+    _kind: PairLossKind = LOSSES["sigmoid"]
+    _sft: float = 0.0
+    _share: torch.Tensor | float = 0.0
+    """The pairs of the step for each token of its chosen answers, times the weight of these."""
+    _batch: Batch = {}
+    _pairs: Answers | None = None
+    _column = 0
+    measures: tuple[str, ...] = FIGURES
+    figures: torch.Tensor | None = None
+    """The sums of FIGURES in training since they were last taken, and the number of pairs."""
 
     def comparing(self, keys: PairsSection) -> PairsTask:
         """Return the same task with the config's loss."""
