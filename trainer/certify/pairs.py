@@ -89,12 +89,12 @@ class PairsReference(Reference):
     def _example(self) -> object:
         return self._collated([self._data.training[0]])[0]
 
-    def _whole_step(self, step: int) -> list[MicroBatch]:
+    def whole_step(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches; those that batch norm normalises together are one here."""
         layout = self._layout
         training = self._data.training
         if not layout.sync_batch_norm:
-            return super()._whole_step(step)
+            return super().whole_step(step)
         of_ranks = [self._numbers(step, rank) for rank in range(layout.data_ranks)]
         rows = np.stack(of_ranks, 1).reshape(layout.accumulation, -1)
         batches = [self._collated([training[n] for n in row]) for row in rows]

@@ -69,7 +69,7 @@ class ContrastReference(PairsReference):
     def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return model(torch.cat([inputs["query"], inputs["key"]]))  # type: ignore[no-any-return]
 
-    def _whole_step(self, step: int) -> list[MicroBatch]:
+    def whole_step(self, step: int) -> list[MicroBatch]:
         by_rank = [self._samples(step, rank) for rank in range(self._layout.data_ranks)]
         results = []
         for number, parts in enumerate(zip(*by_rank, strict=True)):
