@@ -5,8 +5,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /
 WORKDIR /meshloom
 RUN pip install --no-cache-dir torch torchvision
 COPY pyproject.toml README.md LICENSE ./
+COPY meshloom meshloom
 COPY trainer trainer
 COPY launch launch
 COPY ds_configs ds_configs
-RUN pip install --no-cache-dir -e '.[deepspeed]'
-CMD ["deepspeed", "launch/train.py", "--config", "ds_configs/zero2.json"]
+RUN pip install --no-cache-dir -e .
+CMD ["deepspeed", "-q", "launch/train.py", "--config", "ds_configs/zero2.json"]

@@ -62,10 +62,12 @@ PLANNING = 60
 class Arm:
     seconds: int
     """After which it is stopped, with those that earlier arms left."""
-    own: dict[str, str] = field(default_factory=dict)
+    own: dict[str, object] = field(default_factory=dict)
     """Keys of the section `trainer`; without them it is not one of ours."""
 
 
+LORA = {"r": 16, "alpha": 32}
+NF4 = {"type": "nf4", "double_quant": True}
 ARMS = {
     "mesh": Arm(50, {"engine": "mesh", "compile": "none"}),
     "mesh, compiled": Arm(70, {"engine": "mesh", "compile": "blocks"}),
@@ -78,7 +80,13 @@ ARMS = {
     "accelerate": Arm(35, {"engine": "accelerate", "compile": "none"}),
     "deepspeed": Arm(60, {"engine": "deepspeed", "compile": "none"}),
     "Trainer": Arm(45),
+    "mesh, LoRA": Arm(130, {"engine": "mesh", "compile": "blocks", "adapter": LORA}),
+    "mesh, QLoRA": Arm(
+        150, {"engine": "mesh", "compile": "blocks", "adapter": LORA | {"quantize": NF4}}
+    ),
 }
+ADAPTERS = ("mesh, LoRA", "mesh, QLoRA")
+"""Arms that run only if they are named."""
 
 
 def main() -> int:
@@ -89,7 +97,8 @@ def main() -> int:
         "--smoke", action="store_true", help="a tiny model and two steps, on processors"
     )
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="default: 1B; with GPUs, 8B")
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=list(ARMS))
+    usual = [arm for arm in ARMS if arm not in ADAPTERS]
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=usual)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks/results/gpu.md")
     parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)  # a worker's arm and folder
     options = parser.parse_args()
@@ -137,8 +146,16 @@ def json_of(shape: str, count: int, smoke: bool) -> dict[str, Any]:
     }
 
 
-def own_json(arm: str, given: dict[str, Any]) -> dict[str, Any]:
-    return {**given, "trainer": {**given["trainer"], **ARMS[arm].own}}
+def own_json(arm: str, given: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The config of an arm; what it names is written into `folder`."""
+    own = {**given["trainer"], **ARMS[arm].own}
+    if arm in ADAPTERS:  # an adapter is one to a base: here a folder with its config alone
+        base = folder / f"base of {arm}"
+        base.mkdir()
+        described = {**own["model"]["config"], "architectures": ["LlamaForCausalLM"]}
+        (base / "config.json").write_text(json.dumps(described))
+        own["model"] = {"name_or_path": str(base)}
+    return {**given, "trainer": own}
 
 
 def plans(given: dict[str, Any], count: int, arms: list[str], seconds: float) -> dict[str, float]:
@@ -146,7 +163,7 @@ def plans(given: dict[str, Any], count: int, arms: list[str], seconds: float) ->
     running: dict[str, list[Any]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for index, arm in enumerate(arm for arm in arms if missing(arm) is None and ARMS[arm].own):
-            config = own_json(arm, given)
+            config = own_json(arm, given, Path(folder))
             config["trainer"].pop("compile")  # planned uncompiled
             text = json.dumps(config)
             if text not in running:
@@ -189,7 +206,8 @@ def measured(
     if reason := missing(arm):
         return {"note": reason}
     with tempfile.TemporaryDirectory(prefix="meshloom-gpu-") as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(own_json(arm, given)))
+        config = own_json(arm, given, Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         command = [sys.executable, __file__, "--work", arm, folder, *["--smoke"][:smoke]]
         port, started = free_port(), time.monotonic()
         logs = [open(f"{folder}/{rank}.log", "w+") for rank in range(count)]
@@ -256,7 +274,10 @@ class Bench:
         self.warm_up, self.steps = (3, 10) if self.cuda else (1, 2)
         self.given: dict[str, Any] = json.loads((folder / "config.json").read_text())
         own = self.given["trainer"]
-        self.model, self.sequence = own["model"]["config"], own["data"]["sequence_length"]
+        self.sequence: int = own["data"]["sequence_length"]
+        self.model: dict[str, Any] = own["model"].get("config") or json.loads(
+            (Path(own["model"]["name_or_path"]) / "config.json").read_text()
+        )
         self.found: dict[str, Any] = {}
 
     def tell(self, **found: Any) -> None:
@@ -290,6 +311,8 @@ class Bench:
             return self.tell_step(self.timed(gpu_peers.bare(self, "compiled" in arm)))
         engine, step, kernels = self.engine()
         self.tell(kernels=kernels)
+        if arm in ADAPTERS:  # the products of frozen weights have no gradient of them
+            self.flops = 0
         if arm == "mesh, saving":
             step(0)
             self.save(engine, step)
@@ -343,31 +366,53 @@ class Bench:
         return model_config.read_config(section.model), section.model
 
     def engine(self) -> tuple[Any, Callable[[int], object], list[str]]:
-        """The engine that the JSON names, its step, and lines on the kernels of attention."""
+        """The engine that the JSON names, its step, and its notes: of compilation and kernels."""
         import torch
 
         from trainer.config import RuntimeFacts, load
         from trainer.distributed.ranks import Ranks
         from trainer.engines import Job, Machine
         from trainer.models import huggingface
+        from trainer.models.finetuning.lora import adapted
+        from trainer.models.spec import NoWeights
         from trainer.optim.lr_schedules import Update
         from trainer.recipes.causal_lm.task import CausalLM
         from trainer.run.compose import compose
         from trainer.tasks.kernel_probes import notes
 
         config, options = self.described()
-        spec = huggingface.spec_of(config, options)
+        loaded = load(self.folder / "config.json", [])
+        adapter = loaded.trainer.adapter
+        spec = adapted(huggingface.spec_of(config, options, weights=adapter is None), adapter)
+        if adapter is not None:
+            spec = spec.with_weights(NoWeights())
         task = CausalLM.of(spec)
         facts = RuntimeFacts(self.world_size, None, None, True, self.device.type, self.local)
-        composed = compose(load(self.folder / "config.json", []), facts)
+        composed = compose(loaded, facts)
         composed = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=10)
         _, kind = composed.engine()
         machine = Machine(self.device, Ranks(self.rank, self.world_size), self.local)
         job = Job(composed.layout, spec, task, composed.config.deepspeed, 0, machine)
         engine = kind.build(job)
+        for model in engine.modules:
+            self.draw_bits(model)
         attention = (task.attention(), spec, False, torch.bfloat16, self.device)
-        kernels = list(notes(*attention)) if self.cuda else []
+        kernels = [*engine.notes, *(notes(*attention) if self.cuda else ())]
         return engine, lambda i: engine.step(i, [self.batch(i)], Update(RATE)), kernels
+
+    def draw_bits(self, model: Any) -> None:
+        """Give layers in four bits random weights: without a base to read they have zeros."""
+        import torch
+
+        from trainer.models.finetuning.four_bit_base import weights_in_four_bits
+
+        layers = weights_in_four_bits(model).values()
+        seconds = 0.0
+        for layer in layers:
+            value = torch.randn(layer.shape, device=self.device) * 0.02
+            seconds += self.once(partial(_quantise, layer, value))
+        if layers:
+            self.tell(quantised=seconds)
 
     def save(self, engine: Any, step: Callable[[int], object]) -> None:
         """Time a save, a load, the stall of two saves in the background, and a step beside one."""
@@ -408,13 +453,24 @@ class Bench:
 # The table
 
 
+def _quantise(layer: Any, value: Any) -> None:
+    """Give a layer in four bits a weight, of which a rank may have a part."""
+    from trainer.distributed.dtensor import local, own_shard
+
+    data = layer.stored(value)
+    part = own_shard(data, layer.weight) if hasattr(layer.weight, "device_mesh") else data
+    local(layer.weight.data).copy_(part)
+
+
 def line(row: dict[str, Any]) -> str:
-    planned = f"{row['planned']:.1f}" if row.get("planned") else "-"
+    planned = f"{row['planned']:.2f}" if row.get("planned") else "-"
     cells, rest = ["", "", "", planned, ""], [row["note"]] if "note" in row else []
     if "seconds" in row:
         mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
         step = f"{row['seconds'] * 1e3:.0f}"
-        cells = [step, f"{row['tokens']:,.0f}", mfu, planned, f"{row['memory']:.1f}"]
+        cells = [step, f"{row['tokens']:,.0f}", mfu, planned, f"{row['memory']:.2f}"]
+    if "quantised" in row:
+        rest.append(f"quantised in {row['quantised']:.1f} s")
     if "save" in row:
         rest.append(f"save {row['save']:.1f} s")
     if "save_memory" in row:

@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import torch
 import torch.nn.functional as F
 
-from trainer.tasks.cross_entropy import linear_cross_entropy
+from trainer.tasks.losses.cross_entropy import linear_cross_entropy
 
 SMOKE = "--smoke" in sys.argv
 TOKENS, WIDTH, VOCABULARY = (64, 32, 512) if SMOKE else (2048, 1024, 131072)

@@ -15,7 +15,7 @@ LINK = re.compile(r"\]\(([^)#\s:]+)(?:#[\w-]+)?\)")
 
 def pages() -> list[Path]:
     """Return the files of the site that are Markdown, relative to the repository."""
-    globs = ("*.md", "docs/*.md", "examples/**/*.md", "benchmarks/results/*.md")
+    globs = ("*.md", "docs/*.md", "examples/**/*.md", "skills/**/*.md", "benchmarks/results/*.md")
     return sorted({path.relative_to(ROOT) for glob in globs for path in ROOT.glob(glob)})
 
 
@@ -25,6 +25,11 @@ def linked(page: Path) -> Iterator[Path]:
         path = (ROOT / page.parent / target).resolve()
         if path.is_file() and path.is_relative_to(ROOT):
             yield path.relative_to(ROOT)
+
+
+def on_page_markdown(markdown: str, **about: Any) -> str:
+    """Leave out the README's badges, which come from elsewhere."""
+    return re.sub(r"^\[!\[.*$", "", markdown, flags=re.MULTILINE)
 
 
 def on_files(files: Any, config: Any) -> Any:

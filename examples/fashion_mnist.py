@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.optim import Adam
 from torch.utils.data import DataLoader
 
-from trainer.data.order import KEYED, sample_ids
+from meshloom.data.order import KEYED, sample_ids
 
 
 def seqnet(num_classes=10):

@@ -1,6 +1,6 @@
 """One JSON under four layouts, and one loss curve: docs/one_curve.png.
 
-    pip install -e '.[ladder]'
+    pip install -e .
     python examples/one_curve.py [--steps 60] [--output docs/one_curve.png]
 
 Each layout trains on two processes, with the same seed, data and global batch. The picture says how

@@ -166,6 +166,6 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Pools]:
     """Worker pools by world size, started when used."""
-    found = Pools()
-    yield found
-    found.close()
+    result = Pools()
+    yield result
+    result.close()

@@ -40,27 +40,27 @@ def again(folder: Path, tests: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_passes_alone_is_listed_as_flaky(tmp_path):
-    found = again(tmp_path, TESTS)
-    assert found.returncode == 0
+    result = again(tmp_path, TESTS)
+    assert result.returncode == 0
     assert (
-        found.stdout.splitlines()[-1]
+        result.stdout.splitlines()[-1]
         == "FLAKY (passed alone): test_some.py::test_passes_the_second_time"
     )
 
 
 def test_what_fails_again_fails(tmp_path):
-    found = again(tmp_path, TESTS + "\ndef test_fails(): assert False\n")
-    assert found.returncode == 1
-    assert "FAILED twice: test_some.py::test_fails" in found.stdout.splitlines()
+    result = again(tmp_path, TESTS + "\ndef test_fails(): assert False\n")
+    assert result.returncode == 1
+    assert "FAILED twice: test_some.py::test_fails" in result.stdout.splitlines()
 
 
 def test_many_failures_are_no_chance(tmp_path):
     many = (
         "import pytest\n@pytest.mark.parametrize('n', range(9))\ndef test_fails(n): assert False\n"
     )
-    found = again(tmp_path, many)
-    assert found.returncode == 1
-    assert "again, alone" not in found.stdout
+    result = again(tmp_path, many)
+    assert result.returncode == 1
+    assert "again, alone" not in result.stdout
 
 
 def test_a_file_that_cannot_be_imported_fails(tmp_path):
@@ -68,8 +68,8 @@ def test_a_file_that_cannot_be_imported_fails(tmp_path):
 
 
 def test_nothing_failed_nothing_said(tmp_path):
-    found = again(tmp_path, "def test_passes(): pass\n")
-    assert (found.returncode, found.stdout) == (0, "")
+    result = again(tmp_path, "def test_passes(): pass\n")
+    assert (result.returncode, result.stdout) == (0, "")
 
 
 def test_parts_take_equally_long_and_together_have_each_test():

@@ -25,7 +25,7 @@ from tests.support.commands import ROOT, SCRIPTS, run, write_job
 
 COMMAND = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:python3?|deepspeed|torchrun|accelerate|meshloom"
-    r"|pip|uv|sbatch|srun|pytest|ruff|mypy|mkdocs|docker|git) +[^\s=|&>,.]"
+    r"|pip|pipx|uv|uvx|sbatch|srun|pytest|ruff|mypy|mkdocs|docker|git) +[^\s=|&>,.]"
 )
 SHELL = ("sh", "bash", "shell", "console")
 """The languages of fenced blocks in which every line is a command or its output."""
@@ -34,9 +34,10 @@ OPTION = re.compile(r" \[[^\]]*\]")
 
 
 def documents() -> list[Path]:
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
-    found += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
-    return [*found, *ROOT.glob("examples/**/*.py")]
+    results = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    results += [*ROOT.glob("benchmarks/*.py"), *ROOT.glob("benchmarks/results/*.md")]
+    results += [*ROOT.glob("skills/**/*.md"), ROOT / "docs" / "diagrams.py"]
+    return [*results, *ROOT.glob("examples/**/*.py")]
 
 
 def code_of(path: Path) -> Iterator[str]:
@@ -54,20 +55,20 @@ def code_of(path: Path) -> Iterator[str]:
 
 def commands_of(path: Path) -> set[str]:
     """Without a comment at the end, options in brackets, and spaces beyond one."""
-    found = {
+    results = {
         re.split(r"\s+# ", code, maxsplit=1)[0] for code in code_of(path) if COMMAND.match(code)
     }
-    return {" ".join(OPTION.sub("", command).split()) for command in found}
+    return {" ".join(OPTION.sub("", command).split()) for command in results}
 
 
 @cache
 def documented() -> dict[str, list[str]]:
     """Command -> the documents that have it."""
-    found: dict[str, list[str]] = {}
+    results: dict[str, list[str]] = {}
     for path in documents():
         for command in commands_of(path):
-            found.setdefault(command, []).append(str(path.relative_to(ROOT)))
-    return found
+            results.setdefault(command, []).append(str(path.relative_to(ROOT)))
+    return results
 
 
 HOSTS = "torchrun --nnodes 1 --nproc-per-node 2 --rdzv-backend c10d --rdzv-endpoint localhost:0"
@@ -97,15 +98,11 @@ SHORT = "trainer.data.sequence_length=16 trainer.run.folder={out} trainer.epochs
 
 SMALL: dict[str, tuple[str, ...]] = {
     # README
-    f"deepspeed {TRAIN} ds_configs/zero2.json": (
-        f"deepspeed {TRAIN} ds_configs/zero2.json {{tiny}}",
+    f"deepspeed -q {TRAIN} ds_configs/zero2.json": (
+        f"deepspeed -q {TRAIN} ds_configs/zero2.json {{tiny}}",
     ),
+    "meshloom --help": ("meshloom --help",),
     "meshloom train --config zero2": ("meshloom train --config zero2 {tiny}",),
-    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
-    "trainer.data.path='data/*.jsonl' "
-    "trainer.epochs=1 optimizer.params.lr=2e-5": (
-        f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT}",
-    ),
     f"deepspeed {TRAIN} C.json": (f"deepspeed {TRAIN} {{job}}",),
     f"torchrun --nproc-per-node 8 {TRAIN} C.json": (
         f"torchrun --nproc-per-node 2 {TRAIN} {{job}}",
@@ -138,8 +135,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "meshloom --print-completion",
     ),
     "meshloom report runs/NAME": ("meshloom report {run} --output {out}/page.html",),
-    f"deepspeed {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=my-llama "
-    "trainer.data.path=chats.jsonl trainer.epochs=3 optimizer.params.lr=2e-5 --preview 2": (
+    f"deepspeed -q {TRAIN} ds_configs/zero3.json trainer.model.name_or_path=Qwen/Qwen3-8B "
+    "trainer.data.path=chats.jsonl trainer.epochs=3 optimizer.params.lr=2e-5": (
+        f"deepspeed -q {TRAIN} ds_configs/zero3.json {OWN} {SHORT}",
         (
             f"deepspeed {TRAIN} ds_configs/zero3.json {OWN} {SHORT} trainer.data.documents=pack "
             "--preview 2"
@@ -244,6 +242,21 @@ SMALL: dict[str, tuple[str, ...]] = {
     "tensor_parallel.autotp_size=8": (f"{TEACHER_ALONE} zero_optimization.stage=3",),
     "meshloom train --config distill.json trainer.distillation.column=/shared/teacher": (
         TEACHER_ALONE.replace(" --teacher-only", "") + " trainer.steps=2 trainer.run.folder={out}",
+    ),
+    **{
+        f"meshloom train --config full.json{more}": (
+            f"meshloom train --config examples/finetune.json trainer.model.name_or_path={{run}}/final "
+            f"trainer.epochs=0.1 trainer.run.folder={{out}}{more}",
+        )
+        for more in ("", " --dry-run", " --preview 2")
+    },
+    "meshloom train --config examples/finetune.json": (
+        "meshloom train --config examples/finetune.json trainer.model.name_or_path={run}/final "
+        "trainer.epochs=0.1 trainer.run.folder={out}",
+    ),
+    "meshloom train --config sft.json --preview 2": (
+        "meshloom train --config examples/finetune.json trainer.model.name_or_path={run}/final "
+        "--preview 2",
     ),
     "meshloom train --config dpo.json --preview 2": (
         "meshloom train --config examples/preferences.json trainer.model.name_or_path={run}/final "
@@ -401,6 +414,22 @@ SAME: dict[str, str] = {
 """Command -> the one of `SMALL` that it is with other sizes."""
 
 ELSEWHERE: dict[str, str] = {
+    **{
+        f"meshloom import --from {words}": (
+            "test_moving_pages.py::test_the_command_of_a_page_writes_its_config"
+        )
+        for words in (
+            "axolotl lora.yml --output lora.json",
+            "llamafactory lora.yaml --output lora.json",
+            "trainer --output clm.json -- --model_name_or_path Qwen/Qwen3-8B --train_file mine.jsonl "
+            "--block_size 2048 --learning_rate 1e-5 --per_device_train_batch_size 1 "
+            "--gradient_accumulation_steps 8 --num_train_epochs 3 --bf16 true --deepspeed ds.json "
+            "--output_dir runs/mine",
+        )
+    },
+    "meshloom import --from trainer --output sft.json -- --model_name_or_path Qwen/Qwen3-0.6B "
+    "--dataset_name chats.jsonl --learning_rate 2e-5 --max_length 2048 --assistant_only_loss true "
+    "--output_dir runs/sft": "test_moving_pages.py::test_the_imports_from_trl_write_a_config",
     **dict.fromkeys(
         (
             'meshloom chat runs/NAME --system "You answer in one sentence."',
@@ -452,6 +481,22 @@ ELSEWHERE: dict[str, str] = {
     f"python {TRAIN} bad.json": (
         "test_documented_commands.py::test_the_errors_of_a_bad_config_are_those_of_the_page"
     ),
+    **dict.fromkeys(
+        (
+            "python benchmarks/gallery.py",
+            "python benchmarks/gallery.py llama3-8b",
+            "python benchmarks/gallery.py --check mistral-7b lora 8",
+        ),
+        "test_gallery.py::test_a_row_is_planned_again",
+    ),
+    "meshloom plan --config examples/gallery/lora.json --gpus 1 "
+    "trainer.model.name_or_path=examples/gallery/llama3-8b": (
+        "test_gallery.py::test_a_row_is_planned_again"
+    ),
+    "python -m tests.support.notebooks": (
+        "test_notebooks.py::test_a_notebook_runs_from_top_to_bottom"
+    ),
+    "python docs/diagrams.py": "test_site.py::test_the_diagrams_are_those_of_their_script",
     "mkdocs build --strict": (
         "test_site.py::test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere"
     ),
@@ -516,11 +561,15 @@ ELSEWHERE: dict[str, str] = {
         "test_whole.py::test_the_page_of_families_says_what_comes_back"
     ),
     "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
+    'python benchmarks/gpu.py --shapes 1B 8B --arms "mesh, LoRA" "mesh, QLoRA"': (
+        "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size"
+    ),
     "python benchmarks/gpu.py --smoke": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
 }
 """Command -> the test that runs it."""
 
 NOT_HERE: dict[str, str] = {
+    "deepspeed run_clm.py": "it is another trainer's",
     "python -m pytest --rewrite-messages": "it rewrites tests/messages.txt in place",
     "python -m pytest tests/test_shape.py tests/test_rules.py tests/test_sizes.py "
     "tests/test_words.py tests/test_rules_of_tests.py": "a first run has these files",
@@ -530,11 +579,10 @@ NOT_HERE: dict[str, str] = {
     "docker build -t meshloom .": "needs a builder; test_wheel.py checks the Dockerfile's text",
     **{
         f"pip install {words}": "installing, from an index: .ci/run does, and test_wheel.py without"
-        for words in (".", "-e '.[test]'", "-e '.[ladder]'", "'meshloom[lora]'")
+        for words in ("-e .", "-e '.[test]'", "-e '.[ladder]'")
         + (
             "'meshloom[digits]'",
             "'meshloom[float8]'",
-            "'meshloom[report]'",
             "'meshloom[evaluate]'",
             "'meshloom[blake3]'",
             "'meshloom[quantised]'",
@@ -543,23 +591,19 @@ NOT_HERE: dict[str, str] = {
             "mlflow",
             "torch torchvision && pip install -e '.[test]'",
         )
-        + ("-e '.[deepspeed]'", "-e '.[deepspeed,lora]'")
+        + ("trainer", "meshloom")
     },
-    **{
-        words: "installing, from an index: .ci/release does"
-        for words in (
-            "uv venv && source .venv/bin/activate",
-            "uv pip install -e '.[deepspeed]'",
-        )
-    },
+    "pip uninstall deepspeed": "test_versions.py hides it instead",
+    "pipx run meshloom train --config zero2": "it is from PyPI; test_wheel.py trains by the wheel",
+    "uvx meshloom train --config zero2": "it is from PyPI; test_wheel.py trains by the wheel",
     **{
         words: ".ci/run runs it"
         for words in (
             "ruff check .",
             "ruff format --check .",
-            "mypy trainer launch tests benchmarks",
+            "mypy meshloom trainer launch tests benchmarks",
         )
-        + ("ruff format . && ruff check . && mypy trainer launch tests benchmarks",)
+        + ("ruff format . && ruff check . && mypy meshloom trainer launch tests benchmarks",)
     },
     "python -m pytest tests/ROOM": "it stands for any room",
     "python -m pytest tests/test_rules.py tests/test_shape.py": "they are tests themselves",
@@ -602,12 +646,12 @@ def unknown_commands(text: str) -> list[str]:
 
 
 def test_every_line_of_a_shell_is_a_command_that_is_known():
-    found = {
+    results = {
         path.name: unknown_commands(path.read_text())
         for path in documents()
         if path.suffix == ".md"
     }
-    assert not any(found.values()), f"{found}: COMMAND needs them"
+    assert not any(results.values()), f"{results}: COMMAND needs them"
     page = "```sh\nls -l\n```\n\n    $ cat a\n    b\n"
     assert unknown_commands(page) == ["cat a", "ls -l"]
 

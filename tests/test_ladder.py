@@ -56,9 +56,9 @@ def climb(
     lines = [
         line for line in result.output.splitlines() if line.startswith(("loss after", "devices: "))
     ]
-    found = LAST.fullmatch(lines[-1])
-    assert found and lines[-2].startswith("devices: "), result.output
-    return float(found[2]), float(found[3]), result.output
+    results = LAST.fullmatch(lines[-1])
+    assert results and lines[-2].startswith("devices: "), result.output
+    return float(results[2]), float(results[3]), result.output
 
 
 @pytest.fixture(scope="module")
@@ -133,8 +133,8 @@ def test_the_page_shows_what_dividing_twice_costs(tmp_path, divided):
         shown = re.findall(r"^\| (\d+) \| (\S+) \| (\S+) \|$", LETTER[2], re.MULTILINE)
         assert [int(epoch) for epoch, _, _ in shown] == list(range(1, 11))
         for lines, column in zip(beside_meshloom(output), (2, 1), strict=True):
-            found = [float(EPOCH.match(line)[3]) for line in lines]
-            assert [float(row[column]) for row in shown] == pytest.approx(found, rel=0.02)
+            results = [float(EPOCH.match(line)[3]) for line in lines]
+            assert [float(row[column]) for row in shown] == pytest.approx(results, rel=0.02)
 
 
 @pytest.mark.more
@@ -216,7 +216,7 @@ def test_a_rung_is_a_screen_and_stands_alone(path):
         "safetensors",
         "tokenizers",
         "transformers",
-        "trainer",
+        "meshloom",
     }
     assert {module.split(".")[0] for module in modules} <= known
 
@@ -229,14 +229,14 @@ def test_what_a_rung_costs_is_measured():
     spec = importlib.util.spec_from_file_location("climb", LADDER / "climb.py")
     climb = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(climb)
-    found = climb.run("03_ddp", "--steps", "4")
-    assert "reason" not in found, found
-    assert found["ranks"] == 2 and found["communicated"] == {"all_reduce": found["parameters"]}
+    result = climb.run("03_ddp", "--steps", "4")
+    assert "reason" not in result, result
+    assert result["ranks"] == 2 and result["communicated"] == {"all_reduce": result["parameters"]}
     assert (
-        found["gradients"] == found["parameters"]
-        and 2 <= found["optimizer"] / found["parameters"] < 2.01
+        result["gradients"] == result["parameters"]
+        and 2 <= result["optimizer"] / result["parameters"] < 2.01
     )
-    assert found["activations"] > found["parameters"] and found["seconds"] > 0
+    assert result["activations"] > result["parameters"] and result["seconds"] > 0
 
 
 def test_which_names_configs_that_are_there():

@@ -89,8 +89,8 @@ def nobody_else_knows_a_recipe() -> Iterator[str]:
             yield from (f"{path}: {node.value}" for node in constants_in if node.value in names)
         for node in ast.walk(tree):
             if isinstance(node, ast.Call) and called(node.func) == "isinstance":
-                asked = {called(part) for part in ast.walk(node.args[1])} & known
-                yield from (f"{path}: {name}" for name in asked)
+                requested = {called(part) for part in ast.walk(node.args[1])} & known
+                yield from (f"{path}: {name}" for name in requested)
 
 
 def imported(tree: ast.Module) -> Iterator[str]:
@@ -141,7 +141,7 @@ def phases_as_text(tree: ast.Module) -> Iterator[str]:
     """
     from trainer.supervise.stall import Phase
 
-    held = (
+    kept = (
         ast.Compare
         | ast.Assign
         | ast.AnnAssign
@@ -166,7 +166,7 @@ def phases_as_text(tree: ast.Module) -> Iterator[str]:
             )
         else:
             words = (
-                knows or "phase" in ast.unparse(node).lower() if isinstance(node, held) else False
+                knows or "phase" in ast.unparse(node).lower() if isinstance(node, kept) else False
             )
             parts = [node] if words else []
         yield from (

@@ -79,13 +79,13 @@ def is_sentence(text: str) -> bool:
 
 
 def test_no_sentence_is_in_an_assert():
-    found = [
+    results = [
         f"{path}:{line}: {text}"
         for path, tree in trees().items()
         for line, text in checked_texts(tree)
         if is_sentence(text)
     ]
-    assert found == [], "see tests/support/messages.py"
+    assert results == [], "see tests/support/messages.py"
 
 
 def test_a_sentence_is_found():
@@ -96,8 +96,8 @@ shows(x, "it is as it was")
 y = "it is as it was"
 pytest.mark.parametrize(("x", "text"), [("not as it was, is it", "it is as it was")])
 """
-    found = [text for _, text in checked_texts(ast.parse(source)) if is_sentence(text)]
-    assert len(found) == 5
+    results = [text for _, text in checked_texts(ast.parse(source)) if is_sentence(text)]
+    assert len(results) == 5
 
 
 IMPORTED = re.compile(r"^ *(?:from|import) (tests(?:\.\w+)*)(?: import (\w+))?", re.M)
@@ -105,18 +105,18 @@ IMPORTED = re.compile(r"^ *(?:from|import) (tests(?:\.\w+)*)(?: import (\w+))?",
 
 def foreign_imports(source: str) -> list[str]:
     """The imports of other test files, also in a program that a test holds as text."""
-    imported = [".".join(filter(None, found)) for found in IMPORTED.findall(source)]
+    imported = [".".join(filter(None, result)) for result in IMPORTED.findall(source)]
     return [module for module in imported if not module.startswith("tests.support")]
 
 
 def test_no_test_imports_from_another():
     paths = sorted((ROOT / "tests").rglob("*.py"))
-    found = [
+    results = [
         f"{path.relative_to(ROOT)}: {module}"
         for path in paths
         for module in foreign_imports(path.read_text())
     ]
-    assert found == [], "see tests/support"
+    assert results == [], "see tests/support"
 
 
 def test_an_import_of_another_test_is_found():

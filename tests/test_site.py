@@ -5,6 +5,7 @@ code is up to date.
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
 from functools import cache
@@ -21,6 +22,7 @@ PAGES = sorted(
     {
         path.relative_to(ROOT)
         for glob in ("*.md", "llms.txt", "docs/*.md", "examples/**/*.md", "benchmarks/**/*.md")
+        + ("skills/**/*.md",)
         for path in ROOT.glob(glob)
     }
 )
@@ -46,18 +48,33 @@ def anchors(path: Path) -> set[str]:
 
 def broken(page: Path) -> list[str]:
     """Return the links of a page that lead nowhere. External ones are checked for form alone."""
-    found = []
+    results = []
     for target in LINK.findall(prose((ROOT / page).read_text())):
         parts = urlsplit(target)
-        if parts.scheme or parts.netloc:
+        if target.startswith("../../actions/workflows/") and page == Path("README.md"):
+            # of the repository's page, where the README is shown
+            right = (ROOT / ".github/workflows" / target.split("/")[4]).is_file()
+        elif parts.scheme or parts.netloc:
             right = parts.scheme == "https" and "." in parts.netloc
         else:
             path = (ROOT / page.parent / parts.path).resolve() if parts.path else ROOT / page
             right = path.is_relative_to(ROOT) and path.exists()
             if right and parts.fragment:
                 right = path.suffix == ".md" and parts.fragment in anchors(path)
-        found += [] if right else [target]
-    return found
+        results += [] if right else [target]
+    return results
+
+
+WORDS = 1500
+"""The most that a first visit reads of a page."""
+TABLES = {"families.md", "reference.md"}
+"""Pages in which a line is looked up."""
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").glob("*.md")), ids=lambda path: path.name)
+def test_a_page_is_short_enough_for_a_first_visit(page: Path):
+    if page.name not in TABLES:
+        assert len(page.read_text().split()) <= WORDS, "split it by what a reader asks"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
@@ -92,6 +109,14 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
             loaded = re.findall(r"<(?:script|img)[^>]*\ssrc=\"?([^\s\">]+)", html)
             loaded += re.findall(r"<link[^>]*rel=\"?stylesheet[^>]*href=\"?([^\s\">]+)", html)
             assert loaded and not [link for link in loaded if urlsplit(link).netloc], name
+
+
+def test_the_diagrams_are_those_of_their_script():
+    """`python docs/diagrams.py` writes them."""
+    made = runpy.run_path(str(ROOT / "docs" / "diagrams.py"))["DIAGRAMS"]
+    assert {f"{name}.svg" for name in made} == {path.name for path in ROOT.glob("docs/*.svg")}
+    for name, draw in made.items():
+        assert draw().svg() == (ROOT / "docs" / f"{name}.svg").read_text(), name
 
 
 def test_the_reference_is_that_of_the_code():

@@ -54,6 +54,7 @@ GENERATED = {"reference.md", "importing.md", "families.md"}
 
 def pages() -> list[Path]:
     globs = ("*.md", "docs/*.md", "examples/**/*.md", "benchmarks/results/*.md", "mkdocs.yml")
+    globs = (*globs, "skills/**/*.md")
     scripts = [*ROOT.glob("examples/**/*.py"), *ROOT.glob("benchmarks/*.py")]
     paths = [*scripts, *(path for glob in globs for path in ROOT.glob(glob))]
     return sorted(path for path in paths if path.name not in GENERATED)
@@ -108,7 +109,8 @@ def hits_of_code(path: Path) -> list[str]:
 
 
 def modules() -> list[Path]:
-    return sorted([*(ROOT / "trainer").rglob("*.py"), *(ROOT / "launch").rglob("*.py")])
+    folders = ("meshloom", "trainer", "launch")
+    return sorted(path for folder in folders for path in (ROOT / folder).rglob("*.py"))
 
 
 def test_code_has_the_terms_of_the_field() -> None:

@@ -1,10 +1,16 @@
 """Meshloom: trains transformer models too large for one device, and your own modules, from a
 DeepSpeed JSON.
 
-`train` and `verify` are for scripts; the commands are in `trainer/command/`.
+`train` and `verify` are for scripts, which import them from `meshloom`; the commands are in
+`trainer/command/`.
 """
 
 from __future__ import annotations
+
+import sys
+
+if sys.platform == "win32":
+    raise ImportError("Meshloom runs on Linux and macOS, not on Windows: install it in WSL2")
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,7 +107,7 @@ def train(options: TrainOptions) -> Result:
     `blocks`: a pattern such as "layers.*" of the modules that run once each, in order; those of an
     `nn.Sequential`, and of lists of one class, are found.
     `processes`: how many to start, from plain Python or a notebook; leave it out under a launcher.
-    `callbacks`: objects of subclasses of `trainer.Callback`, called on every rank.
+    `callbacks`: objects of subclasses of `meshloom.Callback`, called on every rank.
     `metrics`: functions like `loss`, by name; an evaluation logs the total sum / the total number.
     `optimizer(groups)`: a `torch.optim.Optimizer` in place of the config's, which sets its rate.
     `quiet`: print nothing.
@@ -114,7 +120,7 @@ def train(options: TrainOptions) -> Result:
     Pillow or tensors [channels, height, width]; leave out `loss`, and `model` and `data` where the
     config names them. SIGTERM, SIGINT (a notebook's), SIGUSR1, SIGHUP save and raise `Stopped`.
 
-    Returns the losses and the run's folder, on every rank. Raises the errors of `trainer.errors`.
+    Returns the losses and the run's folder, on every rank. Raises the errors of `meshloom.errors`.
     """
     from trainer.config import load
     from trainer.plugins import as_override

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
 T = TypeVar("T")
 
@@ -258,7 +258,7 @@ def divided(number: int, parts: int) -> str:
     return f"{number // parts} x {parts} + {number % parts}"
 
 
-def show(value: Any, most: int = 60) -> str:
+def show(value: object, most: int = 60) -> str:
     """Show a value as JSON, cut to `most` characters; as cheap for one of 100 MB."""
     if isinstance(value, str):
         value = value[: most + 1]

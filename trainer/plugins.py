@@ -45,14 +45,14 @@ _FOLDERS: set[str] = set()
 def register(kind: Kind, name: str) -> Callable[[Made], Made]:
     """Decorate what a config then calls `name`, which has a colon, as no built-in name has.
 
-    A task, as `task(section)`, returns the arguments of `trainer.train` for what is trained:
+    A task, as `task(section)`, returns the arguments of `meshloom.train` for what is trained:
     `model`, `data`, `loss`, and maybe `evaluation_data`, `blocks` and `metrics`.
-    A recipe, a `trainer.recipe.Recipe`, says all of what is trained; see there. It may be an entry
+    A recipe, a `meshloom.recipe.Recipe`, says all of what is trained; see there. It may be an entry
     point of the group `meshloom.recipes` instead.
     An optimizer, as `optimizer(groups, **params)`, returns a `torch.optim.Optimizer`.
     A source, as `source(path)`, yields the rows of a file, dictionaries. What is prepared of them
     is kept: an edited source needs another name.
-    A tracker, as `tracker(folder)`, has the methods of `trainer.trackers.Tracker`; `epoch`
+    A tracker, as `tracker(folder)`, has the methods of `meshloom.trackers.Tracker`; `epoch`
     may be left out.
     """
 

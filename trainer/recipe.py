@@ -2,7 +2,7 @@
 
 Recipes are in `trainer/recipes/`, or come with a plug-in. A run, the planner and the report take
 what the protocol says, and nobody else asks which recipe it is. The certificate's part of it is
-`trainer.certify.case.Certified`, as its types are those of a tiny run.
+`meshloom.certify.case.Certified`, as its types are those of a tiny run.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class HandedIn:
         """Return what a plug-in's task names, or else `handed_in`. Raises ConfigError."""
         if (task := NAMED["task"].get(section.task)) is None:
             return handed_in
-        expected = "the arguments of trainer.train for what is trained"
+        expected = "the arguments of meshloom.train for what is trained"
         # whatever the plug-in's own code raises
         with refused("trainer.task", expected, named=True, start=f"{section.task}: "):
             return replace(handed_in or HandedIn(), **task(section))
@@ -190,8 +190,8 @@ class Subject:
         """Return the FLOPs of a training step for each unit; None where they are not known."""
         return None
 
-    def samples(self, numbers: list[int], **options: object) -> str:
-        """Return samples as a person can read them; empty where nobody can."""
+    def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
+        """Return samples as text, cut to `width` characters a line unless `in_full`; or nothing."""
         return ""
 
     def loading_advice(self, workers: int) -> str:
@@ -249,7 +249,7 @@ class PlannedModel(NamedTuple):
 class Recipe(Protocol):
     """All that is particular to one thing that is trained.
 
-    A plug-in's recipe has a name with a colon, from `trainer.plugins.register("recipe", ...)` or
+    A plug-in's recipe has a name with a colon, from `meshloom.plugins.register("recipe", ...)` or
     an entry point of the group `meshloom.recipes`. It may have two attributes more. `keys` lists
     the keys of `trainer.model` and `trainer.data` that it reads ("trainer.data.path"), and those
     of others whose mark in `trainer/config/sections/` has `recipes=`; all others are refused.

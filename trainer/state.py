@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from trainer.distributed.ranks import Ranks
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
 """The version of this program, which every checkpoint records."""
 WEIGHT = "weight"
 """The `key` of model weights; every other key is optimizer state of the same name."""

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from shlex import quote
 from types import ModuleType
 from typing import Any, TextIO
 
@@ -44,11 +45,14 @@ def imported(module: str, place: str) -> ModuleType:
         return import_module(module)
 
 
-def required(module: str, place: str, extra: str) -> ModuleType:
-    """Import a module of an optional package that our `extra` brings. Raises ConfigError."""
+def required(module: str, place: str, brought_by: str) -> ModuleType:
+    """Import a module of a package that may be missing. Raises ConfigError.
+
+    `brought_by` is what to install: the package, or "meshloom[evaluate]" with our extra.
+    """
     if not installed(package := module.partition(".")[0]):
         actual = f"{package} is not installed"
-        hint = f"pip install 'meshloom[{extra}]'"
+        hint = f"pip install {quote(brought_by)}"
         raise ConfigError(Problem(place, actual, f"the package {package}", hint))
     return imported(module, place)
 
@@ -157,7 +161,7 @@ def replace_file(path: Path, content: bytes) -> None:
     flush(path.parent)
 
 
-def publish_json(path: Path, value: Any) -> None:
+def publish_json(path: Path, value: object) -> None:
     """Replace a JSON file at once for its readers, unflushed: it is of no use after a crash."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(json.dumps(value))

@@ -4,7 +4,7 @@
 
 `nn.DataParallel` prefixes the names of all parameters with `module.`: what is saved is `model.module.state_dict()`,
 which a plain model loads. It takes all GPUs of the machine by default; on the CPU it just calls the module. Meshloom
-starts a process for each GPU instead (two on the CPU), and writes the plain model to `final/`, which `trainer.open`
+starts a process for each GPU instead (two on the CPU), and writes the plain model to `final/`, which `meshloom.open`
 opens.
 
 A tutorial's loader would have `shuffle=True`. This one draws its samples in Meshloom's order for seed 0, so that the
@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils.data import DataLoader, Dataset
 
-import trainer
-from trainer.data.order import KEYED, sample_ids
+import meshloom
+from meshloom.data.order import KEYED, sample_ids
 
 parser = argparse.ArgumentParser()
 RANKS = torch.cuda.device_count() or 2
@@ -93,7 +93,7 @@ def by_meshloom(data):
     def loss_sum(outputs, targets):
         return mse_loss(outputs, targets, reduction="sum"), targets.numel()
 
-    return trainer.train(config, model=build, data=data, loss=loss_sum, processes=args.ranks)
+    return meshloom.train(config, model=build, data=data, loss=loss_sum, processes=args.ranks)
 
 
 if __name__ == "__main__":
@@ -105,7 +105,7 @@ if __name__ == "__main__":
     torch.save(model.module.state_dict(), path)
     plain = build()
     plain.load_state_dict(torch.load(path))
-    opened = trainer.open(result.folder / "final", build)
+    opened = meshloom.open(result.folder / "final", build)
     apart = (plain(data.data) - opened(data.data)).abs().max().item()
     print(f"the saved model's outputs and those of Meshloom's are {apart:.1e} apart")
     alone = train(build().to(DEVICE), data)

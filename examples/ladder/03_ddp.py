@@ -3,7 +3,7 @@
     python examples/ladder/03_ddp.py --ranks 4            # starts torchrun itself
     torchrun --nproc-per-node 2 examples/ladder/03_ddp.py
     python examples/ladder/03_ddp.py --by spawn           # torch.multiprocessing in place of torchrun
-    python examples/ladder/03_ddp.py --by meshloom        # `trainer.train`, which starts its processes itself
+    python examples/ladder/03_ddp.py --by meshloom        # `meshloom.train`, which starts its processes itself
 
 A rank is a process with a GPU of its own; by default there are as many as GPUs, or two on the CPU. What each does, from
 top to bottom of `work` and `train`: it meets the others (`init_process_group`), takes rank 0's weights (DDP's
@@ -86,7 +86,7 @@ def train(model, rank, ranks):
 
 
 def by_meshloom():
-    import trainer
+    import meshloom
 
     config = {
         "train_batch_size": args.batch,
@@ -102,7 +102,7 @@ def by_meshloom():
     def loss_sum(outputs, labels):
         return cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
-    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True)
+    result = meshloom.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True)
     return result.losses[-1]
 
 

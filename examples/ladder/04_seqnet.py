@@ -25,8 +25,8 @@ from torch.utils.data import DataLoader, Sampler
 from torchvision.datasets import FashionMNIST
 from torchvision.transforms import Compose, ToTensor
 
-import trainer
-from trainer.data.order import KEYED, sample_ids
+import meshloom
+from meshloom.data.order import KEYED, sample_ids
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", default="data")
@@ -119,7 +119,7 @@ def by_meshloom(data, test):
         return (outputs.argmax(1) == labels).sum(), len(labels)
 
     own = {"model": build, "blocks": "lin*", "data": data, "evaluation_data": test, "loss": loss_sum}
-    return trainer.train(config, **own, metrics={"right": right}, processes=2)
+    return meshloom.train(config, **own, metrics={"right": right}, processes=2)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 from torchvision.models import resnet50
 
-import trainer
+import meshloom
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--schedule", default="1F1B")
@@ -63,7 +63,7 @@ def pipelined(split):
         },
     }
     data = TensorDataset(images, labels)
-    return trainer.train(config, model=build, data=data, loss=loss_sum, processes=2, quiet=True)
+    return meshloom.train(config, model=build, data=data, loss=loss_sum, processes=2, quiet=True)
 
 
 def one_device():

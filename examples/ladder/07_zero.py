@@ -1,11 +1,11 @@
 """Rung 7, ZeRO by DeepSpeed: optimizer state (1), gradients (2) and parameters (3) are sharded over the ranks.
 
     python examples/ladder/07_zero.py --stage 3 --by deepspeed                  # a bare DeepSpeed loop
-    python examples/ladder/07_zero.py --stage 2 --offload --precision bf16      # the same JSON by `trainer.train`
+    python examples/ladder/07_zero.py --stage 2 --offload --precision bf16      # the same JSON by `meshloom.train`
 
 `--bucket` is the number of elements that are reduced or gathered at once: smaller buckets take less memory, larger ones
 fewer messages. `--offload` keeps the optimizer state in the host's memory. bf16 and fp16 round, so that the difference
-from one device in float32 is that of the precision. What `trainer.train` leaves in `final/` are plain safetensors,
+from one device in float32 is that of the precision. What `meshloom.train` leaves in `final/` are plain safetensors,
 which one process opens below; what DeepSpeed's `save_checkpoint` leaves: `07_from_deepspeed.py`.
 """
 
@@ -83,7 +83,7 @@ def train(engine, rank):
 
 
 def by_meshloom():
-    import trainer
+    import meshloom
 
     config["trainer"] = {
         "engine": "deepspeed",
@@ -96,7 +96,7 @@ def by_meshloom():
         return cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
     data = TensorDataset(images, labels)
-    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=2, quiet=True)
+    result = meshloom.train(config, model=build, data=data, loss=loss_sum, processes=2, quiet=True)
     model = build()
     model.load_state_dict(load_file(result.folder / "final" / "model.safetensors"))
     print(f"loss of final/ in one process, an update later {cross_entropy(model(images), labels):.6f}")

@@ -8,7 +8,7 @@ Before a block runs, the ranks of a shard group gather its weights, and free the
 gather them again, and reduce-scatter the gradients. All of this goes over the axis `shard`, the fast links of a node.
 Over `replicate`, the slow links, goes only an all-reduce of each rank's shard of the gradients (`09_traffic.py` counts
 both). The loop is that of DDP (`03_ddp.py`). Without `--ranks` there are as many as
-GPUs, or two on the CPU. `--by meshloom` is the same from a JSON, by `trainer.train`.
+GPUs, or two on the CPU. `--by meshloom` is the same from a JSON, by `meshloom.train`.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def train(model, rank, ranks):
 
 
 def by_meshloom():
-    import trainer
+    import meshloom
 
     config = {
         "train_batch_size": args.batch,
@@ -111,7 +111,7 @@ def by_meshloom():
     def loss_sum(outputs, labels):
         return cross_entropy(outputs, labels, reduction="sum"), len(labels)
 
-    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True)
+    result = meshloom.train(config, model=build, data=data, loss=loss_sum, processes=RANKS, quiet=True)
     return result.losses[-1]
 
 

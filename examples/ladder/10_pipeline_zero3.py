@@ -3,8 +3,8 @@
     python examples/ladder/10_pipeline_zero3.py
 
 Each stage shards its blocks over its own ranks, and computes them again in the backward pass instead of keeping what
-they made. DeepSpeed does not support ZeRO-2 and 3 under a pipeline; the `mesh` engine, which `trainer.train` takes here
-by itself, runs the product. The JSON has each of the three under its own key, as if it were alone.
+they made. DeepSpeed does not support ZeRO-2 and 3 under a pipeline; the `mesh` engine, which `meshloom.train` takes
+here by itself, runs the product. The JSON has each of the three under its own key, as if it were alone.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-import trainer
+import meshloom
 
 parser = argparse.ArgumentParser()
 for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 2}.items():
@@ -64,7 +64,7 @@ def one_device():
 
 if __name__ == "__main__":
     data = TensorDataset(images, labels)
-    result = trainer.train(config, model=build, data=data, loss=loss_sum, processes=4, quiet=True)
+    result = meshloom.train(config, model=build, data=data, loss=loss_sum, processes=4, quiet=True)
     loss = result.losses[-1]
     alone = one_device()
     print("devices: 4 ranks, 2 stages x ZeRO-3 on 2")

@@ -5,7 +5,7 @@
 
 A rank is started for each GPU (two on the CPU). Rank 0 alone logs to MLflow: the parameters, the loss of each epoch,
 the accuracy on the test set, and the model, into a store of local files. The script then opens the model from there, in
-another process, and compares its predictions. `trainer.train` logs to the same store by `"trackers": ["mlflow"]`; its
+another process, and compares its predictions. `meshloom.train` logs to the same store by `"trackers": ["mlflow"]`; its
 `epoch_loss` is the loop's `loss`.
 
 Three lines differ from such a tutorial's: a loss is the mean over all ranks (a tutorial prints rank 0's part), samples
@@ -31,8 +31,8 @@ from torch.utils.data import DataLoader, DistributedSampler
 from torchvision.datasets import FashionMNIST
 from torchvision.transforms import Compose, ToTensor
 
-import trainer
-from trainer.data.order import KEYED, sample_ids
+import meshloom
+from meshloom.data.order import KEYED, sample_ids
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--data", default="data")
@@ -145,7 +145,7 @@ def by_meshloom(data, test, store):
         return (outputs.argmax(1) == labels).sum(), len(labels)
 
     own = {"model": build, "data": data, "evaluation_data": test, "loss": loss_sum}
-    return trainer.train(config, **own, metrics={"right": right}, processes=args.ranks, quiet=True)
+    return meshloom.train(config, **own, metrics={"right": right}, processes=args.ranks, quiet=True)
 
 
 def images():

@@ -2,8 +2,8 @@
 
     python examples/ladder/13_own_module.py
 
-A module that is not an `nn.Sequential` names its blocks by a pattern. The certificate, `trainer.verify`, takes the same
-arguments, and shows whether each layout is right before a GPU hour is spent.
+A module that is not an `nn.Sequential` names its blocks by a pattern. The certificate, `meshloom.verify`, takes the
+same arguments, and shows whether each layout is right before a GPU hour is spent.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import Dataset, default_collate
 
-import trainer
+import meshloom
 
 parser = argparse.ArgumentParser()
 for name, default in {"steps": 5, "batch": 16, "width": 32, "blocks": 4}.items():
@@ -83,7 +83,7 @@ def by_meshloom(layout):
         },
     }
     own = {"model": Net, "blocks": "layers.*", "data": Parity(), "loss": loss_sum}
-    return trainer.train(config | layout, **own, processes=2, quiet=True).losses[-1]
+    return meshloom.train(config | layout, **own, processes=2, quiet=True).losses[-1]
 
 
 def one_device():

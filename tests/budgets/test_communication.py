@@ -129,7 +129,7 @@ SELECTIVE = dict(recompute="selective", precision="bfloat16", zero_stage=3, shar
 
 def offered() -> dict[str, dict[str, Any]]:
     """Every layout with one and with four micro-batches, under each engine that offers it."""
-    found = {}
+    results = {}
     for name, case in LAYOUTS.items():
         for engine in ENGINES if "reduced" not in case else ("mesh", "accelerate"):
             job = {"model": LLAMA, **case, "engine": engine}
@@ -148,8 +148,8 @@ def offered() -> dict[str, dict[str, Any]]:
             for rank in (0, -1) if "pipeline" in case else (0,):
                 end = ", last" if rank else ""
                 for m in (4,) if "pipeline" in case else (1, 4):
-                    found[f"{engine} {name}, {m}{end}"] = {**job, "accumulation": m, "rank": rank}
-    return found
+                    results[f"{engine} {name}, {m}{end}"] = {**job, "accumulation": m, "rank": rank}
+    return results
 
 
 def rows() -> dict[str, dict[str, Any]]:
@@ -242,11 +242,11 @@ def test_the_docs_have_the_tables():
 
 def reads_of(step: Step) -> Counter[str]:
     """Return host reads by file and function."""
-    found: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     for place, number in step.reads.items():
         file, _, where = place.partition(":")
-        found[f"{file} {where.partition(' ')[2]}"] += number
-    return found
+        result[f"{file} {where.partition(' ')[2]}"] += number
+    return result
 
 
 @pytest.mark.first(

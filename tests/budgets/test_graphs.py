@@ -47,15 +47,15 @@ def steps(model: dict[str, Any], recompute: Recompute, compiled: bool) -> list[A
         compilation.apply(built, spec, trial=True)
     dropout = Dropout(built, spec)
     materialise(built, spec, seed=5)
-    found = []
+    results = []
     for step in range(2):
         dropout.start(7, step)
         ids = torch.randint(1, 60, (2, 12), generator=torch.Generator().manual_seed(step))
         loss = task.loss_sum(built, {"input_ids": ids, "targets": ids})
         loss.backward()
-        found += [loss.detach(), *(p.grad.clone() for p in built.parameters())]
+        results += [loss.detach(), *(p.grad.clone() for p in built.parameters())]
         built.zero_grad()
-    return found
+    return results
 
 
 @pytest.mark.first("llama-selective")
@@ -68,8 +68,8 @@ def test_equal_blocks_share_one_graph_that_computes_the_same(name, recompute):
     expected = steps(model, recompute, compiled=False)
     torch.compiler.reset()
     counters.clear()
-    found = steps(model, recompute, compiled=True)
+    result = steps(model, recompute, compiled=True)
     loss = 1  # of a chunk of logits
     assert counters["stats"]["unique_graphs"] == kinds + loss
     assert not counters["graph_break"]
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(found, expected, strict=True))
+    assert all(torch.equal(mine, theirs) for mine, theirs in zip(result, expected, strict=True))

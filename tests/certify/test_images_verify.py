@@ -89,12 +89,13 @@ def certified(
     world_size: int,
     overrides: Sequence[str],
     fault: Callable[[str], Any] | None = None,
+    precision: str = "float32",
 ) -> tuple[bool, str, str]:
     """Runs on each rank: whether it passed, the first check that failed, and the table."""
 
     from trainer.certify.certificate import certify, table
 
-    small = tiny_run(path, list(overrides), world_size)
+    small = tiny_run(path, list(overrides), world_size, precision)
     with contextlib.ExitStack() as stack:
         if fault:
             stack.enter_context(fault(small.config.trainer.engine))
@@ -116,6 +117,29 @@ def test_an_image_classifier_passes(pools, tmp_path, case):
 
 @pytest.mark.more
 @pytest.mark.parametrize(
+    ("case", "fault"),
+    [
+        ("vit, deepspeed ZeRO-3", None),
+        ("vit, mesh pipeline x ZeRO-2", None),
+        ("vit, accelerate FSDP", None),
+        ("vit, accelerate FSDP", other_labels),
+    ],
+)
+def test_in_bfloat16_it_passes_and_a_fault_is_caught(pools, tmp_path, case, fault):
+    model, size, overrides = CASES[case]
+    arguments = {
+        "path": config(tmp_path, model),
+        "overrides": [*overrides, "bf16.enabled=true"],
+        "world_size": size,
+        "precision": "config",
+        "fault": fault,
+    }
+    for passed, first, table in pools[size].run(certified, **arguments):
+        assert (passed, first) == ((False, "gradient") if fault else (True, "")), table
+
+
+@pytest.mark.more
+@pytest.mark.parametrize(
     ("fault", "check"),
     [
         (other_labels, "gradient"),
@@ -131,6 +155,13 @@ def test_a_planted_fault_is_caught(pools, tmp_path, fault, check):
     }
     for passed, first, table in pools[2].run(certified, fault=fault, **arguments):
         assert not passed and first == check, table
+
+
+@pytest.mark.more
+def test_batch_norm_in_bfloat16_is_refused(pools, tmp_path):
+    arguments = {"overrides": ["bf16.enabled=true"], "world_size": 2, "precision": "config"}
+    with pytest.raises(AssertionError, match="ConfigError: precision: .*batch norm"):
+        pools[2].run(certified, path=config(tmp_path, "resnet18"), **arguments)
 
 
 @pytest.mark.more

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten
 from tests.support.certify.certifying import config
 from tests.support.messages import shows
 from tests.support.pool import Pools, machine_here
+from trainer.certify.one_process import four_bits
+from trainer.config.sections.adapter import QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models import huggingface
 from trainer.models.language import model_config
@@ -65,9 +68,9 @@ def a_matrix_of_another_layer() -> Any:
     return mock.patch.object(reader.ConvertedWeights, "read", read)
 
 
-def compared(folder: Path) -> Any:
+def compared(folder: Path, quantize: QuantizeSection | None = None) -> Any:
     options = ModelSection(name_or_path=str(folder))
-    return compare_base(model_config.read_config(options), options)
+    return compare_base(model_config.read_config(options), options, quantize)
 
 
 @pytest.mark.parametrize("base", [plain, in_fp8, with_another_head])
@@ -112,16 +115,31 @@ def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
     monkeypatch.setattr(base, "MOST_VALUES", size - 1)
     files = compared(tmp_path)
     assert files.finding.passed
-    shows(files.note, "first 1 of 2", "blocks")
+    shows(files.notes[0], "first 1 of 2", "blocks")
     monkeypatch.setattr(base, "MOST_VALUES", 1)
     files = compared(tmp_path)
-    assert files.finding is None and "too large" in files.note
+    assert files.finding is None and "too large" in files.notes[0]
+
+
+@pytest.mark.parametrize("double", [False, True])
+def test_how_far_four_bits_move_a_base_is_said(tmp_path, double):
+    write_base(tmp_path, "llama")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    layers = dict(model.model.layers.named_modules())
+    values = {n: m.weight.data for n, m in layers.items() if isinstance(m, torch.nn.Linear)}
+    values["1.mlp.up_proj"][:, 0] *= 10  # large values, beside which the others are lost
+    model.save_pretrained(tmp_path)
+    (note,) = compared(tmp_path, QuantizeSection(double_quant=double)).notes
+    moved = [four_bits.rounded(value, double) - value for value in values.values()]
+    squares = [sum(float(v.double().square().sum()) for v in of) for of in (moved, values.values())]
+    share = f"{math.sqrt(squares[0] / squares[1]):.1%}"
+    shows(note, f"{len(values)} tensors", share, "most model.layers.1.mlp.up_proj.weight")
 
 
 def test_a_folder_with_a_config_alone_is_not_compared(tmp_path):
     (write_base(tmp_path, "llama") / "model.safetensors").unlink()
     files = compared(tmp_path)
-    assert files.finding is None and "not compared" in files.note
+    assert files.finding is None and "not compared" in files.notes[0]
 
 
 def certified(path: str, fault: str = "") -> tuple[bool, str]:

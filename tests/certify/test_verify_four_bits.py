@@ -20,6 +20,8 @@ from trainer.models.finetuning import four_bit_experts, nf4
 from trainer.models.finetuning.four_bit_base import Form
 
 DOUBLE = {"r": 4, "dropout": 0.1, "quantize": {"double_quant": True}}
+WITHOUT_DROPOUT = {"r": 4, "quantize": {"double_quant": True}}
+"""Tensor ranks would draw other numbers than one process."""
 SINGLE = {"r": 4, "quantize": {"type": "nf4"}}
 
 
@@ -63,6 +65,16 @@ def values_rounded_to_16_bits() -> Any:
         return real(data, shape, double, torch.bfloat16).to(dtype)
 
     return mock.patch.object(nf4, "dequantise", dequantise)
+
+
+def scales_of_the_next_rank() -> Any:
+    """Each tensor rank takes the scales of the places of another part."""
+
+    def places(self: nf4.MatrixPart, shape: Any, device: Any) -> torch.Tensor:
+        return real(self._replace(number=(self.number + 1) % self.of), shape, device)
+
+    real = nf4.MatrixPart.places
+    return mock.patch.object(nf4.MatrixPart, "places", places)
 
 
 def a_layer_in_16_bits_too_many() -> Any:
@@ -128,6 +140,7 @@ LAYOUTS = {
     "deepspeed-zero3": {"engine": "deepspeed", "stage": 3},
     "pipeline-zero2": {"engine": "mesh", "stage": 2, "stages": 2},
     "context-zero3": {"engine": "mesh", "stage": 3, "context": 2},
+    "tensor": {"engine": "mesh", "stage": 0, "tensor": 2, "adapter": WITHOUT_DROPOUT},
 }
 
 
@@ -135,7 +148,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_base_is_that_of_one_process_under_every_layout(pools, tmp_path, base, layout):
     adapter = {"adapter": DOUBLE, "model": {"name_or_path": base}}
-    path = config(tmp_path, **LAYOUTS[layout], **adapter)
+    path = config(tmp_path, **(adapter | LAYOUTS[layout]))
     for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
         assert passed, table
 
@@ -152,6 +165,7 @@ ROUTED = {
         "activation_checkpointing": "full",
     },
     "deepspeed-zero2, experts": {"engine": "deepspeed", "stage": 2, "expert": 2},
+    "tensor": LAYOUTS["tensor"],
 }
 FAMILIES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
@@ -177,7 +191,7 @@ def routed(tmp_path_factory: Any) -> dict[str, str]:
 @pytest.mark.parametrize("layout", ROUTED)
 def test_experts_in_four_bits_are_those_of_one_process(pools, tmp_path, routed, layout, family):
     adapter = {"adapter": DOUBLE, "model": {"name_or_path": routed[family]}}
-    path = config(tmp_path, **ROUTED[layout], **adapter)
+    path = config(tmp_path, **(adapter | ROUTED[layout]))
     for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
         assert passed, table
 
@@ -191,13 +205,35 @@ def test_a_stack_that_was_quantised_as_one_is_caught(pools, tmp_path, routed):
         shows(table.splitlines()[-1], "rank 0: initial")
 
 
+ON_FOUR_RANKS = {
+    "hsdp": {"stage": 3, "mesh": {"shard": 2}},
+    "hsdp, computed again": {
+        "stage": 3,
+        "mesh": {"shard": 2},
+        "activation_checkpointing": "full",
+    },
+    "tensor-zero2": {"stage": 2, "tensor": 2},
+    "tensor-zero3": {"stage": 3, "tensor": 2},
+    "tensor-pipeline": {"stage": 0, "tensor": 2, "stages": 2},
+}
+
+
 @pytest.mark.more
-@pytest.mark.parametrize("more", [{}, {"activation_checkpointing": "full"}], ids=["plain", "full"])
-def test_hsdp_on_four_ranks(pools, tmp_path, base, more):
-    sharded = {"mesh": {"shard": 2}, "adapter": SINGLE, "model": {"name_or_path": base}}
-    path = config(tmp_path, "mesh", 3, **sharded, **more)
+@pytest.mark.parametrize("layout", ON_FOUR_RANKS)
+def test_on_four_ranks(pools, tmp_path, base, layout):
+    adapter = {"adapter": SINGLE, "model": {"name_or_path": base}}
+    path = config(tmp_path, "mesh", **ON_FOUR_RANKS[layout], **adapter)
     for passed, table in pools[4].run(certified, path=path, ranks=4, fault=None):
         assert passed, table
+
+
+@pytest.mark.more
+def test_scales_of_another_tensor_rank_are_seen_at_the_start(pools, tmp_path, base):
+    adapter = {"adapter": WITHOUT_DROPOUT, "model": {"name_or_path": base}}
+    path = config(tmp_path, "mesh", 0, tensor=2, **adapter)
+    fault = scales_of_the_next_rank.__name__
+    with pytest.raises(AssertionError, match="ConfigError.*o_proj.base_layer"):
+        pools[2].run(certified, path=path, ranks=2, fault=fault)
 
 
 @pytest.mark.more

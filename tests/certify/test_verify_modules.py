@@ -1,4 +1,4 @@
-"""The certificate of own modules: what is right passes, what can't be is refused in a sentence, and
+"""The certificate of your own modules: what is right passes, what can't be is refused in a sentence, and
 nothing hangs.
 """
 

@@ -114,11 +114,11 @@ def last_token_of_a_part_is_dropped() -> Any:
     from trainer.recipes.causal_lm.task import CausalLM
 
     def own(real, self, batch, name):
-        found = real(self, batch, name)
-        if name == "targets" and self._context and found.shape[1] > 8:
-            found = found.clone()
-            found[:, -1] = -100
-        return found
+        result = real(self, batch, name)
+        if name == "targets" and self._context and result.shape[1] > 8:
+            result = result.clone()
+            result[:, -1] = -100
+        return result
 
     return around(CausalLM, "_own", own)
 
@@ -168,9 +168,9 @@ def no_dropout_in_adapters() -> Any:
     real = lora._peft_config
 
     def other(*given: Any) -> Any:
-        found = real(*given)
-        found.lora_dropout = 0.0
-        return found
+        result = real(*given)
+        result.lora_dropout = 0.0
+        return result
 
     return mock.patch.object(lora, "_peft_config", other)
 
@@ -192,10 +192,10 @@ def positions_go_on_in_long_rows() -> Any:
     def documents(real, lengths, row):
         import torch
 
-        found = real(lengths, row)
+        result = real(lengths, row)
         if row <= 64:
-            return found
-        return found._replace(positions=torch.arange(row).expand_as(found.positions))
+            return result
+        return result._replace(positions=torch.arange(row).expand_as(result.positions))
 
     return around(causal_lm, "documents_of", documents)
 

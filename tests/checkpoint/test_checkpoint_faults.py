@@ -1,4 +1,4 @@
-"""Whoever dies at whatever moment of a save: the next run goes on by itself, to the weights of an
+"""Whoever dies at whatever moment of a save: the next run resumes by itself, to the weights of an
 undisturbed run.
 """
 
@@ -38,9 +38,9 @@ def ends_undisturbed(folder: Path, steps: int) -> None:
     happened to.
     """
     wanted, back = state_at(steps), live().blank()
-    found, skipped = newest(folder / "checkpoints")
-    assert found and not skipped
-    assert load(found, back.state_tensors(), ALONE).step == steps
+    result, skipped = newest(folder / "checkpoints")
+    assert result and not skipped
+    assert load(result, back.state_tensors(), ALONE).step == steps
     assert same(back, wanted)
     final = {
         name: t
@@ -81,14 +81,14 @@ def test_fifty_deaths_at_random_moments(tmp_path: Path) -> None:
     dice, step, progress, deaths, longest = random.Random(0), 0, 0, 0, 0.1
     while deaths < 50 or progress <= 20:
         run = Run(tmp_path, 10**6)
-        found = run.started_from()
+        result = run.started_from()
         # a published checkpoint was lost
-        assert found >= step
-        progress += found > step
+        assert result >= step
+        progress += result > step
         longest *= (
-            1.0 if found > step else 1.1
+            1.0 if result > step else 1.1
         )  # on a slow machine deaths come later, so that they hit saves
-        deaths, step = deaths + 1, found
+        deaths, step = deaths + 1, result
         time.sleep(dice.uniform(0, min(longest, 5.0)))
         run.kill(*dice.choice([(0, 1), (1, 0), (0,), (1,)]))
         assert 0 not in run.wait()
@@ -129,13 +129,13 @@ def test_an_error_at_each_phase_is_raised_on_both(
     assert one == other
     assert one.startswith(f"74 {tmp_path}/step-")
     shows(one, "space left")
-    found, skipped = newest(tmp_path)
+    result, skipped = newest(tmp_path)
     assert skipped == []
-    assert found == (tmp_path / "step-000100" if phase in ("latest", "prune") else older)
+    assert result == (tmp_path / "step-000100" if phase in ("latest", "prune") else older)
     assert not list(tmp_path.glob("*.partial"))
     again = pools[2].run(_break, timeout=120, folder=tmp_path, phase="none", broken_rank=0)[0]
-    if found != older:
-        shows(again, f"74 {found}", "already published")
+    if result != older:
+        shows(again, f"74 {result}", "already published")
     else:
         assert again == "nothing was raised"
 

@@ -66,10 +66,10 @@ def is_set_aside(directory: Path) -> None:
         assert code == 74, (command, output)
         assert output.startswith("step-000020  ") and "Traceback" not in output
     prune(directory, 2, keep_best=True)
-    found, told = newest(directory)
-    assert found == directory / "step-000010"
-    assert len(told) == 1
-    assert told[0].startswith("step-000020 is damaged: ") and len(told[0]) < 1000
+    result, message = newest(directory)
+    assert result == directory / "step-000010"
+    assert len(message) == 1
+    assert message[0].startswith("step-000020 is damaged: ") and len(message[0]) < 1000
     (directory / "step-000020.damaged").rename(broken)
 
 

@@ -80,18 +80,18 @@ def written(
     with Messages(rank) as messages:
         path = save(folder, STATE, entries, DESCRIPTION, replace(MODEL_FOLDER, form=form), ranks)
     assert verify(path, ranks) == []
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     back = [
         StateTensor(
             entry.name, entry.key, entry.shape, entry.dtype, 0, list,
-            lambda value, name=f"{entry.name}.{entry.key}": found.update({name: value}),
+            lambda value, name=f"{entry.name}.{entry.key}": results.update({name: value}),
         )
         for entry in entries
     ]  # fmt: skip
     load(path, back, ranks)
     for entry in entries:
         value = wanted[entry.name] if entry.shape else torch.tensor(3.0)
-        assert torch.equal(found[f"{entry.name}.{entry.key}"], value), entry.name
+        assert torch.equal(results[f"{entry.name}.{entry.key}"], value), entry.name
         assert torch.equal(entry.read(ranks), value), entry.name
     return sum(message.size for message in messages.found)
 
@@ -141,18 +141,18 @@ def sent_in_saves(case: Any, folder: Path) -> set[str]:
 
     engine, ranks = started(case)
     advance(engine, case, 0)
-    entries, found = engine.state_tensors(), []
+    entries, result = engine.state_tensors(), []
 
     def write(entries: Any, apart: Any) -> None:
         with Messages(ranks.rank) as messages:
-            save(folder / str(len(found)), RunState(2, 4), entries, {}, ModelFolder(), apart)
-        found.append(messages)
+            save(folder / str(len(result)), RunState(2, 4), entries, {}, ModelFolder(), apart)
+        result.append(messages)
 
     with Messages(ranks.rank) as copying, Background(ranks.on_host()) as background:
         background.save(entries, write)
     write(entries, ranks)
     engine.close()
-    return {str(message.dtype) for one in (copying, *found) for message in one.found}
+    return {str(message.dtype) for one in (copying, *result) for message in one.found}
 
 
 @pytest.mark.parametrize(
@@ -260,8 +260,8 @@ def test_a_checkpoint_hashed_by_blake3(tmp_path: Path, monkeypatch: pytest.Monke
     for name, entry in manifest["files"].items():
         content = (path / name).read_bytes()
         if name.endswith(".safetensors"):
-            found = "blake3:" + blake3(content).hexdigest()
-            assert entry == {"size": len(content), "parts": [[0, len(content), found]]}
+            result = "blake3:" + blake3(content).hexdigest()
+            assert entry == {"size": len(content), "parts": [[0, len(content), result]]}
         else:
             assert entry["sha256"] == hashlib.sha256(content).hexdigest()
     assert newest(tmp_path) == (path, [])
@@ -273,8 +273,8 @@ def test_a_checkpoint_hashed_by_blake3(tmp_path: Path, monkeypatch: pytest.Monke
     content = bytearray((path / name).read_bytes())
     content[-1] ^= 1
     (path / name).write_bytes(content)
-    seen = verify(path)[0]
-    assert seen.actual.startswith("BLAKE3 ") and seen.expected.startswith("BLAKE3 ")
+    actual = verify(path)[0]
+    assert actual.actual.startswith("BLAKE3 ") and actual.expected.startswith("BLAKE3 ")
 
 
 def test_the_bytes_of_a_part() -> None:
@@ -291,10 +291,10 @@ def test_the_bytes_of_a_part() -> None:
     ]
     for part, expected in cases:
         view = whole[part]
-        held = Part(view, view.storage_offset(), view.stride())
-        assert (found := spans_of(held, kind, 100)) == expected
-        runs = [run for place in found for run in place.runs(place.run)]
+        kept = Part(view, view.storage_offset(), view.stride())
+        assert (result := spans_of(kept, kind, 100)) == expected
+        runs = [run for place in result for run in place.runs(place.run)]
         values = [value for start, end in runs for value in range(start - 100, end - 100, 4)]
         assert values == [4 * int(value) for value in view.reshape(-1)]
-        assert sum(place.size for place in found) == 4 * view.numel()
+        assert sum(place.size for place in result) == 4 * view.numel()
     assert FileRecord.of(0, "x").to_json() == {"size": 0, "sha256": "x"}

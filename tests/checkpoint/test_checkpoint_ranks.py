@@ -113,8 +113,8 @@ def test_the_index_is_that_of_transformers(tmp_path: Path, pools: Pools) -> None
 
     pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
     index = tmp_path / "final/model.safetensors.index.json"
-    found, metadata = get_checkpoint_shard_files(tmp_path / "final", index)
-    assert [Path(name).name for name in found] == [
+    result, metadata = get_checkpoint_shard_files(tmp_path / "final", index)
+    assert [Path(name).name for name in result] == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",
     ]
@@ -198,9 +198,9 @@ def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pool
         content = bytearray((path / name).read_bytes())
         content[-1] ^= 1
         (path / name).write_bytes(content)
-    (one, seen), (other, same_seen) = pools[2].run(_verify, timeout=120, folder=path.parent)
+    (one, actual), (other, same_seen) = pools[2].run(_verify, timeout=120, folder=path.parent)
     assert sorted(one + other) == names and len(one) == len(other)
-    assert seen == same_seen and [text[:8] for text in seen] == ["SHA-256 "] * 2
+    assert actual == same_seen and [text[:8] for text in actual] == ["SHA-256 "] * 2
 
 
 def _without_blake3(folders: list[Path]) -> str:

@@ -105,13 +105,17 @@ def test_optimizer_state_of_one_parameter_that_is_gone_is_an_error(
 
     def entries() -> list[StateTensor]:
         """An engine's before its first step: state is made where a checkpoint has some."""
-        found = {(entry.name, entry.key): entry for entry in Live(tensors).blank().state_tensors()}
+        results = {
+            (entry.name, entry.key): entry for entry in Live(tensors).blank().state_tensors()
+        }
 
         def keep(name: str) -> Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]]:
-            return lambda shapes: [found[name, key] for key in shapes]
+            return lambda shapes: [results[name, key] for key in shapes]
 
         return [
-            replace(entry, keep=keep(name)) for (name, key), entry in found.items() if key == WEIGHT
+            replace(entry, keep=keep(name))
+            for (name, key), entry in results.items()
+            if key == WEIGHT
         ]
 
     load(path, entries(), ALONE)
@@ -210,15 +214,15 @@ def test_state_that_does_not_fit_is_one_error_before_anything_is_written(good: P
     back = Live(other)
     with pytest.raises(ConfigError) as caught:
         load(good, back.state_tensors(), ALONE)
-    mend = (
+    hint = (
         "expected the tensors of this run. Resume with the model and the optimizer that it was "
         "saved with"
     )
     shows_each(
         str(caught.value).splitlines(),
-        (f"{good}: 1 tensors missing", "new.weight", f"{mend}"),
-        (f"{good}: 1 tensors", "part", "b.weight.exp_avg_sq", f"{mend}"),
-        (f"{good}: 1 tensors", "shape", "a.weight.exp_avg", "[4, 3]", "[3, 4]", f"{mend}"),
+        (f"{good}: 1 tensors missing", "new.weight", f"{hint}"),
+        (f"{good}: 1 tensors", "part", "b.weight.exp_avg_sq", f"{hint}"),
+        (f"{good}: 1 tensors", "shape", "a.weight.exp_avg", "[4, 3]", "[3, 4]", f"{hint}"),
     )
     assert torch.equal(other["a.weight", WEIGHT], torch.full((4, 3), 1.0))
 
@@ -274,11 +278,11 @@ def test_damage_of_any_file_falls_back_to_the_checkpoint_before(
         with pytest.raises(DiskError):
             load(newer, live().state_tensors(), ALONE)
         before = {name: (newer / name).read_bytes() for name in files(newer)}
-        found, told = newest(tmp_path)
-        assert found == older
-        assert len(told) == 1
-        assert told[0].startswith(f"step-000100 is damaged: {path}: ")
-        shows(told[0], "now step-000100.damaged", "50 steps")
+        result, message = newest(tmp_path)
+        assert result == older
+        assert len(message) == 1
+        assert message[0].startswith(f"step-000100 is damaged: {path}: ")
+        shows(message[0], "now step-000100.damaged", "50 steps")
         aside = tmp_path / "step-000100.damaged"
         assert {name: (aside / name).read_bytes() for name in files(aside)} == before
         assert newest(tmp_path) == (older, [])
@@ -324,8 +328,10 @@ def test_the_text_of_damage(tmp_path: Path) -> None:
         (f"{path}/trainer.json", "directory"),
     )
     fault = f"{weights}: 5 bytes; expected {count} bytes (and 1 more)"
-    told = f"step-000100 is damaged: {fault}; it is now step-000100.damaged, and 100 steps are lost"
-    assert newest(tmp_path) == (None, [told])
+    message = (
+        f"step-000100 is damaged: {fault}; it is now step-000100.damaged, and 100 steps are lost"
+    )
+    assert newest(tmp_path) == (None, [message])
     assert newest(tmp_path / "nothing") == (None, [])
 
 
@@ -407,14 +413,14 @@ def test_a_run_that_dies_while_saving_leaves_the_last_good_one(
                 saved(tmp_path, 100)
             except Killed:
                 survived += 1
-        found, skipped = newest(tmp_path)
+        result, skipped = newest(tmp_path)
         assert skipped == []
-        assert found in (older, tmp_path / "step-000100")
+        assert result in (older, tmp_path / "step-000100")
         assert (tmp_path / (tmp_path / "latest").read_text().strip()).is_dir()
-        assert load(found, live().blank().state_tensors(), ALONE).step == int(found.name[-6:])
+        assert load(result, live().blank().state_tensors(), ALONE).step == int(result.name[-6:])
         if next(calls) <= deadly:
             break  # there were not so many calls: this save went through
-        if found == older:
+        if result == older:
             saved(tmp_path, 100)  # the same step again, over what the dead run left
         assert not list(tmp_path.glob("*.partial"))
         shutil.rmtree(tmp_path / "step-000100")

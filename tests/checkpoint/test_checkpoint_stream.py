@@ -71,9 +71,9 @@ def test_the_library_reads_what_we_write(
             assert opened.metadata() == {"format": "pt"}
             assert set(opened.keys()) == set(types)
             for name, tensor in tensors.items():
-                found = opened.get_tensor(name)
-                assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
-                assert torch.equal(found, tensor)
+                result = opened.get_tensor(name)
+                assert (result.dtype, result.shape) == (tensor.dtype, tensor.shape)
+                assert torch.equal(result, tensor)
 
 
 def test_a_strided_gradient_carrying_tensor_is_converted() -> None:
@@ -103,10 +103,10 @@ def test_a_file_that_others_write_has_a_hash_for_each_part(tmp_path: Path) -> No
 def test_a_file_system_that_takes_no_advice_has_its_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    requests = []
 
     def refuse(*place: int) -> None:
-        asked.append(place[1:3])
+        requests.append(place[1:3])
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
     monkeypatch.setattr(os, "posix_fadvise", refuse)
@@ -118,7 +118,7 @@ def test_a_file_system_that_takes_no_advice_has_its_file(
         writer.write(span(3, 4), b"c")
         writer.finish()
     assert (tmp_path / "t").read_bytes() == b"0abc456789"
-    assert asked == [(1, 2)]
+    assert requests == [(1, 2)]
 
 
 def test_a_dtype_without_a_name_in_the_format_is_refused() -> None:

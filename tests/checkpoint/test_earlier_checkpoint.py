@@ -1,4 +1,4 @@
-"""A checkpoint that an earlier version wrote goes on: files, names and meaning are kept.
+"""A checkpoint that an earlier version wrote resumes: files, names and meaning are kept.
 
 `earlier_checkpoint/` is the second step of four of `job.json` on two processes, by the version
 before the rooms of `trainer/` were made; `metrics.jsonl` is what that version found in all four.
@@ -42,6 +42,9 @@ def test_an_earlier_checkpoint_goes_on(tmp_path, layout):
     wanted = [json.loads(line) for line in (here / "metrics.jsonl").read_text().splitlines()][2:]
     order = json.loads((tmp_path / "runs/job/checkpoints/step-000004/trainer.json").read_text())
     assert order["order"] == LISTED  # and so does what goes on from there
-    for found, line in zip(metrics(tmp_path / "runs" / "job"), wanted, strict=True):
+    for results, line in zip(metrics(tmp_path / "runs" / "job"), wanted, strict=True):
         name = "evaluation_loss" if "evaluation_loss" in line else "loss"
-        assert (found["step"], found[name]) == (line["step"], pytest.approx(line[name], rel=1e-5))
+        assert (results["step"], results[name]) == (
+            line["step"],
+            pytest.approx(line[name], rel=1e-5),
+        )

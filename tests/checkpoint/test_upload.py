@@ -1,4 +1,4 @@
-"""Runs that are copied to another place while they train, and go on where nothing of them is left."""
+"""Runs that are copied to another place while they train, and resume where nothing of them is left."""
 
 from __future__ import annotations
 

@@ -55,11 +55,11 @@ def whole(there: str, name: str = "job") -> list[str]:
 
 def good(there: str, name: str = "job") -> list[str]:
     """The checkpoints at the copy that have a manifest, each of which is as it was saved."""
-    found = whole(there, name)
-    for step in found:
+    result = whole(there, name)
+    for step in result:
         path = Path(there.removeprefix("file://"), name, "checkpoints", step)
         assert verify(path) == [], path
-    return found
+    return result
 
 
 def killed_at(number: int, work: Callable[[], object], *phases: str) -> bool:
@@ -113,9 +113,9 @@ def test_a_copy_that_is_killed_at_any_moment_is_made_up(tmp_path: Path, there: s
     (folder / "final/config.json").write_text('{"later": 1}')
     begins, at = tmp_path / "begins", Path(there.removeprefix("file://"))
     shutil.copytree(at, begins)
-    seen = set()
+    actual = set()
     for _ in moments(copied):
-        seen.add(tuple(good(there)))
+        actual.add(tuple(good(there)))
         upload = Upload(there, folder)
         assert bool(upload.lacking(own)) == (not is_whole(there, folder))
         copied()
@@ -124,7 +124,7 @@ def test_a_copy_that_is_killed_at_any_moment_is_made_up(tmp_path: Path, there: s
         shutil.rmtree(at)
         shutil.copytree(begins, at)
     # the older one goes after the newer one is whole
-    assert seen == {("step-000010",), ("step-000010", "step-000020"), ("step-000020",)}
+    assert actual == {("step-000010",), ("step-000010", "step-000020"), ("step-000020",)}
 
 
 def is_whole(there: str, folder: Path) -> bool:
@@ -470,9 +470,9 @@ def test_a_restore_is_progress_while_bytes_move(config: Config, there: str) -> N
     from trainer.data.progress import Progress
 
     lost(config, there, "job")
-    seen: list[float] = []
-    choose(config, Request(), ALONE, Progress(moves=seen.append))
-    assert len(seen) > 8
+    actual: list[float] = []
+    choose(config, Request(), ALONE, Progress(moves=actual.append))
+    assert len(actual) > 8
 
 
 @pytest.mark.more

@@ -1,4 +1,4 @@
-"""`trainer.train` and `trainer.verify`: own modules, data and losses, under every engine, from an
+"""`trainer.train` and `trainer.verify`: your own modules, data and losses, under every engine, from an
 own script.
 """
 
@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text()
 EXAMPLE = next(
     code
     for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    if "trainer.train" in code
+    if "meshloom.train" in code
 )
 CONFIG = {
     "train_batch_size": 8,
@@ -125,9 +125,9 @@ __import__("os").write(1, f"\\nLOSSES {{said}} {{result.folder.name}}\\n".encode
     assert one.code == 0, one.output
     two = script(tmp_path, OWN + several, str(BIN / "torchrun"), "--nproc-per-node", "2")
     assert two.code == 0, two.output
-    found = re.findall(r"^LOSSES \[(.*)\] (\S+)$", one.output + two.output, re.MULTILINE)
-    assert [name for _, name in found] == ["one-2", "two", "two"]
-    assert found[0][0] == found[1][0] == found[2][0]
+    result = re.findall(r"^LOSSES \[(.*)\] (\S+)$", one.output + two.output, re.MULTILINE)
+    assert [name for _, name in result] == ["one-2", "two", "two"]
+    assert result[0][0] == result[1][0] == result[2][0]
 
 
 @pytest.mark.more
@@ -159,11 +159,11 @@ try:
 except Stalled as error:
     print("caught", error)
 """
-    found = script(tmp_path, code)
-    assert found.code == 0, found.output
-    shows(found.output, "stalled", "no progress")
-    assert "rank 1 on " in found.output
-    shows(found.output, "caught processes")
+    result = script(tmp_path, code)
+    assert result.code == 0, result.output
+    shows(result.output, "stalled", "no progress")
+    assert "rank 1 on " in result.output
+    shows(result.output, "caught processes")
 
 
 @pytest.mark.more
@@ -263,15 +263,15 @@ class Scaled(nn.Parameter):
 
 
 def parameter(value: torch.Tensor, **attributes: Any) -> nn.Parameter:
-    found = nn.Parameter(value, requires_grad=value.is_floating_point() or value.is_complex())
-    vars(found).update(attributes)
-    return found
+    result = nn.Parameter(value, requires_grad=value.is_floating_point() or value.is_complex())
+    vars(result).update(attributes)
+    return result
 
 
 def hooked(register: str) -> nn.Parameter:
-    found = nn.Parameter(torch.zeros(2))
-    getattr(found, register)(lambda *_: None)
-    return found
+    result = nn.Parameter(torch.zeros(2))
+    getattr(result, register)(lambda *_: None)
+    return result
 
 
 LOST = {

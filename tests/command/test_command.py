@@ -113,10 +113,14 @@ def test_an_option_that_is_misspelt_is_named_with_the_one_that_is_meant(
     name = "meshloom generate" if command == "use" else f"meshloom {command}"
     with pytest.raises(SystemExit) as caught:
         import_module(f"trainer.command.{command}").main(words, name)
-    said = capsys.readouterr().err.splitlines()[-1]
+    message = capsys.readouterr().err.splitlines()[-1]
     strange = words[-2] if words[-1][:1] != "-" else words[-1].partition("=")[0]
     assert caught.value.code == 2
-    assert f"there is no {strange}" in said and f'"{meant}"' in said and "required" not in said
+    assert (
+        f"there is no {strange}" in message
+        and f'"{meant}"' in message
+        and "required" not in message
+    )
 
 
 @pytest.mark.more
@@ -186,11 +190,11 @@ def test_compiling_promises_no_minute(monkeypatch):
     from trainer.engines.deepspeed import machine
 
     monkeypatch.setattr(machine, "_missing", lambda *given: iter(["async_io"]))
-    said: list[str] = []
-    signs = SimpleNamespace(at=lambda text, stays: said.append(text))
+    messages: list[str] = []
+    signs = SimpleNamespace(at=lambda text, stays: messages.append(text))
     given: Any = SimpleNamespace(signs=signs, device=None)
     machine.announce(None, given)  # type: ignore[arg-type]
-    assert "async_io" in said[0] and "about a minute" not in said[0]
+    assert "async_io" in messages[0] and "about a minute" not in messages[0]
 
 
 def test_config_errors_come_before_torch(tmp_path):
@@ -229,13 +233,13 @@ def test_a_dry_run_shows_everything_and_writes_nothing(tmp_path):
 
 @pytest.mark.whole
 def test_the_breakdowns_that_deepspeed_prints_reach_the_terminal(tmp_path):
-    asked = [
+    requests = [
         "wall_clock_breakdown=true",
         "memory_breakdown=true",
         "comms_logger.enabled=true",
         "flops_profiler.enabled=true",
     ]
-    result = train("--config", write_job(tmp_path), *asked)
+    result = train("--config", write_job(tmp_path), *requests)
     assert result.code == 0, result.output
     for text in (
         "time (ms) | fwd_microstep: ",
@@ -248,14 +252,14 @@ def test_the_breakdowns_that_deepspeed_prints_reach_the_terminal(tmp_path):
     result = train(
         "--config",
         write_job(tmp_path),
-        *asked,
+        *requests,
         "trainer.engine=mesh",
         "--fresh",
         "zero_optimization.stage=0",
     )
     assert result.code == 0, result.output
     notes = "\n".join(line for line in result.lines if "the mesh engine ignores" in line)
-    assert all(name.split("=")[0] in notes for name in asked)
+    assert all(name.split("=")[0] in notes for name in requests)
 
 
 def text_file(name: str, content: bytes) -> Any:
@@ -467,9 +471,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stage):
     assert losses(second) == losses(first)[2:]
     assert sample_ids(second) == {step: ids for step, ids in sample_ids(first).items() if step >= 2}
     ours, theirs = ({}, {})
-    for found, folder in ((ours, first), (theirs, second)):
+    for result, folder in ((ours, first), (theirs, second)):
         for path in (folder / "final").glob("*.safetensors"):
-            found.update(load_file(path))
+            result.update(load_file(path))
     assert ours.keys() == theirs.keys()
     assert all((ours[name] == theirs[name]).all() for name in ours)
 

@@ -21,19 +21,19 @@ SCRIPT, PLUGIN, CONFIG = re.findall(
 
 def run(folder: Path, *words: str) -> str:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, *words], cwd=folder, env=environment,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert found.returncode == 0, found.stdout + found.stderr
-    return found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
 
 
 @pytest.mark.more
 def test_the_plugin_trains(tmp_path: Path) -> None:
     (tmp_path / "parity.py").write_text(PLUGIN)
     (tmp_path / "parity.json").write_text(CONFIG)
-    run(tmp_path, "-m", "trainer.command", "train", "--config", "parity.json", "trainer.device=cpu")
+    run(tmp_path, "-m", "meshloom", "train", "--config", "parity.json", "trainer.device=cpu")
     lines = (tmp_path / "runs" / "parity" / "lines.txt").read_text().splitlines()
     assert [line.split()[0] for line in lines] == ["10", "20", "20"]
 

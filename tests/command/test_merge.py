@@ -67,19 +67,19 @@ def test_a_merged_model_is_what_peft_merges(tmp_path: Path, name: str) -> None:
     files = len([*(tmp_path / "base").glob("*.safetensors")])
     assert (files > 1) is (name == "several files")
     assert merged(tmp_path / "adapter", tmp_path / "out") == 0
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    result = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     dtype = getattr(torch, CASES[name][2])
-    assert found.dtype is dtype and found.config.dtype is dtype
+    assert result.dtype is dtype and result.config.dtype is dtype
     assert (tmp_path / "out" / "tokenizer_config.json").exists()
     theirs = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").merge_and_unload()
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "base").state_dict()
     expected = theirs.state_dict()
-    assert expected.keys() == found.state_dict().keys()
-    changed = [key for key in plain if not torch.equal(plain[key], found.state_dict()[key])]
+    assert expected.keys() == result.state_dict().keys()
+    changed = [key for key in plain if not torch.equal(plain[key], result.state_dict()[key])]
     assert len(changed) >= 2
     exact = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter", dtype="float32")
     exact = exact.merge_and_unload().state_dict()
-    for key, value in found.state_dict().items():
+    for key, value in result.state_dict().items():
         if dtype is torch.float32:
             torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6)
             continue
@@ -197,8 +197,8 @@ WRONG: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 def test_a_folder_without_an_adapter_is_named(tmp_path: Path, capsys) -> None:
     assert merged(tmp_path, tmp_path / "out") == 64
-    said = capsys.readouterr().err
-    assert f"{tmp_path}: no adapter_config.json" in said and "Errno" not in said
+    message = capsys.readouterr().err
+    assert f"{tmp_path}: no adapter_config.json" in message and "Errno" not in message
 
 
 @pytest.mark.parametrize("name", WRONG)

@@ -61,14 +61,14 @@ def test_a_signal_to_a_script_or_a_notebook_saves_and_is_raised(
     tmp_path: Path, name: str, processes: int
 ) -> None:
     code = STOPPED.format(root=str(ROOT), folder=str(tmp_path), name=name, processes=processes)
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    shows(found.stdout, f"STOPPED stopped by {name}", "checkpoint saved", "same call")
-    assert re.search(r"STOPPED .* 75\n", found.stdout)
-    assert "RESTORED True" in found.stdout
-    assert re.search(r"FINISHED \d+ True", found.stdout)
+    assert result.returncode == 0, result.stdout + result.stderr
+    shows(result.stdout, f"STOPPED stopped by {name}", "checkpoint saved", "same call")
+    assert re.search(r"STOPPED .* 75\n", result.stdout)
+    assert "RESTORED True" in result.stdout
+    assert re.search(r"FINISHED \d+ True", result.stdout)
 
 
 LAUNCHED = """
@@ -104,27 +104,27 @@ for callbacks in ([Ends()], []):
 def test_a_launchers_process_is_as_before_after_a_run_that_fails(
     tmp_path: Path, fails: bool
 ) -> None:
-    """And the same call goes on: a run's folder was still locked, by the same process."""
+    """And the same call resumes: a run's folder was still locked, by the same process."""
     code = LAUNCHED.format(root=str(ROOT), folder=str(tmp_path), fails=fails)
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
-    found = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
         timeout=300,
         env=os.environ | place | {"MASTER_PORT": "0"},
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    said = [line for line in found.stdout.splitlines() if re.match("ENDED|FAILED|LEFT", line)]
-    assert [line[:6] for line in said[::2]] == ["FAILED", "ENDED "], found.stdout
-    assert said[1::2] == ["LEFT False 0"] * 2, found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    messages = [line for line in result.stdout.splitlines() if re.match("ENDED|FAILED|LEFT", line)]
+    assert [line[:6] for line in messages[::2]] == ["FAILED", "ENDED "], result.stdout
+    assert messages[1::2] == ["LEFT False 0"] * 2, result.stdout
 
 
 @pytest.mark.more
 def test_the_ranks_of_a_script_that_is_killed_save_and_leave(tmp_path: Path) -> None:
     code = STOPPED.format(root=str(ROOT), folder=str(tmp_path), name="SIGKILL", processes=1)
-    found = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=300)
-    assert found.returncode == -signal.SIGKILL
+    result = subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL, timeout=300)
+    assert result.returncode == -signal.SIGKILL
     status, deadline = tmp_path / "runs/own/.lock", time.monotonic() + 60
     import fcntl
 
@@ -169,18 +169,20 @@ def test_what_was_trained_opens_again(tmp_path: Path) -> None:
     final = result.folder / "final"
     assert [path.name for path in final.glob("*.safetensors*")] == ["model.safetensors"]
     assert len(list((result.folder / "checkpoints/step-000002/model").glob("*.safetensors"))) >= 1
-    found = [
+    results = [
         trainer.open(final, build),
         trainer.open(result.folder / "checkpoints" / "step-000002", model=build),
     ]
     start = build().state_dict()
-    for module in found:
+    for module in results:
         assert not module.training and module(ROWS[0][0]).shape == (2,)
         assert all(
-            torch.equal(value, found[0].state_dict()[name])
+            torch.equal(value, results[0].state_dict()[name])
             for name, value in module.state_dict().items()
         )
-    assert any(not torch.equal(value, start[name]) for name, value in found[0].state_dict().items())
+    assert any(
+        not torch.equal(value, start[name]) for name, value in results[0].state_dict().items()
+    )
     for folder, own, message in (
         (tmp_path, build, "a folder without a model"),
         (final, None, "model=, which builds torch.nn.modules.container.Sequential"),

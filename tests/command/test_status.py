@@ -106,7 +106,7 @@ class Lost:
 
 
 def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
-    said = []
+    messages = []
     for rank in (0, 1, 2):
         terminal = io.StringIO()
         ending = Ending(World(rank, rank, 3, 3), terminal, None, lambda: None)
@@ -117,9 +117,9 @@ def test_one_rank_tells_the_end_though_the_store_ended_with_rank_0(tmp_path):
             70,
             follows=rank > 0,
         )
-        said.append(terminal.getvalue())
-    shows(said[0], "rank 0", "disk")
-    assert said[1:] == ["", ""]
+        messages.append(terminal.getvalue())
+    shows(messages[0], "rank 0", "disk")
+    assert messages[1:] == ["", ""]
 
 
 def test_one_whose_process_is_hidden_from_this_user_gives_no_sign_of_life(
@@ -148,8 +148,8 @@ def test_what_is_no_run(tmp_path, capsys, content):
     if content is not None:
         (tmp_path / status_files.NAME).write_text(content)
     assert main([str(tmp_path)], "meshloom status") == 64
-    seen = "no status.json in it" if content is None else "status.json is there, and damaged"
-    shows(capsys.readouterr().err, f"{seen}", "begun")
+    actual = "no status.json in it" if content is None else "status.json is there, and damaged"
+    shows(capsys.readouterr().err, f"{actual}", "begun")
 
 
 def test_control_characters_are_shown_and_not_sent(tmp_path, capsys):
@@ -188,8 +188,8 @@ def test_what_stands_in_the_place_of_a_file_is_a_line(tmp_path, capsys, name, ki
     {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path)}.get(
         kind, lambda: path.write_bytes(contents[kind])
     )()
-    code, told = main([str(tmp_path)], "meshloom status"), capsys.readouterr()
+    code, message = main([str(tmp_path)], "meshloom status"), capsys.readouterr()
     damaged = name == status_files.NAME
     assert code == (64 if damaged else 1)
     wanted = "status.json is there, and damaged" if damaged else "because end.json can't be read"
-    assert wanted in told.out + told.err
+    assert wanted in message.out + message.err

@@ -475,8 +475,8 @@ def test_bash_completes_commands_and_options(tmp_path):
     )
     script = f'eval "$(meshloom --print-completion)"\n{tries}complete -p meshloom\n'
     places = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    found = subprocess.run(
+    result = subprocess.run(
         ["bash", "-c", script], capture_output=True, text=True, timeout=60, env=os.environ | places
     )
-    assert found.stdout.splitlines()[:-1] == list(COMPLETED.values()), found.stderr
-    assert "-o default" in found.stdout.splitlines()[-1], "files"
+    assert result.stdout.splitlines()[:-1] == list(COMPLETED.values()), result.stderr
+    assert "-o default" in result.stdout.splitlines()[-1], "files"

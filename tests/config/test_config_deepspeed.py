@@ -229,10 +229,10 @@ def test_the_table_has_every_key_that_deepspeed_reads_by_hand(
         "timers": {"throughput": {}},
         "torch_autocast": {"enabled": True, "dtype": "bf16", "lower_precision_safe_modules": []},
     }
-    seen: set[str] = set()
-    DeepSpeedConfig(Recording(content, seen))
-    assert len(seen) > 120
-    assert {path for path in seen if path not in KEYS} == set()
+    actual: set[str] = set()
+    DeepSpeedConfig(Recording(content, actual))
+    assert len(actual) > 120
+    assert {path for path in actual if path not in KEYS} == set()
 
 
 def test_the_table_has_every_key_that_deepspeed_removed() -> None:

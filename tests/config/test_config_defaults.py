@@ -116,7 +116,7 @@ def read_by_deepspeed(
     content: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch, ranks: int = 1
 ) -> dict[str, Any]:
     """What DeepSpeed makes of each key of the table, whether it is in `content` or left out."""
-    config, found = parsed(content, monkeypatch, ranks), {}
+    config, result = parsed(content, monkeypatch, ranks), {}
     own = classes(config)
     for path, key in KEYS.items():
         if key.kind == "section" or path in RENAMED or path in NOT_VALUES:
@@ -132,8 +132,8 @@ def read_by_deepspeed(
         root, place = (own[section], "") if section in own else (config, SECTIONS.get(section, ""))
         value = at(root, f"{place}.{name}")
         if value is not MISSING and not callable(value):
-            found[path] = getattr(value, "value", value)
-    return found
+            result[path] = getattr(value, "value", value)
+    return result
 
 
 NOT_VALUES = ("comms_config", "monitor_config")
@@ -144,8 +144,8 @@ NOT_VALUES = ("comms_config", "monitor_config")
 def theirs() -> Iterator[dict[str, Any]]:
     """The default of every key of the table that DeepSpeed has one for."""
     with pytest.MonkeyPatch.context() as patch:
-        found = read_by_deepspeed({}, patch)
-    yield found | dict.fromkeys(BATCH)
+        result = read_by_deepspeed({}, patch)
+    yield result | dict.fromkeys(BATCH)
 
 
 BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
@@ -175,18 +175,18 @@ NOT_THEIRS = ("trainer", "zero_optimization.mics_shard_size")
 
 
 def test_every_key_that_has_an_effect_has_a_default_of_deepspeeds(theirs: dict[str, Any]) -> None:
-    asked = {
+    requests = {
         path
         for path, key in KEYS.items()
         if key.kind != "section" and path not in {**FREE, **RENAMED}
     }
-    asked = {path for path in asked if not path.startswith("bfloat16.")}
+    requests = {path for path in requests if not path.startswith("bfloat16.")}
     without, removed = {"optimizer.type", "scheduler.type"}, {"zero_optimization.mics_shard_size"}
     without |= {"tensor_parallel.sequence_parallel"}  # DeepSpeed has no such key
     without |= {"sequence_parallel_size"}  # which it reads where it makes its mesh
     without |= {"expert_parallel.enabled", "expert_parallel.autoep_size"}  # parsed by AutoEP
     new = {path for path in LATER if Version(LATER[path]) > VERSION}
-    assert without <= asked - theirs.keys() <= without | removed | new
+    assert without <= requests - theirs.keys() <= without | removed | new
 
 
 LATER = {

@@ -610,9 +610,9 @@ def test_comments_and_a_byte_order_mark_are_read_as_deepspeed_reads_them(tmp_pat
     }"""
     path = tmp_path / "c.json"
     path.write_bytes(b"\xef\xbb\xbf" + text.encode())
-    found = load(path)
-    assert found.raw == hjson.loads(text)
-    assert found.settings["train_batch_size"] == 8
+    result = load(path)
+    assert result.raw == hjson.loads(text)
+    assert result.settings["train_batch_size"] == 8
 
 
 def test_bad_files(tmp_path: Path) -> None:
@@ -623,7 +623,7 @@ def test_bad_files(tmp_path: Path) -> None:
     (tmp_path / "16").write_bytes('{"a": 1}'.encode("utf-16"))
     (tmp_path / "32").write_bytes('{"a": 1}'.encode("utf-32-be"))
     (tmp_path / "zip").write_bytes(b"\0\1\2\3")
-    said = {}
+    messages = {}
     for name in (
         "zero9.json",
         ".",
@@ -638,10 +638,10 @@ def test_bad_files(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError) as caught:
             load(tmp_path / name)
-        said[name] = str(caught.value).replace(str(tmp_path), "F")
+        messages[name] = str(caught.value).replace(str(tmp_path), "F")
     there = f"In F: zero2.json. Shipped: {', '.join(path.stem for path in SHIPPED)}"
     shows_each(
-        said.values(),
+        messages.values(),
         ("F/zero9.json: no such file", there),
         "F: no regular file",
         ("F/zero2.json: byte 1", "not UTF-8"),
@@ -846,13 +846,13 @@ def test_a_misspelt_key_fails_through_load(tmp_path: Path) -> None:
     listed = (".sources.", ".parameter_groups.")
     for path in [key for key in EVERY_KEY if not any(part in key for part in listed)][::9]:
         name = path.rpartition(".")[2] + "x"
-        found = errors(tmp_path, {}, f"{path.rpartition('.')[0]}.{name}=1".removeprefix("."))
+        result = errors(tmp_path, {}, f"{path.rpartition('.')[0]}.{name}=1".removeprefix("."))
         hint = (
             f'Remove it: "{name[:-1]}", which is like it, does'
             if path in USELESS
             else f'Did you mean "{name[:-1]}"'
         )
-        assert any("expected a known key" in text and hint in text for text in found), path
+        assert any("expected a known key" in text and hint in text for text in result), path
 
 
 USELESS = {
@@ -888,39 +888,39 @@ def test_a_key_of_another_section_is_found_by_its_last_name(
         "optimizer": {"type": "AdamW", "params": {}},
         "scheduler": {"type": "WarmupLR", "params": {}},
     }
-    (found,) = errors(tmp_path, sections, override)
-    assert found.startswith(override.partition("=")[0][: len("trainer.lora")])
-    hint = found.rpartition("Did you mean ")[2]
-    assert leads_to in re.split(r" or |\?", hint), found
+    (result,) = errors(tmp_path, sections, override)
+    assert result.startswith(override.partition("=")[0][: len("trainer.lora")])
+    hint = result.rpartition("Did you mean ")[2]
+    assert leads_to in re.split(r" or |\?", hint), result
 
 
 @pytest.mark.parametrize("name", ["warmup_ratio", "min_lr", "cos_max_ratio", "end_lr", "lr_decay"])
 def test_no_parameter_with_other_words_is_proposed(tmp_path: Path, name: str) -> None:
     """It would train otherwise."""
     scheduler = {"type": "WarmupCosineLR", "params": {"total_num_steps": 9, name: 0.1}}
-    (found,) = errors(tmp_path, {"scheduler": scheduler})
-    assert "_min_ratio" not in found and '"warmup_' not in found, found
+    (result,) = errors(tmp_path, {"scheduler": scheduler})
+    assert "_min_ratio" not in result and '"warmup_' not in result, result
 
 
 def test_spaces_around_the_sign_are_named(tmp_path: Path) -> None:
-    found = errors(tmp_path, {}, "trainer.steps", "=", "3")
-    assert all("without spaces" in one for one in found), found
+    result = errors(tmp_path, {}, "trainer.steps", "=", "3")
+    assert all("without spaces" in one for one in result), result
 
 
 def test_no_type_at_all_is_not_like_any(tmp_path: Path) -> None:
-    (found,) = errors(tmp_path, {"scheduler": {"params": {"warmup_num_steps": 3}}})
-    assert "saw no type" in found and "Did you mean" not in found
+    (result,) = errors(tmp_path, {"scheduler": {"params": {"warmup_num_steps": 3}}})
+    assert "saw no type" in result and "Did you mean" not in result
 
 
 def hinted(place: str, name: str, value: Any = 1) -> tuple[str, set[str]]:
-    """The mend of a key below a section, and the paths that it leads to."""
-    mend = check({name: value}, KEYS, ("trainer", *OWN_KEYS), place).problems[0].hint
+    """The hint for a key below a section, and the paths that it leads to."""
+    hint = check({name: value}, KEYS, ("trainer", *OWN_KEYS), place).problems[0].hint
     names = (
-        re.findall(r'"?([\w.]+)"?', mend.removeprefix("Did you mean "))
-        if mend.startswith("Did you mean")
+        re.findall(r'"?([\w.]+)"?', hint.removeprefix("Did you mean "))
+        if hint.startswith("Did you mean")
         else []
     )
-    return mend, {
+    return hint, {
         name if "." in name and name in EVERY_KEY else place + name
         for name in names
         if name != "or"
@@ -1087,15 +1087,15 @@ def test_the_command_line_goes_before_the_file_where_both_can_not_be(
     with pytest.raises(ConfigError):
         compile_(tmp_path, override(content, [line])[0])  # in one file neither is the stronger
     config = compile_(tmp_path, content, line)
-    found = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
-    assert {path: found.get(path) for path in values} == values
-    said = (
+    result = dict(leaves(config.settings)) | dict(leaves({"trainer": config.trainer.model_dump()}))
+    assert {path: result.get(path) for path in values} == values
+    message = (
         f"gives way to {'bf16' if gone == 'bfloat16' else line.partition('=')[0]} on the "
         "command line"
     )
-    assert [note for note in config.notes if note.startswith(f"{gone} ") and note.endswith(said)]
+    assert [note for note in config.notes if note.startswith(f"{gone} ") and note.endswith(message)]
     assert config.origins[gone].startswith("auto: the file's ") and config.origins[gone].endswith(
-        said
+        message
     )
 
 
@@ -1116,8 +1116,8 @@ def test_batch_sizes_of_the_file_give_way_to_those_of_the_command_line(
 ) -> None:
     sizes = dict(zip(SHORT.values(), (16, 8, 2), strict=True))
     config = compile_(tmp_path, sizes, *(f"{SHORT[name]}={size}" for name, size in line.items()))
-    found = resolve(config, RuntimeFacts(1, 64, 100, False, "cpu")).settings
-    assert tuple(found[name] for name in SHORT.values()) == wanted
+    result = resolve(config, RuntimeFacts(1, 64, 100, False, "cpu")).settings
+    assert tuple(result[name] for name in SHORT.values()) == wanted
     assert len(config.notes) == (len(line) < 3)
 
 
@@ -1400,9 +1400,9 @@ def test_notes_name_keys_without_effect_and_deepspeed_never_sees_them(tmp_path: 
 def test_mixtures_that_do_not_fit_say_so(
     tmp_path: Path, data: dict[str, Any], keys: tuple[str, ...]
 ) -> None:
-    found = errors(tmp_path, {"trainer": {"data": data}})
-    assert any(all(key in text for key in keys) for text in found), found
-    shows("\n".join(found), *keys)
+    result = errors(tmp_path, {"trainer": {"data": data}})
+    assert any(all(key in text for key in keys) for text in result), result
+    shows("\n".join(result), *keys)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("-inf"), [0.9, float("nan")]])

@@ -267,16 +267,16 @@ def test_mesh_sizes_multiply_to_the_world(
             if written
             else {name: size for name, size in mesh.items() if name != free}
         )
-    found = mesh_sizes(config_of(mesh_content(p, t, 2, **mesh)), p * r * s * t)
-    assert (found.pipeline, found.replicate, found.shard, found.tensor) == (p, r, s, t)
-    assert found.data_ranks == r * s
+    result = mesh_sizes(config_of(mesh_content(p, t, 2, **mesh)), p * r * s * t)
+    assert (result.pipeline, result.replicate, result.shard, result.tensor) == (p, r, s, t)
+    assert result.data_ranks == r * s
 
 
 @quick
 @given(axis, axis, axis, st.integers(0, 3))
 def test_without_a_mesh_the_stage_decides(p: int, t: int, ranks: int, stage: int) -> None:
-    found = mesh_sizes(config_of(mesh_content(p, t, stage)), p * t * ranks)
-    assert (found.replicate, found.shard) == ((1, ranks) if stage else (ranks, 1))
+    result = mesh_sizes(config_of(mesh_content(p, t, stage)), p * t * ranks)
+    assert (result.replicate, result.shard) == ((1, ranks) if stage else (ranks, 1))
 
 
 def test_batch_sizes_count_data_ranks_not_processes() -> None:
@@ -332,16 +332,16 @@ def test_a_warm_up_may_be_a_share_of_the_steps(ratio, steps, warm):
     config = config_of({**WARM, "trainer": {"warmup_ratio": ratio}})
     waiting = resolve(config, replace(FACTS, total_steps=None))
     assert waiting.settings["scheduler"]["params"]["warmup_num_steps"] == "auto"
-    found = resolve(waiting, replace(FACTS, total_steps=steps))
-    assert found.settings["scheduler"]["params"]["warmup_num_steps"] == warm
+    result = resolve(waiting, replace(FACTS, total_steps=steps))
+    assert result.settings["scheduler"]["params"]["warmup_num_steps"] == warm
     assert (
         f"of {steps} steps (trainer.warmup_ratio)"
-        in found.origins["scheduler.params.warmup_num_steps"]
+        in result.origins["scheduler.params.warmup_num_steps"]
     )
     again = config_of(
-        {**found.settings, "trainer": found.trainer.model_dump()}
+        {**result.settings, "trainer": result.trainer.model_dump()}
     )  # what a run writes as its config
-    assert resolve(again, FACTS).settings["scheduler"] == found.settings["scheduler"]
+    assert resolve(again, FACTS).settings["scheduler"] == result.settings["scheduler"]
 
 
 @pytest.mark.parametrize(
@@ -356,8 +356,8 @@ def test_intervals_may_be_shares_of_the_steps():
     every = {"checkpoint": {"every": 0.5, "keep_best": True}, "evaluation": {"every": 0.5}}
     config = config_of({"trainer": every})
     assert resolve(config, replace(FACTS, total_steps=None)).trainer.checkpoint.every == 0.5
-    found = resolve(config, replace(FACTS, total_steps=101)).trainer
-    assert (found.checkpoint.every, found.evaluation.every) == (51, 51)
+    result = resolve(config, replace(FACTS, total_steps=101)).trainer
+    assert (result.checkpoint.every, result.evaluation.every) == (51, 51)
     with raises(ConfigError, "evaluation at each"):
         config_of({"trainer": {**every, "evaluation": {"every": 0.25}}})
     with pytest.raises(ConfigError, match="trainer.checkpoint.every"):

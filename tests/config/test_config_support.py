@@ -218,10 +218,10 @@ def step_by(content: dict[str, Any], engine: str, folder: str, seen: set[str]) -
 
 
 def read_by_torch(engine: str, contents: list[dict[str, Any]], folder: str) -> set[str]:
-    seen: set[str] = set()
+    actual: set[str] = set()
     for content in contents:
-        step_by(content, engine, folder, seen)
-    return seen
+        step_by(content, engine, folder, actual)
+    return actual
 
 
 def read_by_deepspeed(contents: list[dict[str, Any]], folder: str) -> set[str]:
@@ -231,11 +231,11 @@ def read_by_deepspeed(contents: list[dict[str, Any]], folder: str) -> set[str]:
     from tests.support.training import Case, allow_float16
 
     allow_float16(Case(precision="float16"))
-    seen: set[str] = set()
-    with watching(seen):
+    actual: set[str] = set()
+    with watching(actual):
         for content in contents:
             step_by(content, "deepspeed", folder, set())
-    return seen
+    return actual
 
 
 PARSERS = (
@@ -313,12 +313,12 @@ def test_the_table_says_what_deepspeed_reads(pools: Pools, tmp_path: Path) -> No
             **TORCH_ADAM,
         ),
     ]
-    found = pools[2].run(read_by_deepspeed, contents=contents, folder=str(tmp_path))[0]
-    read = {path for name in found for path in paths_of(name)}
-    asked = {path for path in HONOURED if not path.startswith(DEEPER)}
-    asked -= {"tensor_parallel.sequence_parallel"}  # no key of its own: its engine refuses it
+    result = pools[2].run(read_by_deepspeed, contents=contents, folder=str(tmp_path))[0]
+    read = {path for name in result for path in paths_of(name)}
+    requests = {path for path in HONOURED if not path.startswith(DEEPER)}
+    requests -= {"tensor_parallel.sequence_parallel"}  # no key of its own: its engine refuses it
     # the table says that DeepSpeed honours it
-    assert sorted(asked - read) == []
+    assert sorted(requests - read) == []
     idle = {path for path in read if path in KEYS and KEYS[path].idle}
     assert idle - {"disable_python_gc"} == LEFT_OUT  # which DeepSpeed has since 0.19.8
 
@@ -346,9 +346,9 @@ def test_the_table_says_what_the_torch_engines_read(
     read = set.union(
         *pools[2].run(read_by_torch, engine=engine, contents=contents, folder=str(tmp_path))
     )
-    asked = {path for path in HONOURED if not KEYS[path].instead}
+    requests = {path for path in HONOURED if not KEYS[path].instead}
     # the table says that it honours it
-    assert sorted(asked - read) == []
+    assert sorted(requests - read) == []
     # the table says that it does not
     assert sorted(path for path in read if path in KEYS and KEYS[path].instead) == []
 

@@ -76,7 +76,7 @@ def test_auto_stands_for_one_value_whatever_the_type() -> None:
                 assert key.auto or key.when_auto is None
                 if key.auto:
                     values.setdefault(name, set()).add(repr(key.when_auto))
-        assert all(len(found) == 1 for found in values.values()), values
+        assert all(len(result) == 1 for result in values.values()), values
 
 
 def test_what_other_tables_name_is_a_key() -> None:

@@ -32,10 +32,10 @@ def job(folder: Path, **trainer: Any) -> dict[str, Any]:
 
 @pytest.mark.more
 def test_a_package_of_its_own_trains(tmp_path: Path) -> None:
-    found = command(tmp_path, job(tmp_path), "train", "--processes", "2")
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = command(tmp_path, job(tmp_path), "train", "--processes", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
     folder = tmp_path / "runs" / "job"
-    assert "SignSGD" in found.stdout + found.stderr and (folder / "final").is_dir()
+    assert "SignSGD" in result.stdout + result.stderr and (folder / "final").is_dir()
     first, second, last = (folder / "list.txt").read_text().splitlines()
     assert (first, second) == ("step 2", "step 4") and last.startswith("right ")
     described = json.loads(next(folder.glob("checkpoints/*/trainer.json")).read_text())
@@ -44,19 +44,19 @@ def test_a_package_of_its_own_trains(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_its_certificate_passes(tmp_path: Path) -> None:
-    found = command(
+    result = command(
         tmp_path, job(tmp_path, engine="mesh", mesh={"shard": -1}), "verify", "--world-size", "2"
     )
-    assert found.returncode == 0 and "PASS" in found.stdout, found.stdout + found.stderr
+    assert result.returncode == 0 and "PASS" in result.stdout, result.stdout + result.stderr
 
 
 def test_what_can_not_be_had_is_one_sentence(tmp_path: Path) -> None:
     (tmp_path / "broken_plugin.py").write_text("raise ValueError('not today')\n")
     section = {"plugins": ["no.such", "broken_plugin"], "task": "parity:parity"}
-    found = command(tmp_path, {"train_batch_size": 8, "trainer": section}, "train")
-    assert found.returncode == ConfigError.exit_code
+    result = command(tmp_path, {"train_batch_size": 8, "trainer": section}, "train")
+    assert result.returncode == ConfigError.exit_code
     shows_each(
-        found.stderr.splitlines()[:4],
+        result.stderr.splitlines()[:4],
         "config error (3 problems):",
         ("trainer.plugins[0]", '"no.such"', "plug-in", "ModuleNotFoundError", "'no'"),
         ("trainer.plugins[1]", '"broken_plugin"', "plug-in", "ValueError: not today"),

@@ -1,7 +1,7 @@
-"""A checkpoint of any layout goes on in any other, on another number of ranks, as if that one had
+"""A checkpoint of any layout resumes in any other, on another number of ranks, as if that one had
 run all along.
 
-python -m tests.conformance.test_any_to_any      # writes the table of benchmarks/results anew
+python -m tests.conformance.test_any_to_any      # writes the table of benchmarks/results again
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ FEW = [
 )
 def test_any_layout_goes_on_in_any_other(pools, tmp_path, pairs):
     table = all_to_all(pools, tmp_path, pairs)
-    found = {
+    results = {
         (before, after): error for before, row in table.items() for after, error in row.items()
     }
-    assert found.keys() == pairs
-    assert {pair: error for pair, error in found.items() if not error <= 1e-5} == {}
+    assert results.keys() == pairs
+    assert {pair: error for pair, error in results.items() if not error <= 1e-5} == {}
 
 
 MUON = {

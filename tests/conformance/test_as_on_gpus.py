@@ -26,8 +26,8 @@ CASES = {
 
 def places(engine: Any) -> tuple[set[str], set[str]]:
     """Return the kinds of device of this rank's parameters, and of its buffers."""
-    held = [p for module in engine.modules for p in module.parameters()]
-    parameters = {(p._local_tensor if isinstance(p, DTensor) else p).device.type for p in held}
+    kept = [p for module in engine.modules for p in module.parameters()]
+    parameters = {(p._local_tensor if isinstance(p, DTensor) else p).device.type for p in kept}
     return parameters, {b.device.type for module in engine.modules for b in module.buffers()}
 
 
@@ -51,10 +51,10 @@ def meta_before_values(case: Case) -> set[tuple[bool, bool]]:
 
     from trainer.parallel import apply
 
-    seen: set[tuple[bool, bool]] = set()
+    actual: set[tuple[bool, bool]] = set()
 
     def watched(model: Any, *rest: Any) -> None:
-        seen.update((p.is_meta, isinstance(p, DTensor)) for p in model.parameters())
+        actual.update((p.is_meta, isinstance(p, DTensor)) for p in model.parameters())
         real(model, *rest)
 
     real = apply.give_values
@@ -63,14 +63,14 @@ def meta_before_values(case: Case) -> set[tuple[bool, bool]]:
         patch("trainer.engines.torch.accelerate.give_values", watched),
     ):
         build(case, dist.get_rank())
-    return seen
+    return actual
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("engine", ["mesh", "accelerate"])
 def test_a_sharded_model_is_never_whole(pools, engine):
-    for seen in pools[2].run(meta_before_values, case=replace(TWO, engine=engine)):
-        assert seen == {(True, True)}
+    for actual in pools[2].run(meta_before_values, case=replace(TWO, engine=engine)):
+        assert actual == {(True, True)}
 
 
 @pytest.mark.more

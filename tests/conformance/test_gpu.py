@@ -73,9 +73,9 @@ CASES: dict[str, Case] = {
 
 @pytest.fixture(scope="module")
 def gpu_pools() -> Iterator[Pools]:
-    found = Pools("nccl")
-    yield found
-    found.close()
+    result = Pools("nccl")
+    yield result
+    result.close()
 
 
 def fits(case: Case) -> None:
@@ -143,14 +143,14 @@ def test_packed_documents_are_as_if_alone_without_a_mask(name: str, precision: s
 
 
 def test_the_gradient_of_a_heads_weight_is_summed_in_float32(monkeypatch: Any) -> None:
-    from trainer.tasks import cross_entropy
+    from trainer.tasks.losses import chunks, cross_entropy
 
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 64 * 512 * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 64 * 512 * 4)
     torch.manual_seed(0)
     drawn = torch.randn(512, 32), torch.randn(512, 32), torch.randint(512, (512,))
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         hidden, weight = (part.to(device, torch.bfloat16).requires_grad_() for part in drawn[:2])
         loss = cross_entropy.linear_cross_entropy(hidden, weight, None, drawn[2].to(device))
-        found.append([part.cpu() for part in torch.autograd.grad(loss, (hidden, weight))])
-    torch.testing.assert_close(*found, rtol=2**-7, atol=1e-2)
+        results.append([part.cpu() for part in torch.autograd.grad(loss, (hidden, weight))])
+    torch.testing.assert_close(*results, rtol=2**-7, atol=1e-2)

@@ -16,6 +16,7 @@ SCRIPT = Path(__file__).resolve().parent.parent.parent / "benchmarks/gpu.py"
 
 OTHERS = ["mesh, compiled", "mesh, compiled, float8", "mesh, saving", "bare FSDP2"]
 OTHERS += ["bare FSDP2, compiled", "accelerate", "deepspeed", "Trainer"]
+OTHERS += ["mesh, LoRA", "mesh, QLoRA"]
 
 
 @pytest.mark.more

@@ -80,9 +80,9 @@ def test_a_resumed_run_keeps_the_arrangement_that_it_began_with(
     saved: dict[str, Any] = {"config": {"trainer": {"data": {"documents": "concatenate"}}}}
     monkeypatch.setattr(checkpoint, "read_description", lambda source: saved)
     start: Any = SimpleNamespace(source=tmp_path, ranks=ALONE)
-    found = as_begun(config, start)
-    assert found.trainer.data.documents == "concatenate"
-    assert "resumed" in found.origins["trainer.data.documents"]
+    result = as_begun(config, start)
+    assert result.trainer.data.documents == "concatenate"
+    assert "resumed" in result.origins["trainer.data.documents"]
     stated = load(write_job(tmp_path), ["trainer.data.documents=pad"])
     assert as_begun(stated, start) is stated
     saved["config"] = {}
@@ -120,6 +120,6 @@ def test_a_run_that_began_with_the_older_default_is_resumed(tmp_path: Path) -> N
     old = train("--config", path, "trainer.steps=1", "trainer.data.documents=concatenate")
     assert old.code == 0, old.output
     saved = tmp_path / "runs/job/checkpoints/step-000001"
-    found = train("--config", path, "--resume", saved)
-    assert found.code == 0, found.output
-    assert "step 3/3" in found.output and "kept apart" not in found.output
+    result = train("--config", path, "--resume", saved)
+    assert result.code == 0, result.output
+    assert "step 3/3" in result.output and "kept apart" not in result.output

@@ -53,11 +53,13 @@ def watched(case: Case) -> list[list[float]]:
         ]
     metrics = engine.step(0, batches, Update(1e-2))
     engine.evaluate(batches)  # does not count
-    found = task.by_source.take(metrics.group, device_here())
-    assert float(found[0].sum()) == pytest.approx(float(metrics.loss() * metrics.targets), rel=1e-6)
+    result = task.by_source.take(metrics.group, device_here())
+    assert float(result[0].sum()) == pytest.approx(
+        float(metrics.loss() * metrics.targets), rel=1e-6
+    )
     assert not task.by_source.take(None, device_here()).any()
     engine.close()
-    return found.tolist()
+    return result.tolist()
 
 
 @pytest.mark.first("mesh-zero3")
@@ -73,8 +75,8 @@ def test_it_is_that_of_one_process(pools, name):
         targets = torch.tensor(sample["targets"])
         loss = F.cross_entropy(logits, targets, reduction="sum", ignore_index=-100)
         expected[:, source_of(index)] += torch.stack([loss.detach(), (targets != -100).sum()])
-    for found in pools[case.world_size].run(watched, case=case):
-        torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=0)
+    for result in pools[case.world_size].run(watched, case=case):
+        torch.testing.assert_close(torch.tensor(result), expected, rtol=1e-5, atol=0)
 
 
 @pytest.mark.more

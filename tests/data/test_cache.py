@@ -109,17 +109,17 @@ def test_what_is_not_as_it_was_is_made_again_with_a_line(tmp_path: Path, kind: s
     folder = prepared(path, cache)
     damage, keys = DAMAGE[kind]
     damage(folder)
-    told = io.StringIO()
-    assert prepared(path, cache, told) == folder
+    message = io.StringIO()
+    assert prepared(path, cache, message) == folder
     assert contents(folder) == whole
-    [line] = told.getvalue().splitlines()
+    [line] = message.getvalue().splitlines()
     assert line.startswith(f"cache: {folder} is damaged: ")
     shows(line, *keys, "prepared again")
     assert {name.name for name in cache.iterdir()} - {"moved"} == {folder.name}
-    told = io.StringIO()
+    message = io.StringIO()
     with patch.object(Tokenising, "__call__", side_effect=AssertionError):
-        prepared(path, cache, told)
-    assert told.getvalue() == ""
+        prepared(path, cache, message)
+    assert message.getvalue() == ""
 
 
 def test_hidden_files_of_a_file_manager_are_no_damage(tmp_path: Path) -> None:
@@ -309,9 +309,9 @@ def test_a_damaged_folder_that_cannot_be_removed_is_remembered(tmp_path: Path) -
         with pytest.raises(DataError):
             compared(folder)
         notes = io.StringIO()
-        found = cached(tmp_path, notes)
+        result = cached(tmp_path, notes)
         shows(notes.getvalue(), "earlier run", "other bytes")
-        assert found == private_folder() / "name" and not compared(found).failed
+        assert result == private_folder() / "name" and not compared(result).failed
 
 
 def test_files_with_other_times_are_read_whole_at_the_start(tmp_path: Path) -> None:
@@ -449,18 +449,18 @@ def test_another_users_entry_is_read_and_an_own_one_is_made_elsewhere(shared: Pa
     cache.chmod(0o555)
 
     def read() -> str:
-        told = io.StringIO()
-        return f"{prepared(path, cache, told)} {told.getvalue()}"
+        message = io.StringIO()
+        return f"{prepared(path, cache, message)} {message.getvalue()}"
 
     assert as_nobody(read) == f"{first} "
     other = write_rows(shared / "other.jsonl", *TEXTS[1:])
 
     def make() -> str:
-        told = io.StringIO()
-        found = prepared(other, cache, told)
-        assert found.parent == private_folder()
-        assert prepared(other, cache, io.StringIO()) == found
-        return told.getvalue()
+        message = io.StringIO()
+        result = prepared(other, cache, message)
+        assert result.parent == private_folder()
+        assert prepared(other, cache, io.StringIO()) == result
+        return message.getvalue()
 
     line = as_nobody(make)
     shows(line, f"{cache} can't", f"{shared}/temporary/")
@@ -477,9 +477,9 @@ def test_another_users_damaged_or_hidden_entry_is_made_again_elsewhere(shared: P
     whole = contents(folder)
 
     def make() -> str:
-        told = io.StringIO()
-        assert contents(prepared(path, cache, told)) == whole
-        return told.getvalue()
+        message = io.StringIO()
+        assert contents(prepared(path, cache, message)) == whole
+        return message.getvalue()
 
     flip(folder / "train" / "tokens.bin")
     cache.chmod(0o555)
@@ -494,16 +494,16 @@ def test_another_users_damaged_or_hidden_entry_is_made_again_elsewhere(shared: P
 def test_where_no_folder_can_be_there_is_one_among_temporary_files(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "temporary").mkdir()
-    told = io.StringIO()
+    message = io.StringIO()
     with patch("tempfile.tempdir", str(tmp_path / "temporary")):
-        progress = Progress(Console(file=told, width=200))
+        progress = Progress(Console(file=message, width=200))
         for _ in range(2):  # told once
-            found = cached_folder(
+            result = cached_folder(
                 tmp_path / "file" / "cache", "name", lambda folder: None, progress
             )
-    assert found == tmp_path / "temporary" / f"meshloom-{os.getuid()}" / "name"
-    assert stat.S_IMODE(found.parent.stat().st_mode) == 0o700
-    assert told.getvalue().count("\n") == 1 and "(Not a directory)" in told.getvalue()
+    assert result == tmp_path / "temporary" / f"meshloom-{os.getuid()}" / "name"
+    assert stat.S_IMODE(result.parent.stat().st_mode) == 0o700
+    assert message.getvalue().count("\n") == 1 and "(Not a directory)" in message.getvalue()
 
 
 def test_a_temporary_folder_that_others_may_write_is_not_used(tmp_path: Path) -> None:

@@ -119,9 +119,9 @@ def messages(turns: list[tuple[str, str]] = TURNS) -> list[dict[str, Any]]:
 
 def learned(tokenizer: Any, template: str, chat: Chat, loss_on: str = "assistant") -> list[str]:
     """The runs of targets, as text."""
-    found = next(Template(tokenizer, template, "", loss_on).encode([chat]))
+    result = next(Template(tokenizer, template, "", loss_on).encode([chat]))
     runs, run = [], list[int]()
-    for token, counts in [*zip(found.tokens, found.counted, strict=True), (0, False)]:
+    for token, counts in [*zip(result.tokens, result.counted, strict=True), (0, False)]:
         if counts:
             run.append(token)
         elif run:
@@ -189,8 +189,8 @@ def test_a_marked_template_gives_the_mask_that_transformers_gives(tokenizer: Any
     theirs = tokenizer.apply_chat_template(
         messages(), chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
     )
-    found = next(Template(tokenizer, MARKED, "").encode([Chat(messages())]))
-    assert (list(found.tokens), found.counted.tolist()) == (  # type: ignore[union-attr]
+    result = next(Template(tokenizer, MARKED, "").encode([Chat(messages())]))
+    assert (list(result.tokens), result.counted.tolist()) == (  # type: ignore[union-attr]
         theirs["input_ids"],
         [bool(x) for x in theirs["assistant_masks"]],
     )
@@ -213,8 +213,8 @@ def test_a_template_that_rewrites_its_past_is_refused_with_the_turn(tokenizer: A
         "<think>\n\n</think>\n\nYes: ünd so.<|im_end|>"
     ]
     empty = "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}"
-    asked = REASONING.replace("assistant\n{% endif %}", "assistant\n" + empty + "{% endif %}")
-    assert learned(tokenizer, asked, Chat(messages()), loss_on="last_assistant") == [
+    requested = REASONING.replace("assistant\n{% endif %}", "assistant\n" + empty + "{% endif %}")
+    assert learned(tokenizer, requested, Chat(messages()), loss_on="last_assistant") == [
         "Yes: ünd so.<|im_end|>"
     ]
     thinks = CHATML.replace("assistant\n{% endif %}", "assistant\n<think>{% endif %}")
@@ -241,9 +241,9 @@ def test_a_chat_whose_template_ends_no_turn_gets_an_end(tokenizer: Any) -> None:
 
 
 def test_the_data_may_say_what_counts(tokenizer: Any) -> None:
-    said = [dict(message) for message in messages()]
-    said[1]["counts"] = False
-    assert learned(tokenizer, CHATML, Chat(said)) == ["Yes: ünd so.<|im_end|>"]
+    text = [dict(message) for message in messages()]
+    text[1]["counts"] = False
+    assert learned(tokenizer, CHATML, Chat(text)) == ["Yes: ünd so.<|im_end|>"]
     assert learned(tokenizer, CHATML, Chat(messages(), None, 2)) == ["Yes: ünd so.<|im_end|>"]
     assert learned(tokenizer, CHATML, Chat(messages(TURNS[:1]))) == []
 
@@ -288,10 +288,10 @@ def read(
 
 @pytest.mark.parametrize("name", ROWS)
 def test_each_format_is_found_from_its_rows(tmp_path: Path, name: str) -> None:
-    found = RowsRead()
-    (chat,) = read(tmp_path, ROWS[name], found=found)
+    result = RowsRead()
+    (chat,) = read(tmp_path, ROWS[name], found=result)
     assert chat.messages == OPEN
-    shows(found.describe(), "3 roles", "3 turns", "most")
+    shows(result.describe(), "3 roles", "3 turns", "most")
 
 
 def test_chats_in_parquet_and_in_what_datasets_saved(tmp_path: Path) -> None:
@@ -301,8 +301,8 @@ def test_chats_in_parquet_and_in_what_datasets_saved(tmp_path: Path) -> None:
     pq.write_table(pa.table(rows), tmp_path / "a.parquet")
     datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "saved")
     for path in (tmp_path / "a.parquet", tmp_path / "saved"):
-        found = list(read_documents(locate(str(path)), SimpleNamespace(**OPTIONS)))
-        assert [chat.messages for chat in found] == [OPEN, OPEN[1:]], path
+        results = list(read_documents(locate(str(path)), SimpleNamespace(**OPTIONS)))
+        assert [chat.messages for chat in results] == [OPEN, OPEN[1:]], path
     datasets.DatasetDict({"train": datasets.Dataset.from_dict(rows)}).save_to_disk(
         tmp_path / "both"
     )
@@ -460,7 +460,7 @@ def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> Non
     template.write_text(CHATML)
     (tmp_path / "chats.jsonl").write_text(json.dumps({"messages": messages()}) + "\n")
     (tmp_path / "texts.jsonl").write_text(json.dumps({"text": "def f(x): return x + 1"}) + "\n")
-    found = {}
+    results = {}
     for name in ("chats", "texts"):
         options = DataSection(
             path=str(tmp_path / f"{name}.jsonl"),
@@ -470,10 +470,10 @@ def test_a_sample_begins_as_the_data_does(tmp_path: Path, tokenizer: Any) -> Non
             evaluation_fraction=0.0,
         )
         source = open_data(options, tokenizer, tmp_path / "cache", Ranks()).train
-        found[name] = tokenizer.decode(beginning(source, 100))
+        results[name] = tokenizer.decode(beginning(source, 100))
         assert len(beginning(source, 5)) == 5
     function = "def f(x): return x + 1"
-    assert found == {
+    assert results == {
         "chats": "<|im_start|>user\nWhat is 2+2?<|im_end|>\n<|im_start|>assistant\n",
         "texts": function[:FEW],
     }
@@ -534,5 +534,5 @@ def test_a_template_takes_no_more_than_it_may(tokenizer: Any, tmp_path: Path, na
 def test_a_long_chat_is_no_hostile_one(tokenizer: Any) -> None:
     turns = [("user", "What? " * 100), ("assistant", "That. " * 100)] * 50
     with patch.multiple("trainer.data.text.chats.chat", MEMORY=1 << 25):
-        [found] = Template(tokenizer, CHATML, "").encode([Chat(messages(turns), place="a:1")])
-    assert len(found.tokens) > 60_000
+        [result] = Template(tokenizer, CHATML, "").encode([Chat(messages(turns), place="a:1")])
+    assert len(result.tokens) > 60_000

@@ -37,8 +37,8 @@ TEXTS = ["one", "zwei ü", 'a, "quoted"\nline']
 
 def read(path: Any, format: str = "auto", **columns: Any) -> list[Any]:
     """The documents, without the rows that they are from."""
-    found = read_documents(locate(path, format), SimpleNamespace(**{**COLUMNS, **columns}))
-    return [document and document._replace(place="") for document in found]
+    result = read_documents(locate(path, format), SimpleNamespace(**{**COLUMNS, **columns}))
+    return [document and document._replace(place="") for document in result]
 
 
 def message(path: Any, format: str = "auto", **columns: Any) -> str:
@@ -127,7 +127,7 @@ def test_alpacas_own_prompt_is_axolotls(tmp_path: Path) -> None:
 
 def test_only_the_first_rows_are_read_where_that_is_asked_for(tmp_path: Path) -> None:
     paths = [write(tmp_path, f"{name}.jsonl", [f"{name}1", f"{name}2"]) for name in "ab"]
-    assert [found.text for found in read(list(map(str, paths)), max_rows=3)] == ["a1", "a2", "b1"]
+    assert [result.text for result in read(list(map(str, paths)), max_rows=3)] == ["a1", "a2", "b1"]
 
 
 def test_rows_without_text_are_marked(tmp_path: Path) -> None:
@@ -148,9 +148,9 @@ def test_hub(monkeypatch: pytest.MonkeyPatch) -> None:
         return datasets.Dataset.from_dict({"body": ["x", ""], "n": [1, 2]})
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    asked = {"name": "subset", "split": "train[:1%]"}
-    assert read("owner/set", text_column="body", **asked) == [Text("x"), None]
-    shows(message("owner/set", **asked), "owner/set: row 0", 'column "text"')
+    requests = {"name": "subset", "split": "train[:1%]"}
+    assert read("owner/set", text_column="body", **requests) == [Text("x"), None]
+    shows(message("owner/set", **requests), "owner/set: row 0", 'column "text"')
 
 
 def test_a_hub_id_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -313,10 +313,10 @@ def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: 
         opened("bad.jsonl")
     with pytest.raises(DataError):  # nothing else is there
         opened("worst.jsonl", corrupt="skip")
-    good, found = opened("good.jsonl"), opened("bad.jsonl", corrupt="skip")
-    assert found.fingerprint == good.fingerprint
-    assert found.summary.counts.corrupt == 2 and message in found.describe()
-    shows(found.describe(), "6 documents (2 corrupt")
+    good, result = opened("good.jsonl"), opened("bad.jsonl", corrupt="skip")
+    assert result.fingerprint == good.fingerprint
+    assert result.summary.counts.corrupt == 2 and message in result.describe()
+    shows(result.describe(), "6 documents (2 corrupt")
 
 
 def test_a_row_of_csv_with_other_fields_and_a_chat_that_no_template_takes_are_skipped(

@@ -72,9 +72,9 @@ def test_every_step_has_its_samples_on_every_rank() -> None:
 
 def test_a_later_start_goes_on_where_the_position_says() -> None:
     with loader() as whole, loader(start_step=2, position=12) as resumed:
-        expected, found = list(whole)[2:], list(resumed)
-    assert [part.step for part in found] == [2, 3]
-    assert np.array_equal(np.stack([p.ids for p in found]), np.stack([p.ids for p in expected]))
+        expected, result = list(whole)[2:], list(resumed)
+    assert [part.step for part in result] == [2, 3]
+    assert np.array_equal(np.stack([p.ids for p in result]), np.stack([p.ids for p in expected]))
 
 
 def test_another_batch_size_takes_up_the_same_position() -> None:

@@ -28,8 +28,8 @@ orders = st.sampled_from([LISTED, KEYED])
 
 @given(seeds, st.one_of(st.integers(1, 60), st.integers(1, 20_000)), st.integers(0, 4), orders)
 def test_each_epoch_is_a_permutation(seed: int, size: int, epoch: int, order: int) -> None:
-    found = sample_ids(seed, epoch * size, size, size, order)
-    assert np.array_equal(np.sort(found), np.arange(size))
+    result = sample_ids(seed, epoch * size, size, size, order)
+    assert np.array_equal(np.sort(result), np.arange(size))
 
 
 @given(seeds, st.integers(1, 60), positions, counts, counts, orders)
@@ -59,8 +59,8 @@ def test_epochs_seeds_and_sources_differ(seed: int, size: int, epoch: int, order
 
 def test_every_order_of_a_few_samples_is_as_likely() -> None:
     """By chi-squared, over the orders of five samples: 119 degrees of freedom, p = 1e-4."""
-    found = Counter(tuple(sample_ids(seed, 0, 5, 5, KEYED).tolist()) for seed in range(3600))
-    assert sum((found[one] - 30) ** 2 / 30 for one in permutations(range(5))) < 182
+    result = Counter(tuple(sample_ids(seed, 0, 5, 5, KEYED).tolist()) for seed in range(3600))
+    assert sum((result[one] - 30) ** 2 / 30 for one in permutations(range(5))) < 182
 
 
 @pytest.mark.parametrize(("order", "ids"), [(LISTED, [5, 9, 9, 0]), (KEYED, [6, 8, 0, 4])])
@@ -71,9 +71,9 @@ def test_the_order_of_a_known_seed_never_changes(order: int, ids: list[int]) -> 
 
 @given(st.integers(0, 500), st.floats(1e-3, 0.9))
 def test_each_sample_is_trained_on_or_held_out(size: int, fraction: float) -> None:
-    train, held = split(size, fraction)
-    assert list(held) == [index for index in range(size) if held_out(index, fraction)]
-    assert sorted([*train, *held]) == list(range(size)) and list(train) == sorted(train)
+    train, kept = split(size, fraction)
+    assert list(kept) == [index for index in range(size) if held_out(index, fraction)]
+    assert sorted([*train, *kept]) == list(range(size)) and list(train) == sorted(train)
 
 
 def test_nothing_of_the_size_of_the_data_is_held() -> None:

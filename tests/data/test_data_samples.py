@@ -77,12 +77,12 @@ def targets_of(parts: list[Encoded]) -> list[tuple[int, int]]:
 def test_concatenated_windows_are_the_stream_cut_in_pieces(
     parts: list[Encoded], length: int
 ) -> None:
-    summary, found = written(parts, length, "concatenate")
+    summary, result = written(parts, length, "concatenate")
     pairs = targets_of(parts)
     windows = [pairs[at : at + length] for at in range(0, len(pairs), length)]
     whole = [window for window in windows if len(window) == length] or windows
     expected = [window for window in whole if any(target != IGNORED for _, target in window)]
-    assert [list(zip(*sample, strict=True)) for sample in found] == expected
+    assert [list(zip(*sample, strict=True)) for sample in result] == expected
     assert summary.targets == sum(target != IGNORED for window in whole for _, target in window)
     assert summary.samples == len(expected)
 
@@ -90,10 +90,10 @@ def test_concatenated_windows_are_the_stream_cut_in_pieces(
 @settings(max_examples=150, deadline=None)
 @given(documents, st.integers(2, 7))
 def test_padded_documents_are_samples(parts: list[Encoded], length: int) -> None:
-    summary, found = written(parts, length, "pad")
+    summary, result = written(parts, length, "pad")
     cut = [targets_of([part])[:length] for part in parts]
     expected = [pairs for pairs in cut if any(target != IGNORED for _, target in pairs)]
-    assert [list(zip(*sample, strict=True)) for sample in found] == expected
+    assert [list(zip(*sample, strict=True)) for sample in result] == expected
     assert summary.counts.documents == len(parts) == summary.samples + summary.counts.dropped
     assert summary.counts.truncated == sum(len(part.tokens) > length + 1 for part in parts)
 
@@ -104,13 +104,13 @@ def test_the_summary_counts_what_the_samples_hold(
     parts: list[Encoded], length: int, arrangement: Any
 ) -> None:
     with patch("trainer.data.text.cutting._CHUNK", 5):  # many chunks in few tokens
-        summary, found = written(parts, length, arrangement)
-    counts = Counter(target for _, targets in found for target in targets if target != IGNORED)
+        summary, result = written(parts, length, arrangement)
+    counts = Counter(target for _, targets in result for target in targets if target != IGNORED)
     total = sum(counts.values())
     assert summary.targets == total
     entropy = -sum(n / total * math.log(n / total) for n in counts.values())
     assert summary.unigram_entropy == pytest.approx(entropy, abs=1e-12)
-    used = {token for inputs, targets in found for token in inputs + targets}
+    used = {token for inputs, targets in result for token in inputs + targets}
     assert summary.largest_token_id >= max(used, default=-1)
 
 
@@ -224,22 +224,22 @@ def test_what_is_too_long(tmp_path: Path) -> None:
 
 @given(st.integers(2, 400), st.floats(0.001, 0.5))
 def test_the_held_out_share(count: int, fraction: float) -> None:
-    held = sum(held_out(index, fraction) for index in range(count))
+    kept = sum(held_out(index, fraction) for index in range(count))
     assert held_out(1, fraction)
     assert not held_out(0, fraction)
-    assert abs(held - count * fraction) <= 1
+    assert abs(kept - count * fraction) <= 1
 
 
 def test_no_document_is_in_both_parts(tmp_path: Path) -> None:
     rows = [f"{first} {second}" for first in "abcdefgh" for second in "abcdefgh"]
     data = opened(tmp_path, *rows, documents="pad", evaluation_fraction=0.25)
     assert data.evaluations
-    kept, held = (
+    kept, locked = (
         {(tuple(i), tuple(t)) for i, t in samples(part)}
         for part in (data.train, data.evaluations[""])
     )
-    assert (len(kept), len(held)) == (48, 16)
-    assert not kept & held
+    assert (len(kept), len(locked)) == (48, 16)
+    assert not kept & locked
 
 
 def test_one_of_two_documents_is_held_out_and_none_of_one(tmp_path: Path) -> None:
@@ -251,15 +251,15 @@ def test_one_of_two_documents_is_held_out_and_none_of_one(tmp_path: Path) -> Non
 
 
 def test_evaluation_from_a_path_of_its_own(tmp_path: Path) -> None:
-    held = write_rows(tmp_path / "held.jsonl", "h h")
-    data = opened(tmp_path, "a b", "c d", evaluation_path=str(held), evaluation_fraction=0.5)
+    kept = write_rows(tmp_path / "held.jsonl", "h h")
+    data = opened(tmp_path, "a b", "c d", evaluation_path=str(kept), evaluation_fraction=0.5)
     assert data.evaluations
     assert data.summary.counts.documents == 2
     assert samples(data.evaluations[""]) == [([9, 9], [9, 0])]
     assert data.largest_token_id == 9
-    write_rows(held, "")
+    write_rows(kept, "")
     with raises(DataError, "held.jsonl: 1 documents", "empty"):
-        opened(tmp_path, "a b", evaluation_path=str(held))
+        opened(tmp_path, "a b", evaluation_path=str(kept))
 
 
 # The cache
@@ -395,9 +395,9 @@ def test_a_mixture_is_a_function_of_seed_epoch_and_number(tmp_path: Path) -> Non
 
 
 def test_the_shuffles_of_an_old_mixture_never_change() -> None:
-    """A run that began with them goes on with them."""
+    """A run that began with them resumes with them."""
     mixture = Mixture([range(5), range(9)], [3, 4], SampleOrder(7, LISTED))  # type: ignore[list-item]
-    found = [mixture.place(index, epoch) for epoch in (0, 3) for index in range(7)]
+    results = [mixture.place(index, epoch) for epoch in (0, 3) for index in range(7)]
     expected = []
     for epoch in (0, 3):
         for which, (size, count) in enumerate([(5, 3), (9, 4)]):
@@ -405,7 +405,7 @@ def test_the_shuffles_of_an_old_mixture_never_change() -> None:
                 turn, at = divmod(position, size)
                 order = np.random.Generator(np.random.PCG64([7, which, turn, 1])).permutation(size)
                 expected.append((which, int(order[at])))
-    assert found == expected
+    assert results == expected
 
 
 @given(
@@ -419,11 +419,11 @@ def test_each_sample_is_seen_equally_often(
 ) -> None:
     sizes, counts = zip(*parts, strict=True)
     mixture = Mixture([range(size) for size in sizes], counts, SampleOrder(seed, order))  # type: ignore[misc]
-    seen = Counter(
+    actual = Counter(
         mixture.place(index, epoch) for epoch in range(epochs) for index in range(len(mixture))
     )
     for which, (size, count) in enumerate(parts):
-        times = [seen[which, number] for number in range(size)]
+        times = [actual[which, number] for number in range(size)]
         assert sum(times) == epochs * count and max(times) - min(times) <= 1
 
 
@@ -464,10 +464,10 @@ def test_preview_draws_the_borders_of_packed_documents(tmp_path: Path) -> None:
 def test_what_makes_other_samples_is_told_from_what_a_checkpoint_says(tmp_path: Path) -> None:
     rows = ("a b c", "d e f g", "h")
     kinds = ({}, {"isolate": True}, {"documents": "pack"}, {"documents": "pad"})
-    found = [opened(tmp_path, *rows, **kind) for kind in kinds]
+    results = [opened(tmp_path, *rows, **kind) for kind in kinds]
     assert (
-        len({data.fingerprint for data in found})
-        == len({str(data.description()) for data in found})
+        len({data.fingerprint for data in results})
+        == len({str(data.description()) for data in results})
         == 4
     )
-    assert [("fill" in data.description()) for data in found] == [False, True, True, False]
+    assert [("fill" in data.description()) for data in results] == [False, True, True, False]

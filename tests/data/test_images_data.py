@@ -50,11 +50,16 @@ def refusal(*arguments: Any, **options: Any) -> str:
 @pytest.mark.parametrize(("name", "kind"), [("mnist", "MNIST"), ("fashion_mnist", "FashionMNIST")])
 def test_idx_files(tmp_path, name, kind):
     write_idx(tmp_path, kind)
-    found = opened(tmp_path, name, root=str(tmp_path))
-    image, label = found.train[3]
+    result = opened(tmp_path, name, root=str(tmp_path))
+    image, label = result.train[3]
     raw, _ = pixels(40, 28, 28)
-    mean, std = found.images.mean[0], found.images.std[0]
-    assert (len(found.train), len(found.evaluation), label, found.images.mode) == (40, 40, 3, "L")
+    mean, std = result.images.mean[0], result.images.std[0]
+    assert (len(result.train), len(result.evaluation), label, result.images.mode) == (
+        40,
+        40,
+        3,
+        "L",
+    )
     expected = (torch.from_numpy(raw[3]) / 255 - mean) / std
     torch.testing.assert_close(image, expected[None])
     assert abs(mean - raw.mean() / 255) < 1e-4 and abs(std - (raw / 255).std()) < 1e-4
@@ -66,54 +71,54 @@ def test_cifar_files(tmp_path, name, kind):
 
     sums = write_cifar(tmp_path, getattr(datasets, kind))
     with mock.patch.multiple(getattr(datasets, kind), **sums):
-        found = opened(tmp_path, name, root=str(tmp_path), normalize="none")
+        result = opened(tmp_path, name, root=str(tmp_path), normalize="none")
     raw, labels = pixels(20, 32, 32, 3, classes=int(name.removeprefix("cifar")))
-    image, label = found.train[4]
-    assert len(found.images.classes) == int(name.removeprefix("cifar")) and label == labels[4]
+    image, label = result.train[4]
+    assert len(result.images.classes) == int(name.removeprefix("cifar")) and label == labels[4]
     torch.testing.assert_close(image, torch.from_numpy(raw[4]).permute(2, 0, 1) / 255)
 
 
 def test_a_folder_of_classes_and_one_to_evaluate_on(tmp_path):
-    train, held = write_folder(tmp_path / "a", 12), write_folder(tmp_path / "b", 6)
-    found = opened(tmp_path, str(train), data={"evaluation_path": str(held)}, normalize="imagenet")
-    assert found.images.classes == ("ant", "bee", "cat") and found.images.size == (10, 8)
-    assert (len(found.train), len(found.evaluation)) == (12, 6)
-    assert [found.train[i][1] for i in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
-    shows(found.describe(), "12 colour images", "10 x 8, 3", "classes, 6 held")
+    train, kept = write_folder(tmp_path / "a", 12), write_folder(tmp_path / "b", 6)
+    result = opened(tmp_path, str(train), data={"evaluation_path": str(kept)}, normalize="imagenet")
+    assert result.images.classes == ("ant", "bee", "cat") and result.images.size == (10, 8)
+    assert (len(result.train), len(result.evaluation)) == (12, 6)
+    assert [result.train[i][1] for i in range(12)] == [0] * 4 + [1] * 4 + [2] * 4
+    shows(result.describe(), "12 colour images", "10 x 8, 3", "classes, 6 held")
 
 
 @pytest.mark.parametrize("labels", [[0, 1, 2, 1], ["x", "y", "x", "z"]], ids=["numbers", "names"])
 def test_a_table_with_an_image_column(tmp_path, labels, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    found = opened(
+    result = opened(
         tmp_path,
         str(write_parquet(tmp_path / "rows.parquet", labels)),
         data={"evaluation_fraction": 0},
     )
-    assert len(found.images.classes) == 3 and found.evaluation is None
-    assert [found.train[i][1] for i in range(4)] == (
+    assert len(result.images.classes) == 3 and result.evaluation is None
+    assert [result.train[i][1] for i in range(4)] == (
         [0, 1, 2, 1] if labels[0] == 0 else [0, 1, 0, 2]
     )
 
 
 def test_the_digits_are_there_offline(tmp_path):
     pytest.importorskip("sklearn")
-    found = opened(tmp_path, "digits", data={"evaluation_fraction": 0.2})
-    assert len(found.train) + len(found.evaluation) == 1797 and found.images.size == (8, 8)
+    result = opened(tmp_path, "digits", data={"evaluation_fraction": 0.2})
+    assert len(result.train) + len(result.evaluation) == 1797 and result.images.size == (8, 8)
 
 
 def test_an_own_data_set(tmp_path):
     own = [(torch.full((3, 4, 4), index / 10), index % 2) for index in range(10)]
-    found = opened(tmp_path, None, own=(own, own[:4]), classes=2, normalize="none")
-    assert len(found.evaluation) == 4
-    torch.testing.assert_close(found.train[5][0], torch.full((3, 4, 4), 0.5))
+    result = opened(tmp_path, None, own=(own, own[:4]), classes=2, normalize="none")
+    assert len(result.evaluation) == 4
+    torch.testing.assert_close(result.train[5][0], torch.full((3, 4, 4), 0.5))
 
 
 def test_sizes_are_brought_to_one(tmp_path):
     write_folder(tmp_path, 6, size=(10, 8))
     Image.fromarray(np.zeros((20, 40, 3), np.uint8)).save(tmp_path / "ant" / "wide.png")
-    found = opened(tmp_path, str(tmp_path), size=[6, 5])
-    assert {tuple(found.train[i][0].shape) for i in range(len(found.train))} == {(3, 6, 5)}
+    result = opened(tmp_path, str(tmp_path), size=[6, 5])
+    assert {tuple(result.train[i][0].shape) for i in range(len(result.train))} == {(3, 6, 5)}
 
 
 # Augmentations
@@ -129,16 +134,16 @@ VARIED = {
 
 
 def test_what_is_random_follows_from_seed_epoch_and_sample(tmp_path):
-    found = opened(tmp_path, str(write_folder(tmp_path / "a")), augment=VARIED)
+    result = opened(tmp_path, str(write_folder(tmp_path / "a")), augment=VARIED)
     state = torch.get_rng_state()
-    first = found.train.in_epoch(3, 0)[0]
+    first = result.train.in_epoch(3, 0)[0]
     torch.rand(7)  # nothing that others draw matters
-    assert torch.equal(first, found.train.in_epoch(3, 0)[0])
-    assert not torch.equal(first, found.train.in_epoch(3, 1)[0])
-    plain = found.train[3][0]
-    assert torch.equal(plain, found.train[3][0]) and not torch.equal(plain, first)
+    assert torch.equal(first, result.train.in_epoch(3, 0)[0])
+    assert not torch.equal(first, result.train.in_epoch(3, 1)[0])
+    plain = result.train[3][0]
+    assert torch.equal(plain, result.train[3][0]) and not torch.equal(plain, first)
     torch.set_rng_state(state)
-    found.train.in_epoch(5, 2)
+    result.train.in_epoch(5, 2)
     assert torch.equal(torch.get_rng_state(), state)  # nor is anything of theirs used up
     other = opened(tmp_path, str(tmp_path / "a"), augment={"crop_scale": [0.3, 1]}, size=6)
     assert other.train.in_epoch(0, 0)[0].shape == (3, 6, 6)
@@ -159,17 +164,17 @@ def steps(found: ImageData, ranks: int, workers: int) -> list[torch.Tensor]:
 
 def test_the_same_batches_with_any_number_of_ranks_and_workers(tmp_path):
     """Twelve images and steps of eight: the second lies across the end of an epoch."""
-    found = opened(
+    result = opened(
         tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0}
     )
-    expected = steps(found, 1, 0)
+    expected = steps(result, 1, 0)
     for ranks, workers in ((2, 0), (1, 2), (2, 1)):
-        for ours, theirs in zip(steps(found, ranks, workers), expected, strict=True):
+        for ours, theirs in zip(steps(result, ranks, workers), expected, strict=True):
             assert torch.equal(ours, theirs)
 
 
 def test_evaluation_is_the_same_with_workers_and_counts_each_image_once(tmp_path):
-    found = opened(
+    result = opened(
         tmp_path, str(write_folder(tmp_path)), augment=VARIED, data={"evaluation_fraction": 0}
     )
     task = ImageClassification(3, lambda: torch.nn.Flatten(), ())
@@ -177,7 +182,7 @@ def test_evaluation_is_the_same_with_workers_and_counts_each_image_once(tmp_path
     def batches(workers: int) -> list[dict[str, torch.Tensor]]:
         return list(
             evaluation_batches(
-                found.train, task.collate, task.blank, Batching(4, workers=workers), 11
+                result.train, task.collate, task.blank, Batching(4, workers=workers), 11
             )
         )
 
@@ -240,10 +245,10 @@ def test_a_corrupt_image_is_named_or_skipped(tmp_path, capfd):
     broken = tmp_path / "bee" / "004.png"
     broken.write_bytes(broken.read_bytes()[:60])
     assert f"{broken}: can't be read" in refusal(tmp_path, str(tmp_path))
-    found = opened(tmp_path, str(tmp_path), corrupt="skip", data={"evaluation_fraction": 0})
-    index = found.train.labelled.name
+    result = opened(tmp_path, str(tmp_path), corrupt="skip", data={"evaluation_fraction": 0})
+    index = result.train.labelled.name
     place = next(i for i in range(12) if index(i) == str(broken))
-    image, label = found.train[place]
+    image, label = result.train[place]
     assert (
         label == IGNORED and float(image.abs().max()) == 0 and str(broken) in capfd.readouterr().err
     )
@@ -251,11 +256,11 @@ def test_a_corrupt_image_is_named_or_skipped(tmp_path, capfd):
 
 def test_a_workers_error_is_its_own(tmp_path):
     write_folder(tmp_path, 99)
-    found = opened(tmp_path, str(tmp_path), data={"evaluation_fraction": 0})
+    result = opened(tmp_path, str(tmp_path), data={"evaluation_fraction": 0})
     for path in (tmp_path / "bee").glob("*.png"):
         path.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"bee/\d+.png: can't be read"):
-        steps(found, 1, 1)
+        steps(result, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -291,12 +296,12 @@ def test_labels_that_are_no_classes(tmp_path, monkeypatch):
     shows(refusal(tmp_path, rows), "1 has", "-1", "labels", "0 to 2")
     assert 'no column "kind"' in refusal(tmp_path, rows, label_column="kind")
     own = [(torch.zeros(3, 4, 4), 5)]
-    found = opened(tmp_path, None, own=(own * 8, None), classes=2, normalize="none")
+    result = opened(tmp_path, None, own=(own * 8, None), classes=2, normalize="none")
     with raises(DataError, "label 5", "number", "0 to 1"):
-        found.train[0]
-    train, held = write_folder(tmp_path / "a"), write_folder(tmp_path / "b")
-    (held / "cat").rename(held / "cow")
-    message = refusal(tmp_path, str(train), data={"evaluation_path": str(held)})
+        result.train[0]
+    train, kept = write_folder(tmp_path / "a"), write_folder(tmp_path / "b")
+    (kept / "cat").rename(kept / "cow")
+    message = refusal(tmp_path, str(train), data={"evaluation_path": str(kept)})
     shows(message, "3 classes", "cow")
 
 
@@ -346,6 +351,6 @@ def test_own_images_that_change_at_random_are_the_same_data_and_it_is_said(tmp_p
         def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
             return torch.rand(3, 8, 8), self.targets[index]
 
-    found, again = (opened(tmp_path, None, own=(Noisy(), None)) for _ in range(2))
-    assert found.fingerprint == again.fingerprint and found.description() == again.description()
-    shows(found.lines()[-1], "reading to reading")
+    result, again = (opened(tmp_path, None, own=(Noisy(), None)) for _ in range(2))
+    assert result.fingerprint == again.fingerprint and result.description() == again.description()
+    shows(result.lines()[-1], "reading to reading")

@@ -52,16 +52,16 @@ def packs(lengths: np.ndarray, capacity: int) -> list[list[int]]:
 
 def one_by_one(lengths: list[int], capacity: int) -> list[list[int]]:
     """Best fit by its definition."""
-    found: list[list[int]] = []
+    results: list[list[int]] = []
     for number in sorted(range(len(lengths)), key=lambda number: -lengths[number]):
         rooms = [
-            (capacity - sum(lengths[i] for i in sample), at) for at, sample in enumerate(found)
+            (capacity - sum(lengths[i] for i in sample), at) for at, sample in enumerate(results)
         ]
         fits = [(room, at) for room, at in rooms if room >= lengths[number]]
         if not fits:
-            found.append([])
-        found[min(fits)[1] if fits else -1].append(number)
-    return sorted(sorted(sample) for sample in found)
+            results.append([])
+        results[min(fits)[1] if fits else -1].append(number)
+    return sorted(sorted(sample) for sample in results)
 
 
 @settings(max_examples=200, deadline=None)
@@ -122,19 +122,19 @@ def apart(sample: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
 @given(documents, st.integers(3, 9))
 def test_a_pack_is_the_padded_samples_of_its_documents(tmp_path_factory, parts, length) -> None:
     folder = tmp_path_factory.mktemp("packed")
-    found = [
+    results = [
         document for sample in written(folder, parts, length, "pack") for document in apart(sample)
     ]
     summary = write_part(
         folder, [Encoded.from_token([1] * n, first) for n, first in parts], Cut(length, "pad")
     )
-    assert len(found) == summary.samples and summary.fill is None
-    for inputs, targets in found:
+    assert len(results) == summary.samples and summary.fill is None
+    for inputs, targets in results:
         assert len(inputs) <= length
         assert all(
             target in (IGNORED, token + 1) for token, target in zip(inputs, targets, strict=True)
         )
-    assert len({inputs[0] for inputs, _ in found}) == len(found)
+    assert len({inputs[0] for inputs, _ in results}) == len(results)
 
 
 @settings(max_examples=100, deadline=None)
@@ -142,13 +142,13 @@ def test_a_pack_is_the_padded_samples_of_its_documents(tmp_path_factory, parts, 
 def test_isolated_windows_are_the_same_with_their_documents_told(
     tmp_path_factory, parts, length
 ) -> None:
-    whole, found = (
+    whole, result = (
         written(tmp_path_factory.mktemp("windows"), parts, length, "concatenate", isolate)
         for isolate in (False, True)
     )
-    assert [{k: v for k, v in sample.items() if k != "documents"} for sample in found] == whole
+    assert [{k: v for k, v in sample.items() if k != "documents"} for sample in result] == whole
     begins = set(np.cumsum([0, *(n for n, _ in parts)]).tolist())
-    for sample in found:
+    for sample in result:
         first = sample["input_ids"][0]
         expected = [token for token in sample["input_ids"] if token in begins or token == first]
         assert [inputs[0] for inputs, _ in apart(sample)] == expected
@@ -215,17 +215,17 @@ def varlen(
         and max_seqlen_q >= int(cu_seqlens_q.diff().max())
         and cu_seqlens_q.dtype == torch.int32
     )
-    found = []
+    results = []
     for a, b in zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist()[1:], strict=False):
         ages = torch.arange(b - a)[:, None] - torch.arange(b - a)
-        seen = (ages >= 0) & ((ages <= window_size[0]) if window_size[0] >= 0 else True)
+        actual = (ages >= 0) & ((ages <= window_size[0]) if window_size[0] >= 0 else True)
         parts = [part[a:b].transpose(0, 1) for part in (q, k, v)]
-        found.append(
+        results.append(
             F.scaled_dot_product_attention(
-                *parts, attn_mask=seen, scale=softmax_scale, enable_gqa=True
+                *parts, attn_mask=actual, scale=softmax_scale, enable_gqa=True
             ).transpose(0, 1)
         )
-    return torch.cat(found)
+    return torch.cat(results)
 
 
 @contextlib.contextmanager
@@ -331,7 +331,7 @@ def test_layers_with_state_that_are_not_found_are_unsupported(monkeypatch):
 
 
 def test_a_recomputed_block_knows_its_documents(pools, monkeypatch):
-    """In the backward pass of an earlier micro-batch, too: without them, its state goes on."""
+    """In the backward pass of an earlier micro-batch, too: without them, its state continues."""
     case = CASES["mesh pipeline, lfm2, full"]
     with pytest.raises(AssertionError, match="CheckpointError"):
         pools[case.world_size].run(packed_by_engine, case=case, forgets=True)
@@ -351,9 +351,9 @@ def border_off_by_one() -> Any:
     import trainer.recipes.causal_lm.task as causal_lm
 
     def shifted(lengths, sequence):
-        found = documents_of(lengths, sequence)
-        numbers = torch.cat([found.numbers[:, :1], found.numbers[:, :-1]], 1)
-        return found._replace(numbers=numbers)
+        result = documents_of(lengths, sequence)
+        numbers = torch.cat([result.numbers[:, :1], result.numbers[:, :-1]], 1)
+        return result._replace(numbers=numbers)
 
     return mock.patch.object(causal_lm, "documents_of", shifted)
 
@@ -362,8 +362,8 @@ def positions_go_on() -> Any:
     import trainer.recipes.causal_lm.task as causal_lm
 
     def running(lengths, sequence):
-        found = documents_of(lengths, sequence)
-        return found._replace(positions=torch.arange(sequence).expand_as(found.positions))
+        result = documents_of(lengths, sequence)
+        return result._replace(positions=torch.arange(sequence).expand_as(result.positions))
 
     return mock.patch.object(causal_lm, "documents_of", running)
 
@@ -527,12 +527,12 @@ def test_without_dropout():
     from trainer.recipes.causal_lm.certificate import without_dropout
 
     model = AutoConfig.for_model(**GPT2)
-    found, section = without_dropout(
+    result, section = without_dropout(
         model, validate({"adapter": LORA, "model": {"name_or_path": "x"}})[0]
     )
     assert {
         key: value
-        for key, value in vars(found).items()
+        for key, value in vars(result).items()
         if "drop" in key and isinstance(value, float)
     } == {
         **{"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "summary_first_dropout": 0.0}

@@ -1,4 +1,4 @@
-"""Preparing: the same bytes by any number of processes, begun anew after a kill, once for all."""
+"""Preparing: the same bytes by any number of processes, begun again after a kill, once for all."""
 
 from __future__ import annotations
 
@@ -232,20 +232,20 @@ def test_who_waits_for_another_process_moves_as_long_as_that_does(tmp_path: Path
     with pytest.raises(queue.Empty):
         mine.get(timeout=3.0)
     writer.kill()
-    found = [mine.get(timeout=60) for _ in range(2)]
+    results = [mine.get(timeout=60) for _ in range(2)]
     waiter.join()
     writer.join()
-    assert "writes" in found
+    assert "writes" in results
 
 
 def test_two_at_once_write_once(tmp_path: Path) -> None:
-    told, waits = FORK.Queue(), FORK.Event()
-    both = [FORK.Process(target=_slowly, args=(tmp_path, told, waits)) for _ in range(2)]
+    message, waits = FORK.Queue(), FORK.Event()
+    both = [FORK.Process(target=_slowly, args=(tmp_path, message, waits)) for _ in range(2)]
     for process in both:
         process.start()
     heard: list[str] = []
     while len(heard) < 4:
-        heard += [word for word in [told.get(timeout=60)] if word != "moves"]
+        heard += [word for word in [message.get(timeout=60)] if word != "moves"]
     for process in both:
         process.join()
     assert sorted(heard) == ["waits", "whole", "whole", "writes"]
@@ -302,10 +302,10 @@ def test_a_file_that_changes_while_it_is_read_is_an_error(tmp_path: Path) -> Non
 def test_progress_is_shown_when_it_takes_longer_than_a_moment(
     tmp_path: Path, terminal: bool
 ) -> None:
-    path, told = write_rows(tmp_path / "data.jsonl", *TEXTS), io.StringIO()
-    shown = Progress(Console(file=told, force_terminal=terminal, width=200))
+    path, message = write_rows(tmp_path / "data.jsonl", *TEXTS), io.StringIO()
+    shown = Progress(Console(file=message, force_terminal=terminal, width=200))
     preparation.prepare(options(path), tokenizer(), tmp_path / "quick", shown)
-    assert told.getvalue() == ""
+    assert message.getvalue() == ""
     at_once = {
         name: patch(f"trainer.data.{name}", 0) for name in ("progress._MOMENT", "progress._BETWEEN")
     }
@@ -316,9 +316,11 @@ def test_progress_is_shown_when_it_takes_longer_than_a_moment(
     ):
         preparation.prepare(options(path), tokenizer(), tmp_path / "slow", shown)
     if terminal:  # drawn four times a second, and wiped at the end
-        assert f"prepare {path} " in told.getvalue() and told.getvalue().endswith("\x1b[1A\x1b[2K")
+        assert f"prepare {path} " in message.getvalue() and message.getvalue().endswith(
+            "\x1b[1A\x1b[2K"
+        )
         return
-    lines = told.getvalue().splitlines()
+    lines = message.getvalue().splitlines()
     shows(lines[0], f"{path}: looked up 1", "of 1 files")
     assert "4 documents, " in lines[1]
     done = f"prepare {path}: 100%, 60 documents, "
@@ -339,10 +341,10 @@ def _waits(rank: int) -> str:
         time.sleep(2)
         return "done"
 
-    found = ranks.await_first(work)
+    result = ranks.await_first(work)
     with pytest.raises(RuntimeError):  # in a collective it would be
         ranks.on_first(work)
-    return found
+    return result
 
 
 def _fails(rank: int) -> str:

@@ -95,8 +95,8 @@ def test_names_of_a_file_a_glob_and_a_folder(bucket: MemoryFileSystem, tmp_path:
         ],
         evaluation_path={"one": f"{texts}/a.jsonl", "all": f"{texts}/**/*.jsonl"},
     )
-    found = local_data(data, tmp_path)
-    mine, folder = found.sources
+    result = local_data(data, tmp_path)
+    mine, folder = result.sources
     assert [Path(name).name for name in mine.path] == ["a.jsonl", "b.jsonl", "d.jsonl"]
     assert (mine.label, folder.label) == ("mine", f"{texts}/")  # a checkpoint has the label
     below = Path(folder.path)
@@ -106,8 +106,8 @@ def test_names_of_a_file_a_glob_and_a_folder(bucket: MemoryFileSystem, tmp_path:
         "more/c.jsonl",
     ]
     assert (below / "more/c.jsonl").read_bytes() == rows("c")
-    assert isinstance(found.evaluation_path, dict)
-    assert str(found.evaluation_path["one"]).endswith("bucket/texts/a.jsonl")
+    assert isinstance(result.evaluation_path, dict)
+    assert str(result.evaluation_path["one"]).endswith("bucket/texts/a.jsonl")
     own = DataSection(tokenizer=texts, chat_template=f"{texts}/a.jsonl")
     own = local_data(own, tmp_path)
     assert Path(str(own.tokenizer), "more/c.jsonl").read_bytes() == rows("c")
@@ -167,16 +167,16 @@ def test_each_part_of_a_large_file_is_progress(bucket: MemoryFileSystem, tmp_pat
         patch.object(MemoryFileSystem, "get_file", slowly),
     ):
         fetched(DataSection(path=ADDRESS), tmp_path, ALONE, progress)
-    said = re.findall(r"copied (\d+) of 20 MB", shown.getvalue())
-    assert len(set(said)) >= 3 and len(moved) >= 3, said
+    message = re.findall(r"copied (\d+) of 20 MB", shown.getvalue())
+    assert len(set(message)) >= 3 and len(moved) >= 3, message
 
 
 def test_processes_of_a_machine_copy_once(bucket: MemoryFileSystem, tmp_path: Path) -> None:
     data = DataSection(path=ADDRESS)
 
     with copied(MemoryFileSystem) as get, ThreadPoolExecutor(4) as pool:
-        found = list(pool.map(lambda _: local_data(data, tmp_path).path, range(4)))
-    assert get.call_count == 2 and all(one == found[0] for one in found)
+        results = list(pool.map(lambda _: local_data(data, tmp_path).path, range(4)))
+    assert get.call_count == 2 and all(one == results[0] for one in results)
 
 
 @pytest.mark.parametrize("fault", ["dies", "short"])
@@ -196,8 +196,8 @@ def test_half_a_copy_never_counts(bucket: MemoryFileSystem, tmp_path: Path, faul
     words = {"dies": "the network is gone", "short": "20 of 189 bytes came of b.jsonl"}
     assert words[fault] in str(caught.value) and str(caught.value).startswith(ADDRESS)
     assert [path for path in tmp_path.iterdir() if path.name.startswith("remote")] == []
-    found = local_data(data, tmp_path).path
-    assert found is not None and Path(found[1]).read_bytes() == rows("b")
+    result = local_data(data, tmp_path).path
+    assert result is not None and Path(result[1]).read_bytes() == rows("b")
 
 
 @pytest.mark.parametrize(
@@ -306,10 +306,10 @@ def elsewhere(folder: Path) -> Any:
 def test_one_rank_of_a_machine_copies(tmp_path: Path, pools: Pools) -> None:
     for name in ("a", "b"):
         (tmp_path / f"{name}.jsonl").write_bytes(rows(name))
-    found = pools[3].run(elsewhere, timeout=60, folder=tmp_path)
-    assert [count for _, count, _ in found] == [2, 0, 2] and all(shared for *_, shared in found)
-    assert found[0][0] == found[1][0] != found[2][0]
-    for paths, *_ in found:
+    result = pools[3].run(elsewhere, timeout=60, folder=tmp_path)
+    assert [count for _, count, _ in result] == [2, 0, 2] and all(shared for *_, shared in result)
+    assert result[0][0] == result[1][0] != result[2][0]
+    for paths, *_ in result:
         assert [Path(path).read_bytes() for path in paths] == [rows("a"), rows("b")]
 
 

@@ -53,13 +53,13 @@ TEXTS = [" ".join(words) for words in product("abcdefg", repeat=3)]
 
 def write_files(folder: Path, sizes: tuple[int, ...] = SIZES) -> list[list[str]]:
     """Write files of so many rows, each of another text; return the texts."""
-    left, found = iter(TEXTS), []
+    left, result = iter(TEXTS), []
     for number, size in enumerate(sizes):
         texts = [next(left) for _ in range(size)]
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / f"{number}.jsonl").write_text(lines)
-        found.append(texts)
-    return found
+        result.append(texts)
+    return result
 
 
 @pytest.fixture
@@ -82,16 +82,16 @@ def read(
 ) -> list[list[str]]:
     """Return the texts of each step of 4 samples, and the place after the last."""
     batching = Batching(4 // ranks, 1, ranks, rank)
-    found = []
+    results = []
     data.train.begin(place or Place())
     with BatchLoader(
         data.train, collate, batching, steps, order=SampleOrder(1), position=4 * steps.start
     ) as loader:
         for step in loader:
             rows = step.micro_batches[0]["input_ids"].tolist()
-            found.append([tokenizer().decode(row[:3]) for row in rows])
-        found.append(data.train.place(4 * steps.stop))
-    return found
+            results.append([tokenizer().decode(row[:3]) for row in rows])
+        results.append(data.train.place(4 * steps.stop))
+    return results
 
 
 def folders(cache: Path) -> list[str]:
@@ -231,8 +231,8 @@ def test_files_without_a_sample_are_left_out_where_bad_rows_are(tmp_path: Path) 
     given = options(path, documents="pad", stream=True, corrupt="skip")
     data = open_data(given, tokenizer(), tmp_path / "cache", ALONE, SampleOrder(1), progress)
     *steps, place = read(data, range(14))
-    found = [text for step in steps for text in step]
-    assert sorted(found[:28]) == sorted(found[28:]) == sorted(sum(texts, []))
+    results = [text for step in steps for text in step]
+    assert sorted(results[:28]) == sorted(results[28:]) == sorted(sum(texts, []))
     notes = shown.getvalue().splitlines()
     shows_each(
         sorted(line for line in notes if "waits" not in line and "still" not in line),
@@ -378,24 +378,24 @@ def test_a_run_that_waits_for_a_file_can_be_stopped(tmp_path: Path, call: int, e
         while not list(tmp_path.glob("reached-*")) and time.monotonic() < deadline:
             time.sleep(0.1)
         time.sleep(4)  # until all wait
-        found, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
-        assert bool(found) is ("saved" in ends)  # before it waits
+        result, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
+        assert bool(result) is ("saved" in ends)  # before it waits
         process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=100)
     assert process.returncode == (77 if ends == "patience" else 75), output
     shows(output, "next samples")
     assert nothing_left(tmp_path)
-    found, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
-    assert bool(found) is (call > 1 and "signal" in ends), output
-    if found:
+    result, _ = newest(tmp_path / "runs" / "job" / "checkpoints")
+    assert bool(result) is (call > 1 and "signal" in ends), output
+    if result:
         again = run(*command(tmp_path, job), "trainer.steps=9", **environment(tmp_path / "cache"))
-        assert f"resumed from {found}" in again.output and again.code == 0, again.output
+        assert f"resumed from {result}" in again.output and again.code == 0, again.output
 
 
 def test_documents_of_the_first_file_are_held_out(tmp_path: Path, texts: list[list[str]]) -> None:
     data = opened(tmp_path, evaluation_fraction=0.4)
-    held = data.evaluations[""]
-    left = [tokenizer().decode(held[i]["input_ids"][:3]) for i in range(len(held))]
+    kept = data.evaluations[""]
+    left = [tokenizer().decode(kept[i]["input_ids"][:3]) for i in range(len(kept))]
     assert left and set(left) < set(texts[0])
     *steps, _ = read(data, range(7))
     assert sorted(sum(steps, [])[: 28 - len(left)]) == sorted(set(sum(texts, [])) - set(left))
@@ -484,9 +484,9 @@ def test_training_on_a_stream_of_a_bucket_goes_on_bit_for_bit(tmp_path: Path) ->
             )
 
         def trained(config: Path, cache: str, *begin: str | Path) -> str:
-            found = run(*begin, "--config", config, XDG_CACHE_HOME=str(tmp_path / cache), **s3)
-            assert found.code == 0, found.output
-            return found.output
+            result = run(*begin, "--config", config, XDG_CACHE_HOME=str(tmp_path / cache), **s3)
+            assert result.code == 0, result.output
+            return result.output
 
         whole, parts = job("whole"), job("parts")
         trained(whole, "1", *two)

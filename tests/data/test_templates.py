@@ -62,9 +62,9 @@ def marked(
     generation_prompt: Any = "score",
 ) -> str:
     """The text of a chat's tokens, with ⟦ ⟧ around the label tokens."""
-    found = next(Template(tokenizer, template, "", loss_on, generation_prompt).encode([chat]))
+    result = next(Template(tokenizer, template, "", loss_on, generation_prompt).encode([chat]))
     runs: list[tuple[bool, list[int]]] = []
-    for token, counts in zip(found.tokens, found.counted, strict=True):
+    for token, counts in zip(result.tokens, result.counted, strict=True):
         if not runs or runs[-1][0] != bool(counts):
             runs.append((bool(counts), []))
         runs[-1][1].append(token)
@@ -88,8 +88,8 @@ def test_a_shipped_template_renders_as_the_family_does(name: str, chat: str, exp
         return
     text = expected if isinstance(expected, str) else expected["text"]
     today = datetime.date.today().isoformat()  # GPT-OSS tells the model the date
-    found = marked(tokenizer, template.text, chat_of(chat))
-    assert found.replace(today, "2026-01-02") == text
+    result = marked(tokenizer, template.text, chat_of(chat))
+    assert result.replace(today, "2026-01-02") == text
     unseen = {} if isinstance(expected, str) else expected["unrendered"]
     assert next(template.encode([chat_of(chat)])).unrendered == unseen
 
@@ -110,9 +110,9 @@ def test_a_shipped_templates_prompt_is_where_its_answer_begins(name: str) -> Non
     tokenizer = tokenizer_of(ENDS[name], BEGINS.get(name, "<bos>"))
     template = Template.of(tokenizer, name)
     chat = chat_of("system and three turns")
-    asked, _ = template._rendered(chat, len(chat.messages) - 1, prompts=True)
+    requested, _ = template._rendered(chat, len(chat.messages) - 1, prompts=True)
     answered = marked(tokenizer, template.text, chat, "last_assistant")
-    assert asked.removesuffix("<think>\n") == answered.partition("⟦")[0]
+    assert requested.removesuffix("<think>\n") == answered.partition("⟦")[0]
 
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3.5", "glm4"])
@@ -243,8 +243,8 @@ def test_a_turn_that_the_next_header_ends_learns_that_header() -> None:
 @pytest.mark.parametrize("eos", ["<|END_OF_TURN_TOKEN|>", "<eos>"])
 def test_a_special_token_before_the_end_of_a_turn_does_not_hide_it(template: str, eos: str) -> None:
     end = "<|END_RESPONSE|><|END_OF_TURN_TOKEN|>"
-    found = answers(tokenizer_of(eos), template, "two turns")
-    assert found == [f"It is 4.{end}", f"Yes.{end}"]
+    result = answers(tokenizer_of(eos), template, "two turns")
+    assert result == [f"It is 4.{end}", f"Yes.{end}"]
 
 
 # What a chat holds, and no rendered character shows

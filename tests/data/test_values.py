@@ -76,9 +76,9 @@ for name, value in VALUES.items():
 
 
 def values() -> dict[str, Any]:
-    found: dict[str, Any] = {"__name__": "__main__"}
-    exec(SAMPLES, found)
-    return dict(found["VALUES"])
+    results: dict[str, Any] = {"__name__": "__main__"}
+    exec(SAMPLES, results)
+    return dict(results["VALUES"])
 
 
 def test_values_have_one_digest_in_every_process() -> None:
@@ -155,9 +155,9 @@ RANDOM: dict[str, Callable[[int], Any]] = {
 @pytest.mark.parametrize("kind", RANDOM)
 def test_samples_that_are_drawn_anew_count_by_their_number_and_it_is_said(kind: str) -> None:
     state = torch.get_rng_state(), random.getstate(), str(np.random.get_state())
-    found, again = (pairs_of(Drawn(RANDOM[kind]), None, 0.0) for _ in range(2))
-    assert found.fingerprint == again.fingerprint
-    assert len(found.notes) == 1 and "differ" in found.notes[0]
+    result, again = (pairs_of(Drawn(RANDOM[kind]), None, 0.0) for _ in range(2))
+    assert result.fingerprint == again.fingerprint
+    assert len(result.notes) == 1 and "differ" in result.notes[0]
     assert torch.equal(state[0], torch.get_rng_state())
     assert state[1:] == (random.getstate(), str(np.random.get_state()))
 
@@ -167,18 +167,18 @@ def test_samples_that_seed_the_generators_are_the_same() -> None:
         torch.manual_seed(index)
         return torch.rand(3)
 
-    found = pairs_of(Drawn(drawn), None, 0.0)
-    assert found.notes == ()
-    assert found.fingerprint != pairs_of(Drawn(lambda index: drawn(index) + 1), None, 0.0)
+    result = pairs_of(Drawn(drawn), None, 0.0)
+    assert result.notes == ()
+    assert result.fingerprint != pairs_of(Drawn(lambda index: drawn(index) + 1), None, 0.0)
 
 
 def test_what_cannot_be_compared_is_said_and_never_refuses() -> None:
     data = [(torch.tensor(1), threading.Lock()) for _ in range(3)]
-    found = pairs_of(data, None, 0.0)
+    result = pairs_of(data, None, 0.0)
     other = pairs_of([(torch.tensor(1), threading.Lock()) for _ in range(3)], None, 0.0)
-    assert found.fingerprint == other.fingerprint and "lock" in found.notes[0]
+    assert result.fingerprint == other.fingerprint and "lock" in result.notes[0]
     changed = pairs_of([(torch.tensor(2), threading.Lock()) for _ in range(3)], None, 0.0)
-    assert found.fingerprint != changed.fingerprint
+    assert result.fingerprint != changed.fingerprint
 
 
 def test_many_objects_that_know_one_another_are_looked_at_once() -> None:

@@ -91,8 +91,8 @@ def test_more_processes_than_gpus(joined):
 
 def test_machines_with_unequally_many_processes():
     text = "8 on that of rank 0, 4 on that of rank 8; expected equally many on all"
-    found = together(16, lambda ranks: process.check_even(8 if ranks.rank < 8 else 4, ranks))
-    assert all(text in str(error) and error.shared for error in found)  # rank 0 alone says it
+    result = together(16, lambda ranks: process.check_even(8 if ranks.rank < 8 else 4, ranks))
+    assert all(text in str(error) and error.shared for error in result)  # rank 0 alone says it
 
 
 @pytest.mark.parametrize(

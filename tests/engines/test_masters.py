@@ -34,9 +34,9 @@ def masters_at_start(case: Case) -> dict[str, torch.Tensor]:
 
     allow_float16(case)
     engine = build(case, dist.get_rank())
-    found = whole_weights(engine, case)
+    result = whole_weights(engine, case)
     engine.close()
-    return found
+    return result
 
 
 @pytest.mark.first("bfloat16, zero3, none, llama, 1 x 1", "float16, zero3, none, llama, 1 x 1")
@@ -52,8 +52,8 @@ def test_masters_start_from_the_float32_values(pools, case):
     model = spec.build()
     materialise(model, spec, seed=5)
     wanted = dict(model.named_parameters())
-    for found in pools[case.world_size].run(masters_at_start, case=case):
-        assert found.keys() == wanted.keys()
+    for result in pools[case.world_size].run(masters_at_start, case=case):
+        assert result.keys() == wanted.keys()
         assert [
-            name for name, value in wanted.items() if not torch.equal(found[name], value.detach())
+            name for name, value in wanted.items() if not torch.equal(result[name], value.detach())
         ] == []

@@ -93,9 +93,9 @@ def test_without_deepspeed_a_job_trains_on_another_engine(tmp_path):
     assert result.code == 0, result.output
     assert "engine deepspeed" not in result.output and "steps" in result.output
     assert [len(losses(path)) for path in (tmp_path / "runs").iterdir()] == [3]
-    asked = without_deepspeed(tmp_path, "train", "--config", job, "trainer.engine=deepspeed")
-    assert asked.code == 64, asked.output
-    assert "pip install 'meshloom[deepspeed]'" in asked.output
+    requested = without_deepspeed(tmp_path, "train", "--config", job, "trainer.engine=deepspeed")
+    assert requested.code == 64, requested.output
+    assert "pip install 'meshloom[deepspeed]'" in requested.output
 
 
 @pytest.mark.more

@@ -81,8 +81,8 @@ def test_an_adapter_is_pushed_at_the_end_of_its_run_and_opens_from_the_hub(
     section = {"repository": "tiny", "checkpoints": True}
     model = {"name_or_path": str(base / "final")}
     folder = trained(tmp_path, adapter=LORA, hub=section, model=model)
-    found = hub.repositories["me/tiny"]
-    assert found.private and len(found.commits) == 2
+    result = hub.repositories["me/tiny"]
+    assert result.private and len(result.commits) == 2
     local = {path.name: path.read_bytes() for path in (folder / "final").iterdir()}
     local |= {
         str(path.relative_to(folder)): path.read_bytes()
@@ -90,12 +90,12 @@ def test_an_adapter_is_pushed_at_the_end_of_its_run_and_opens_from_the_hub(
         if path.is_file()
     }
     assert {"adapter_model.safetensors", "checkpoints/step-000003/trainer.json"} <= local.keys()
-    assert {name: found.files[name] for name in local} == local
-    assert found.files.keys() - local.keys() == {".gitattributes", CARD}
+    assert {name: result.files[name] for name in local} == local
+    assert result.files.keys() - local.keys() == {".gitattributes", CARD}
     digest = json.loads(local["checkpoints/step-000003/trainer.json"])["data"]["fingerprint"]
-    assert digest in section_of(found.files, "Data")
-    assert metadata(found.files)["library_name"] == "peft"
-    shows(found.files[CARD].decode(), "machine that trained")
+    assert digest in section_of(result.files, "Data")
+    assert metadata(result.files)["library_name"] == "peft"
+    shows(result.files[CARD].decode(), "machine that trained")
     downloaded = huggingface_hub.snapshot_download("me/tiny", cache_dir=tmp_path / "cache")
     from peft import AutoPeftModelForCausalLM
 
@@ -156,9 +156,9 @@ def test_parts_of_an_earlier_push_go_and_other_files_stay(hub: Hub, base: Path) 
     kept = {"notes.txt", "onnx/config.json", "checkpoints/step-000009/trainer.json"}
     assert hub.repositories["me/tiny"].files.keys() & earlier.keys() == kept
     assert pushed(base, "--repository", "me/tiny", "--checkpoints") == 0
-    found = hub.repositories["me/tiny"]
-    assert found.files.keys() & earlier.keys() == kept - {"checkpoints/step-000009/trainer.json"}
-    assert "checkpoints/step-000003/trainer.json" in found.files and len(found.commits) == 3
+    result = hub.repositories["me/tiny"]
+    assert result.files.keys() & earlier.keys() == kept - {"checkpoints/step-000009/trainer.json"}
+    assert "checkpoints/step-000003/trainer.json" in result.files and len(result.commits) == 3
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_what_can_not_be_pushed_is_one_sentence(
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2, lines
     shows(lines[1], *keys)
-    assert {len(found.commits) for found in hub.repositories.values()} == {1}
+    assert {len(result.commits) for result in hub.repositories.values()} == {1}
 
 
 def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, capsys) -> None:

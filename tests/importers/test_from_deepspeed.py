@@ -85,13 +85,13 @@ def trained(
     if stage < 3:
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
-    found: Values = {}
+    results: Values = {}
     for name, parameter in learned:
-        found[name, MASTER] = safe_get_full_fp32_param(parameter).clone()
+        results[name, MASTER] = safe_get_full_fp32_param(parameter).clone()
         for part in ("exp_avg", "exp_avg_sq"):
-            found[name, part] = safe_get_full_optimizer_state(parameter, part).clone()
+            results[name, part] = safe_get_full_optimizer_state(parameter, part).clone()
     engine.destroy()
-    return found
+    return results
 
 
 @pytest.mark.first("2-2-bfloat16-{'elastic_checkpoint': True}")
@@ -119,9 +119,9 @@ def test_every_value_is_that_of_deepspeed(
         0
     ]
     imported = read_deepspeed(tmp_path)
-    found = {(entry.name, entry.key): entry.read(ALONE) for entry in imported.state_tensors}
+    results = {(entry.name, entry.key): entry.read(ALONE) for entry in imported.state_tensors}
     for entry in imported.state_tensors:
-        tensor = found[entry.name, entry.key]
+        tensor = results[entry.name, entry.key]
         assert tensor is not None and (tuple(tensor.shape), tensor.dtype) == (
             entry.shape,
             entry.dtype,
@@ -129,15 +129,15 @@ def test_every_value_is_that_of_deepspeed(
     low = getattr(torch, precision)
     for (name, part), value in truth.items():
         kept = part if part != MASTER or precision != "float32" else WEIGHT
-        assert torch.equal(found.pop((name, kept)), value), (name, part)
+        assert torch.equal(results.pop((name, kept)), value), (name, part)
         if kept == MASTER:
-            assert torch.equal(found.pop((name, WEIGHT)), value.to(low)), name
+            assert torch.equal(results.pop((name, WEIGHT)), value.to(low)), name
     rest = (
         {"lm_head.scale", "model.layers.0.mlp.up_proj.weight"} if options.get("frozen") else set()
     )
-    assert found.keys() == {(name, WEIGHT) for name in rest}
+    assert results.keys() == {(name, WEIGHT) for name in rest}
     if rest:
-        assert torch.equal(found["lm_head.scale", WEIGHT].float(), torch.tensor([0.5, 2.0]))
+        assert torch.equal(results["lm_head.scale", WEIGHT].float(), torch.tensor([0.5, 2.0]))
     assert (imported.state.step, imported.state.samples) == (2, 4 * ranks)
     assert imported.state.engine["optimizer_step"] == 2.0
 
@@ -151,21 +151,21 @@ def test_an_order_that_deepspeed_itself_gets_wrong(
     """With `round_robin_gradients` its own accessors mix parameters up; the truth is the same run
     without.
     """
-    found = []
+    results = []
     for turns in (False, True):
         options = {"round_robin_gradients": turns, "parameter_alignment": aligned, "frozen": True}
         pools[ranks].run(
             trained, folder=tmp_path / str(turns), stage=stage, precision=precision, **options
         )
-        found.append(
+        results.append(
             {
                 (p.name, p.key): p.read(ALONE)
                 for p in read_deepspeed(tmp_path / str(turns)).state_tensors
             }
         )
-    assert found[0].keys() == found[1].keys()
-    for key, value in found[0].items():
-        assert torch.equal(found[1][key], value), key
+    assert results[0].keys() == results[1].keys()
+    for key, value in results[0].items():
+        assert torch.equal(results[1][key], value), key
 
 
 @pytest.mark.more
@@ -284,12 +284,12 @@ class ByName:
 @pytest.mark.more
 def test_a_stage_by_its_name(written: Path) -> None:
     file = next(written.rglob("*optim_states.pt"))
-    found = torch.load(file, weights_only=False)
-    found["optimizer_state_dict"]["zero_stage"] = ByName("gradients")
-    torch.save(found, file)
+    result = torch.load(file, weights_only=False)
+    result["optimizer_state_dict"]["zero_stage"] = ByName("gradients")
+    torch.save(result, file)
     assert len(read_deepspeed(written).state_tensors) == 2
-    found["optimizer_state_dict"]["zero_stage"] = ByName("__class__")
-    torch.save(found, file)
+    result["optimizer_state_dict"]["zero_stage"] = ByName("__class__")
+    torch.save(result, file)
     with pytest.raises(DataError, match="asks for '__class__'"):
         read_deepspeed(written)
 

@@ -41,10 +41,10 @@ def written(folder: Path, system: str, keys: dict, partial: bool = False) -> Dra
 
 def named(draft: Draft) -> set[str]:
     """Every key that something is said of."""
-    said = {
+    message = {
         key.partition(" ")[0] for lines in (draft.carried, draft.lost, draft.notes) for key in lines
     } | {*draft.listed}
-    return said | {key.partition(".")[0] for key in said}
+    return message | {key.partition(".")[0] for key in message}
 
 
 def words(lines: dict[str, list[str]], key: str) -> str:
@@ -411,7 +411,11 @@ SETS = [{"path": "a", "type": "chat_template"}]
             "lora_target_modules",
         ),
         ("axolotl", {**LORA, "lora_target_modules": ["lm_head"]}, "lora_target_modules"),
-        ("axolotl", {**LORA, "loraplus_lr_ratio": 16}, "loraplus_lr_ratio"),
+        (
+            "axolotl",
+            {**LORA, "loraplus_lr_ratio": 16, "peft_use_dora": True},
+            "loraplus_lr_ratio",
+        ),
         ("axolotl", {**LORA, "adapter": "qlora"}, "adapter"),
         ("axolotl", {"load_in_4bit": True}, "load_in_4bit"),
         ("axolotl", {**LORA, "load_in_4bit": True}, "load_in_4bit"),
@@ -751,12 +755,12 @@ def test_a_date_is_text_and_a_dollar_at_the_end_is_of_a_pattern(tmp_path: Path):
 
 
 def test_arguments():
-    found = read_flags(
+    result = read_flags(
         shlex.split(
             "--learning-rate 1e-4 --bf16 no --report_to a b --name='x \" y' --no_tf32 --a -1"
         )
     )
-    assert found == {
+    assert result == {
         "learning_rate": "1e-4",
         "bf16": False,
         "report_to": ["a", "b"],

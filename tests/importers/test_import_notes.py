@@ -66,6 +66,16 @@ def test_partial_drops_no_key_that_decides_what_is_trained(text: str, key: str):
     assert "--partial" in caught.value.render()
 
 
+@pytest.mark.parametrize("system", ["axolotl", "llamafactory"])
+def test_lora_plus_is_a_group_of_parameters(tmp_path: Path, system: str):
+    lora = {"adapter": "lora", "lora_r": 8, "lora_alpha": 16, "lora_target_linear": True}
+    lora |= {"base_model": "m", "datasets": CHATS}
+    if system == "llamafactory":
+        lora = {"model_name_or_path": "m", "finetuning_type": "lora"}
+    draft = written(tmp_path, system, {**lora, "loraplus_lr_ratio": 16}, partial=True)
+    assert draft.get("trainer.parameter_groups") == [{"names": "*lora_B*", "lr_multiplier": 16}]
+
+
 DECIDES = [
     ("axolotl", {"unfrozen_parameters": ["^lm_head"]}, "unfrozen_parameters"),
     ("axolotl", {"datasets": ALPACA, "train_on_inputs": True}, "train_on_inputs"),

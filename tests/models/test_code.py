@@ -1,4 +1,4 @@
-"""An edit of the code that is trained is an error when a run goes on, and a comment is none."""
+"""An edit of the code that is trained is an error when a run resumes, and a comment is none."""
 
 from __future__ import annotations
 
@@ -222,12 +222,12 @@ except ConfigError as error:
     print("CAUGHT", error)
 trainer.train(config, model=lambda: Net(9.0), resume_anyway=True, **again)
 trainer.train(config, model=lambda: Net(1.0), **again)
-print("WENT ON")
+print("RESUMED")
 """
     result = script(tmp_path, text)
     assert result.code == 0, result.output
     caught = result.output.split("CAUGHT ")[1]
-    assert "model was edited" in caught and "resume_anyway=True" in caught and "WENT ON" in caught
+    assert "model was edited" in caught and "resume_anyway=True" in caught and "RESUMED" in caught
 
 
 class Own(nn.Module):

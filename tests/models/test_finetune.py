@@ -79,16 +79,16 @@ def test_each_format_trains_under_each_engine(tmp_path, reference, name, engine)
     """The same chat in each: the same samples, and so the same losses."""
     from transformers import AutoTokenizer
 
-    found = done(train("--config", job(tmp_path, FORMATS[name]), *TWO, f"trainer.engine={engine}"))
-    data = next(line for line in found.lines if line.startswith("data"))
+    result = done(train("--config", job(tmp_path, FORMATS[name]), *TWO, f"trainer.engine={engine}"))
+    data = next(line for line in result.lines if line.startswith("data"))
     shows(data, "2 roles", "2 turns", "plain template")
     assert "36 documents" in data and "% full" in data
     assert losses(tmp_path / "runs" / "job") == pytest.approx(reference, rel=1e-5)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "runs" / "job" / "final")
-    asked = tokenizer.apply_chat_template(
+    requested = tokenizer.apply_chat_template(
         filled(TURNS[:1], 4), tokenize=False, add_generation_prompt=True
     )
-    assert asked == "<|user|>\nWhat is 4+4?\n<|assistant|>\n"
+    assert requested == "<|user|>\nWhat is 4+4?\n<|assistant|>\n"
 
 
 def test_an_evaluation_of_several_sources_has_a_loss_of_each(tmp_path):
@@ -129,10 +129,10 @@ def test_the_example_goes_from_nothing_to_an_adapter_that_peft_opens(tmp_path):
         "4",
     )
     done(result)
-    found = [
+    results = [
         line.split(":")[0].strip() for line in result.lines if line.startswith("  ") and ":" in line
     ]
-    assert found == ["base", "full", "lora"] * 4, result.output
+    assert results == ["base", "full", "lora"] * 4, result.output
     assert (tmp_path / "runs/lora/final/adapter_model.safetensors").exists()
 
 

@@ -72,6 +72,7 @@ def written(folder: Path, name: str, double: bool) -> Any:
     names = {"target_modules": sorted(targets)}
     if task == "SEQ_CLS":
         names["modules_to_save"] = ["score"]  # PEFT adds a name that the model does not have
+        base.config.update({"architectures": [type(base).__name__]})  # as a run saves it
         base.config.save_pretrained(folder / "adapter")
     path.write_text(json.dumps(json.loads(path.read_text()) | names))
     stated = {**NF4, "bnb_4bit_use_double_quant": double}

@@ -86,6 +86,27 @@ def test_gathered_bytes_have_the_values_of_the_whole(values, seed, double, ranks
     assert (ours - tensor.float()).abs().max() <= (0.2 if double else 0.16) * largest
 
 
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 40),
+    dim=st.sampled_from([0, 1]),
+    parts=st.integers(1, 5),
+    double=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_parts_of_a_matrix_have_the_values_of_the_whole(rows, columns, dim, parts, double):
+    shape = (rows * parts, columns) if dim == 0 else (rows, columns * parts)
+    tensor = tensor_of(rows, rows * columns * parts).view(shape)
+    data = nf4.divided(nf4.quantise(tensor, double), shape, double, dim, parts)
+    whole = plainly.rounded(tensor, double)
+    assert torch.equal(plainly.read(data, shape, double, dim, parts), whole)
+    for number, (own, values) in enumerate(
+        zip(data.chunk(parts), whole.chunk(parts, dim), strict=True)
+    ):
+        part = nf4.MatrixPart(dim, number, parts)
+        assert torch.equal(nf4.dequantise(own, shape, double, torch.float32, part), values)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_layer_multiplies_by_its_dequantised_weight(bias, dtype):

@@ -87,10 +87,10 @@ def held_in(case: Case) -> set[str]:
 @pytest.mark.parametrize("name", CASES)
 def test_the_rest_trains_as_in_one_process(pools, name):
     case = CASES[name]
-    reference, held = train_plainly(case), held_in(case)
+    reference, kept = train_plainly(case), held_in(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)
-        assert not held & set(outcome.gradients[0])
+        assert not kept & set(outcome.gradients[0])
 
 
 @pytest.mark.more
@@ -140,11 +140,11 @@ def state_after_a_step(case: Case) -> tuple[list[str], dict[str, bool]]:
 @pytest.mark.first("mesh-zero3")
 @pytest.mark.parametrize("name", ["deepspeed-zero2", "deepspeed-zero3", "mesh-zero3"])
 def test_what_is_frozen_stays_and_has_no_optimizer_state(pools, name):
-    held = held_in(CASES[name])
-    assert len(held) == 1 + 9 + 2  # the table; the first block; a matrix of each other block
+    locked = held_in(CASES[name])
+    assert len(locked) == 1 + 9 + 2  # the table; the first block; a matrix of each other block
     for kept, same in pools[2].run(state_after_a_step, case=CASES[name]):
-        assert {name for name, unmoved in same.items() if unmoved} == held
-        assert set(kept) == set(same) - held
+        assert {name for name, unmoved in same.items() if unmoved} == locked
+        assert set(kept) == set(same) - locked
 
 
 def decayed_all_the_same(engine: str) -> Any:

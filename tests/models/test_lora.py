@@ -376,11 +376,11 @@ def dtypes_of(case: Case) -> dict[str, str]:
     from tests.support.training import build
 
     engine = build(case, dist.get_rank())
-    found = {
+    results = {
         entry.name: str(entry.dtype) for entry in engine.state_tensors() if entry.key == "weight"
     }
     engine.close()
-    return found
+    return results
 
 
 @pytest.mark.more
@@ -392,9 +392,11 @@ def test_the_base_is_kept_in_the_precision_that_it_computes_in(pools, engine, le
         DATA, engine=engine, zero_stage=3, precision="bfloat16", adapter=LORA | {"dropout": 0.0}
     )
     case = replace(case, model=LLAMA | {"attention_dropout": 0.0})
-    for found in pools[2].run(dtypes_of, case=case):
-        assert {dtype for name, dtype in found.items() if "lora_" not in name} == {"torch.bfloat16"}
-        assert {dtype for name, dtype in found.items() if "lora_" in name} == {learned}
+    for result in pools[2].run(dtypes_of, case=case):
+        assert {dtype for name, dtype in result.items() if "lora_" not in name} == {
+            "torch.bfloat16"
+        }
+        assert {dtype for name, dtype in result.items() if "lora_" in name} == {learned}
     reference = train_plainly(case)
     for outcome in pools[2].run(train_by_engine, case=case):
         torch.testing.assert_close(outcome.losses, reference.losses, rtol=0.02, atol=0)
@@ -492,8 +494,11 @@ def test_all_linear_says_which_matrices_it_leaves_out():
     from tests.support.layouts import family
 
     mixtral = family("mixtral", num_local_experts=4, output_router_logits=True)
-    said = adapted(spec_of(mixtral), AdapterSection()).notes
-    assert "model.layers.*.mlp.experts.gate_up_proj" in said[0] and "without an adapter" in said[0]
+    message = adapted(spec_of(mixtral), AdapterSection()).notes
+    assert (
+        "model.layers.*.mlp.experts.gate_up_proj" in message[0]
+        and "without an adapter" in message[0]
+    )
     named = adapted(spec_of(mixtral), AdapterSection(targets=["q_proj"])).notes
     dense = adapted(spec_of(LLAMA), AdapterSection()).notes
     assert not any("without an adapter" in line for line in (*named, *dense))
@@ -517,13 +522,13 @@ def saved_by_peft(folder: Path, **more: Any) -> dict[str, torch.Tensor]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(1)
-    told = {
+    messages = {
         "r": 3,
         "lora_alpha": 5,
         "target_modules": ["q_proj", "down_proj"],
         "modules_to_save": ["lm_head"],
     }
-    config = LoraConfig(**told | more, use_rslora=True)
+    config = LoraConfig(**messages | more, use_rslora=True)
     model = get_peft_model(AutoModelForCausalLM.from_config(AutoConfig.for_model(**UNTIED)), config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -635,7 +640,7 @@ def test_what_is_refused_under_tensor_parallelism():
 
 def test_without_peft_it_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(ConfigError, match=r"pip install 'meshloom\[lora\]'"):
+    with pytest.raises(ConfigError, match="pip install peft"):
         adapted(spec_of(LLAMA), AdapterSection())
 
 
@@ -643,7 +648,7 @@ def test_without_peft_it_says_what_to_install(monkeypatch):
 def test_an_adapter_is_not_opened_without_peft(tmp_path, monkeypatch):
     (tmp_path / "adapter_config.json").write_text("{}")
     monkeypatch.setitem(sys.modules, "peft", None)
-    with raises(ConfigError, "peft", "pip install", "meshloom[lora]"):
+    with raises(ConfigError, "peft", "pip install", "peft"):
         opened(tmp_path, None)
 
 

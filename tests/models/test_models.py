@@ -97,8 +97,8 @@ def test_weights_under_old_names_are_converted_by_transformers(tmp_path):
 def test_units_hold_one_block_at_most():
     model = spec_of(LLAMA).build()
     blocks = spec_of(LLAMA).blocks
-    seen = [name for unit in units(model, blocks) for name, _ in unit]
-    assert sorted(seen) == sorted(name for name, _ in model.named_modules())
+    actual = [name for unit in units(model, blocks) for name, _ in unit]
+    assert sorted(actual) == sorted(name for name, _ in model.named_modules())
     assert max(sum(name in blocks for name, _ in unit) for unit in units(model, blocks)) == 1
 
 

@@ -103,11 +103,11 @@ KINDS = {
 def words(spec: Any) -> list[str]:
     """Each block as PyTorch prints it, and what its attention looks at, without a number."""
     model = spec.build()
-    found = []
+    results = []
     for block in map(model.get_submodule, spec.blocks):
         windows = [getattr(m, "sliding_window", "none") is not None for m in block.modules()]
-        found.append(re.sub(r"\d+", "*", str(block)) + str(windows))
-    return found
+        results.append(re.sub(r"\d+", "*", str(block)) + str(windows))
+    return results
 
 
 @pytest.mark.parametrize("config", KINDS.values(), ids=KINDS)

@@ -363,15 +363,15 @@ def test_code_and_templates_in_folders_come_along(tmp_path):
 
 def test_the_hub_is_asked_for_weights_once_and_for_what_comes_along(tmp_path, monkeypatch):
     base = write_base(tmp_path, "llama")
-    asked: dict[str, Any] = {}
+    requests: dict[str, Any] = {}
 
     def download(name: str, **options: Any) -> str:
-        asked.update(options)
+        requests.update(options)
         return str(base)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     named_base.folder_of(ModelSection(name_or_path="me/tiny"))
-    patterns = {key: asked[f"{key}_patterns"] for key in ("allow", "ignore")}
+    patterns = {key: requests[f"{key}_patterns"] for key in ("allow", "ignore")}
     names = [
         *("model.safetensors-00001-of-00002.safetensors", "model.safetensors.index.json"),
         *("tokenizer.model.v3", "chat_template.jinja", "custom_generate/generate.py"),

@@ -101,11 +101,11 @@ def kept(case: Case) -> list[tuple[str, torch.dtype, int]]:
         collated(engine.job.task, share) for share in shares(case, 0, data_rank_of(case, rank))
     ]
     engine.step(0, batches, Update(1e-2))
-    found = [("weight", local(p)) for module in engine.modules for p in module.parameters()]
+    results = [("weight", local(p)) for module in engine.modules for p in module.parameters()]
     for state in engine._optimizer.state.values():
-        found += [(key, local(value)) for key, value in state.items() if value.ndim]
+        results += [(key, local(value)) for key, value in state.items() if value.ndim]
     engine.close()
-    return [(key, value.dtype, value.nbytes) for key, value in found]
+    return [(key, value.dtype, value.nbytes) for key, value in results]
 
 
 @pytest.mark.first("zero3")
@@ -125,9 +125,9 @@ def test_trains_as_one_process_does(pools, name):
 
 
 def test_weights_and_state_are_in_bfloat16_alone(pools):
-    for found in pools[2].run(kept, case=CASE):
-        assert {key for key, _, _ in found} == {"weight", "exp_avg", "exp_avg_sq"}
-        assert {dtype for _, dtype, _ in found} == {torch.bfloat16}
+    for result in pools[2].run(kept, case=CASE):
+        assert {key for key, _, _ in result} == {"weight", "exp_avg", "exp_avg_sq"}
+        assert {dtype for _, dtype, _ in result} == {torch.bfloat16}
 
 
 @pytest.mark.more

@@ -79,8 +79,10 @@ def test_what_is_no_optimizer_of_the_parameters_is_one_sentence(tmp_path: Path) 
         "TypeError: missing a required argument: 'closure'": torch.optim.LBFGS,
     }
     flat = config(tmp_path, weight_decay_excludes="nothing")  # LBFGS takes one group
-    for seen, optimizer in wrong.items():
-        with pytest.raises(ConfigError, match=f"^optimizer script:optimizer: {seen}.*; expected a"):
+    for actual, optimizer in wrong.items():
+        with pytest.raises(
+            ConfigError, match=f"^optimizer script:optimizer: {actual}.*; expected a"
+        ):
             trainer.train(flat, **OWN, optimizer=optimizer)
     with raises(ConfigError, "engine deepspeed", "script:optimizer"):
         trainer.train(config(tmp_path, engine="deepspeed"), **OWN, optimizer=MOMENTUM)

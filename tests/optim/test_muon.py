@@ -67,18 +67,18 @@ def steps_of_muon(norms: list[float], sizes: tuple[int, int]) -> list[bool]:
             for optimizer in theirs:
                 optimizer.step()
     plain["experts"] = torch.stack(experts)
-    found = []
+    results = []
     for name, parameter in own.items():
         whole = parameter.full_tensor() if name != "wide" else parameter
-        found.append(torch.equal(whole, plain[name]))
+        results.append(torch.equal(whole, plain[name]))
     momentum = ours.state[own["tall"]]["momentum_buffer"].full_tensor()
-    return [*found, torch.equal(momentum, theirs[0].state[plain["tall"]]["momentum_buffer"])]
+    return [*results, torch.equal(momentum, theirs[0].state[plain["tall"]]["momentum_buffer"])]
 
 
 @pytest.mark.parametrize("sizes", [(1, 4), (2, 2)], ids=str)
 def test_an_owner_makes_the_very_update_of_the_whole_matrix(pools, sizes):
-    for found in pools[4].run(steps_of_muon, norms=[1.0, float("nan"), 1.0], sizes=sizes):
-        assert all(found), found
+    for result in pools[4].run(steps_of_muon, norms=[1.0, float("nan"), 1.0], sizes=sizes):
+        assert all(result), result
 
 
 def test_it_updates_the_matrices_of_blocks_and_no_others():

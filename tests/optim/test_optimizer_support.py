@@ -345,8 +345,8 @@ def test_what_changes_nothing_is_noted_by_name():
             "params": {"torch_adam": False, "fp32_optimizer_states": False},
         }
     }
-    for found in (in_torch, in_deepspeed):
-        notes = found(settings, layout_of(ZERO), "cpu", True).notes
+    for result in (in_torch, in_deepspeed):
+        notes = result(settings, layout_of(ZERO), "cpu", True).notes
         assert [note.split(" has")[0] for note in notes] == [
             "optimizer.params.fp32_optimizer_states",
             "optimizer.params.torch_adam",

@@ -48,11 +48,11 @@ TOGETHER["mesh pipeline x ZeRO-2, recomputed"] = CASES["mesh pipeline x ZeRO-2, 
 
 
 def rows(case: Case, step: int, data_rank: int) -> list[list[Any]]:
-    found = samples(step)
+    result = samples(step)
     starts = [
         (m * case.data_ranks + data_rank) * case.micro_batch for m in range(case.accumulation)
     ]
-    return [found[start : start + case.micro_batch] for start in starts]
+    return [result[start : start + case.micro_batch] for start in starts]
 
 
 def spec_and_task() -> tuple[Any, Any]:
@@ -81,13 +81,13 @@ def trained(case: Case, together: bool) -> Outcome:
     engine = ENGINES[case.engine].build(Job(layout, spec, task, case.deepspeed(), 5, machine))
     losses, gradients = [], []
     for step in range(STEPS):
-        found: dict[str, torch.Tensor] = {}
+        results: dict[str, torch.Tensor] = {}
         batches = [task.collate(row) for row in rows(case, step, data_rank_of(case, rank))]
         metrics = engine.step(
-            step, batches, Update(1e-2), lambda n, g, into=found: into.update({n: g.clone()})
+            step, batches, Update(1e-2), lambda n, g, into=results: into.update({n: g.clone()})
         )
         losses.append(float(metrics.loss()))
-        gradients.append(found)
+        gradients.append(results)
     total, count = engine.evaluate(
         [task.collate(row) for row in rows(case, 99, data_rank_of(case, rank))]
     )

@@ -31,28 +31,30 @@ def test_parts_are_a_row_and_groups_attend_to_as_many_tokens(inside, groups, len
     filled = division.filled(length)
     assert whole.shape[1] == filled < length + 2 * division.size
     assert torch.equal(whole[:, :length], row) and not whole[:, length:].any()
-    seen = [
+    actual = [
         sum(sum(range(at + 1, end + 1)) for at, end in division.sections(rank, filled))
         for rank in range(0, division.size, inside)
     ]
-    assert groups == 1 or len(set(seen)) == 1
+    assert groups == 1 or len(set(actual)) == 1
 
 
 def gradients(case: Case) -> dict[str, torch.Tensor]:
-    """Train a step on packed rows of an odd length. Runs on each rank of a pool."""
+    """Train a step on packed sequences of an odd length. Runs on each rank of a pool."""
     import torch.distributed as dist
 
     from tests.support.training import build
     from trainer.optim.lr_schedules import Update
     from trainer.probes.inputs import packed_batch
 
-    engine, found = build(case, dist.get_rank(), packs=True), {}
+    engine, result = build(case, dist.get_rank(), packs=True), {}
     batch = packed_batch(spec_in(case), task_of(spec_in(case), case))
     assert batch["input_ids"].shape[1] % 2 == 1
-    metrics = engine.step(0, [batch], Update(1e-2), lambda name, g: found.update({name: g.clone()}))
-    found["loss"] = metrics.loss()
+    metrics = engine.step(
+        0, [batch], Update(1e-2), lambda name, g: result.update({name: g.clone()})
+    )
+    result["loss"] = metrics.loss()
     engine.close()
-    return found
+    return result
 
 
 @pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
@@ -72,10 +74,10 @@ def test_packed_rows_are_apart_across_the_ranks(pools, engine, model):
     case = replace(CONTEXT, engine=engine, model=model, zero_stage=2, neftune_alpha=5.0)
     case = replace(case, micro_batch=8)
     alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
-    for found in pools[2].run(gradients, case=case):
-        assert found.keys() == alone.keys()
+    for result in pools[2].run(gradients, case=case):
+        assert result.keys() == alone.keys()
         for name, value in alone.items():
-            assert float((found[name] - value).abs().max() / value.abs().max()) < 5e-6, name
+            assert float((result[name] - value).abs().max() / value.abs().max()) < 5e-6, name
 
 
 ONE_HEAD = {"num_attention_heads": 1, "num_key_value_heads": 1}
@@ -107,9 +109,9 @@ def test_sections_of_packed_rows_see_their_own_documents(pools, kernel, model):
         pytest.skip("it is never chosen for sinks")
     case = replace(CONTEXT, engine="mesh", zero_stage=2, micro_batch=8, model=model)
     alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
-    for found in pools[2].run(by_kernel, case=case, kernel=kernel):
+    for result in pools[2].run(by_kernel, case=case, kernel=kernel):
         for name, value in alone.items():
-            assert float((found[name] - value).abs().max() / value.abs().max()) < 5e-6, name
+            assert float((result[name] - value).abs().max() / value.abs().max()) < 5e-6, name
 
 
 @pytest.mark.parametrize("groups", [1, 2])
@@ -124,10 +126,10 @@ def test_a_kernel_is_tested_as_it_will_run(groups):
     task = plain.regularised(spec, 0.1, 5.0)
     model = task.prepare(spec.build().to_empty(device="cpu"))
     task.placed(ContextRanks(Division(2, groups), None, None))
-    asked: list[bool] = []
+    requests: list[bool] = []
 
     def tested(model: Any, pattern: str, dtype: Any, device: Any, divided: bool) -> Any:
-        asked.append(divided)
+        requests.append(divided)
         return "mask", ""
 
     row = torch.zeros(1, 8, dtype=torch.int64)
@@ -141,7 +143,7 @@ def test_a_kernel_is_tested_as_it_will_run(groups):
         patch.object(causal_lm, "kernel_chooser", on_gpu),
     ):
         task.loss_sum(model, batch | {"lengths": torch.tensor([[8]])})
-    assert asked == [groups > 1]
+    assert requests == [groups > 1]
 
 
 @pytest.mark.parametrize("dividing", [True, False], ids=["divided", "not divided"])
@@ -153,8 +155,8 @@ def test_rotary_embeddings_grow_by_the_row(pools, dividing):
     alone = pools[1].run(gradients, case=replace(case, world_size=1, context=1))[0]
     name = "model.layers.0.self_attn.q_proj.weight"
     function = gradients if dividing else _without_growth
-    for found in pools[2].run(function, case=case):
-        error = float((found[name] - alone[name]).abs().max() / alone[name].abs().max())
+    for result in pools[2].run(function, case=case):
+        error = float((result[name] - alone[name]).abs().max() / alone[name].abs().max())
         assert (error < 5e-6) == dividing
 
 

@@ -83,12 +83,14 @@ def gradients(case: Case, lengths: list[list[int]]) -> dict[str, torch.Tensor]:
     from tests.support.training import build
     from trainer.optim.lr_schedules import Update
 
-    engine, found = build(case, dist.get_rank(), packs=True), {}
+    engine, result = build(case, dist.get_rank(), packs=True), {}
     batch = engine.job.task.collate(samples_of(lengths))
-    metrics = engine.step(0, [batch], Update(1e-2), lambda name, g: found.update({name: g.clone()}))
-    found["loss"] = torch.tensor(metrics.loss())
+    metrics = engine.step(
+        0, [batch], Update(1e-2), lambda name, g: result.update({name: g.clone()})
+    )
+    result["loss"] = torch.tensor(metrics.loss())
     engine.close()
-    return found
+    return result
 
 
 def one_process(case: Case, lengths: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -114,10 +116,10 @@ def test_gradients_are_those_of_the_documents_one_by_one(pools, name, borders):
     lengths = BORDERS[borders]
     case = replace(THREE, model=STATEFUL[name])
     alone = one_process(case, lengths)
-    for found in pools[case.world_size].run(gradients, case=case, lengths=lengths):
-        assert found.keys() == alone.keys()
+    for result in pools[case.world_size].run(gradients, case=case, lengths=lengths):
+        assert result.keys() == alone.keys()
         largest = max(float(value.abs().max()) for value in alone.values())
         for parameter, value in alone.items():
             # those of a gated delta net's decay are sums of terms a thousand times as large
             scale = max(float(value.abs().max()), 1e-3 * largest)
-            assert float((found[parameter] - value).abs().max()) < 5e-6 * scale, parameter
+            assert float((result[parameter] - value).abs().max()) < 5e-6 * scale, parameter

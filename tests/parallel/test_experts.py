@@ -73,7 +73,7 @@ def gradients_of_routed(chosen: list[list[list[int]]]) -> list[dict[str, torch.T
     expert_ranks.spread(stack, Exchange(dist.group.WORLD), part, None)
     generator = torch.Generator().manual_seed(3)
     tokens = [torch.randn(len(of), 32, generator=generator) for of in chosen]
-    found = []
+    results = []
     for experts, mine in (stack, [rank]), (whole, range(size)):
         hidden = torch.cat([tokens[r] for r in mine]).requires_grad_()
         numbers = torch.tensor([token for r in mine for token in chosen[r]], dtype=torch.long).view(
@@ -84,14 +84,14 @@ def gradients_of_routed(chosen: list[list[list[int]]]) -> list[dict[str, torch.T
         output.square().sum().backward()
         own = {name: p.grad for name, p in experts.named_parameters()}
         assert all(gradient is not None for gradient in own.values())
-        found.append({"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad})
-        found[-1] |= own
+        results.append({"output": output.detach(), "hidden": hidden.grad, "weights": weights.grad})
+        results[-1] |= own
     start = sum(map(len, chosen[:rank]))
     for name in "output", "hidden", "weights":
-        found[1][name] = found[1][name][start : start + len(chosen[rank])]
+        results[1][name] = results[1][name][start : start + len(chosen[rank])]
     for name in own:
-        found[1][name] = found[1][name].chunk(size)[rank]
-    return found
+        results[1][name] = results[1][name].chunk(size)[rank]
+    return results
 
 
 @pytest.mark.first("an idle rank")

@@ -122,6 +122,6 @@ def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:
     with patch.object(float8, "LEAST", 16), pytest.raises(ConfigError, match="expected trained"):
         float8.check(spec_in(lora, None), layout_of(lora))
     with patch.object(float8, "LEAST", 32):
-        found = float8.layers(spec.build(), spec)
-    names = {name.rpartition(".")[2] for name in found}
+        result = float8.layers(spec.build(), spec)
+    names = {name.rpartition(".")[2] for name in result}
     assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

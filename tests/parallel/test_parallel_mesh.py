@@ -23,14 +23,14 @@ def members(sizes: dict[str, int]) -> dict[str, list[int]]:
     from trainer.parallel.parallel_mesh import parallel_mesh_of
 
     mesh = parallel_mesh_of(layout(**sizes), CPU)
-    found = {}
+    results = {}
     for reduction, group in mesh.groups.items():
         ranks = [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
         assert len(ranks) == mesh.size(reduction)
         one = mesh.sum(torch.ones(()), reduction)
         assert float(one) == len(ranks)
-        found[reduction] = ranks
-    return found
+        results[reduction] = ranks
+    return results
 
 
 HSDP = {
@@ -114,8 +114,8 @@ def summed(batches: list[dict[str, Any]]) -> torch.Tensor:
 def test_a_new_axis_is_one_entry_in_the_table(pools):
     batch = task_of(spec_of(LLAMA)).collate(samples(0))
     loss, targets = float(summed([batch])), int((batch["targets"] != -100).sum())
-    for found in pools[4].run(with_a_context_axis, entry=True):
-        assert found == [loss, targets, targets, pytest.approx(2 / targets)]
+    for result in pools[4].run(with_a_context_axis, entry=True):
+        assert result == [loss, targets, targets, pytest.approx(2 / targets)]
     assert any(
-        found[:2] != [loss, targets] for found in pools[4].run(with_a_context_axis, entry=False)
+        result[:2] != [loss, targets] for result in pools[4].run(with_a_context_axis, entry=False)
     )

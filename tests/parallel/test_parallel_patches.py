@@ -60,12 +60,12 @@ def gradients_of_ddp(steady: bool) -> list[torch.Tensor]:
     with patches.steady_buckets() if steady else nullcontext():
         replica = nn.parallel.DistributedDataParallel(module)
     torch.manual_seed(torch.distributed.get_rank())
-    batch, found = torch.randn(6, 4), []
+    batch, result = torch.randn(6, 4), []
     for _ in range(3):
         module.zero_grad()
         replica(batch).square().sum().backward()
-        found.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
-    return found
+        result.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
+    return result
 
 
 def test_pytorchs_ddp_sums_in_another_order_after_its_first_step(pools: Any) -> None:

@@ -33,9 +33,9 @@ def test_the_dearest_stage_is_as_cheap_as_any_division_makes_it(
         with pytest.raises(ValueError, match=f"{len(costs)} blocks for {stages} stages"):
             divide(costs, first, last, stages)
         return
-    found = divide(costs, first, last, stages)
-    assert [index for part in found for index in part] == list(range(len(costs)))
-    assert all(len(part) > 0 for part in found) and len(found) == stages
+    result = divide(costs, first, last, stages)
+    assert [index for part in result for index in part] == list(range(len(costs)))
+    assert all(len(part) > 0 for part in result) and len(result) == stages
 
     def dearest(cuts: tuple[int, ...]) -> float:
         bounds = [0, *cuts, len(costs)]
@@ -45,7 +45,7 @@ def test_the_dearest_stage_is_as_cheap_as_any_division_makes_it(
         return max(sums)
 
     best = min(dearest(cuts) for cuts in combinations(range(1, len(costs)), stages - 1))
-    assert dearest(tuple(part.start for part in found[1:])) == best
+    assert dearest(tuple(part.start for part in result[1:])) == best
 
 
 def rule(partition: Partition, row: int = 1) -> PipelineSchedule:
@@ -101,8 +101,8 @@ ATTENDING["windows first"] |= {"sliding_window": 16}
 def test_attention_over_long_rows_is_work(model: str, short: list[int], long: list[int]) -> None:
     spec = spec_of(ATTENDING[model])
     for row, counts in ((16, short), (1 << 16, long)):
-        found = block_ranges(spec.build(), spec, rule("best", row), 2)
-        assert [len(blocks) for blocks in found] == counts
+        result = block_ranges(spec.build(), spec, rule("best", row), 2)
+        assert [len(blocks) for blocks in result] == counts
 
 
 def test_attention_is_as_many_parameters_as_its_flops_are() -> None:
@@ -119,11 +119,15 @@ def test_every_stage_is_on_one_rank(schedule):
     from dataclasses import replace
 
     for ranks in (2, 3, 4):
-        found = replace(layout(ranks, 1, 1, 1, 1, 2 * ranks), schedule=PIPELINE_SCHEDULES[schedule])
-        placed = [found.stages_of(rank) for rank in range(ranks)]
-        assert sorted(index for indices in placed for index in indices) == list(range(found.stages))
+        result = replace(
+            layout(ranks, 1, 1, 1, 1, 2 * ranks), schedule=PIPELINE_SCHEDULES[schedule]
+        )
+        placed = [result.stages_of(rank) for rank in range(ranks)]
+        assert sorted(index for indices in placed for index in indices) == list(
+            range(result.stages)
+        )
         if PIPELINE_SCHEDULES[schedule].folded:
-            assert placed[0] == [0, found.stages - 1]
+            assert placed[0] == [0, result.stages - 1]
 
 
 FAMILIES = {
@@ -164,14 +168,14 @@ def test_every_family_computes_the_same_logits_in_stages(name, tied):
     boundary = check_cut(spec, 3)
     assert boundary.before and boundary.after
     # each parameter is on one stage, but for a tied table, which is on the first and the last
-    held = []
+    kept = []
     for index in range(3):
         model = spec.build()
         cut(model, spec, boundary, range(index, index + 1))
-        held.append({name for name, _ in model.named_parameters()})
-    assert set().union(*held) == {name for name, _ in spec.build().named_parameters()}
-    assert not held[0] & held[1] and not held[1] & held[2]
-    assert held[0] & held[2] == set(spec.tied.values())
+        kept.append({name for name, _ in model.named_parameters()})
+    assert set().union(*kept) == {name for name, _ in spec.build().named_parameters()}
+    assert not kept[0] & kept[1] and not kept[1] & kept[2]
+    assert kept[0] & kept[2] == set(spec.tied.values())
 
 
 def test_ranks_write_about_as_much_each():
@@ -187,5 +191,5 @@ def test_ranks_write_about_as_much_each():
         for key in ("weight", "exp_avg", "step")
     }
     mesh: Any = SimpleNamespace(layout=SimpleNamespace(ranks_of=lambda stage: range(2)))
-    found = owners(kinds, mesh)
-    assert found["table"] != found["head"]
+    result = owners(kinds, mesh)
+    assert result["table"] != result["head"]

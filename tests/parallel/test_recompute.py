@@ -74,10 +74,10 @@ def step(family: str, recompute: Recompute, draws: bool = True) -> tuple[Any, Co
 def again(family: str, mode: str, every: int = 1) -> Counter[str]:
     """Count what is computed again beyond a backward pass of kept activations."""
     gradients, plain = step(family, Recompute())
-    others, found = step(family, Recompute(mode, every))  # type: ignore[arg-type]
+    others, result = step(family, Recompute(mode, every))  # type: ignore[arg-type]
     for name, gradient in gradients.items():
         assert torch.equal(gradient, others[name]), name
-    return found - plain
+    return result - plain
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -146,8 +146,8 @@ def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
     passes = [
         activation_checkpointing._recomputed(block, kind, False, written, rows) for _ in "abc"
     ]
-    for found in passes:
-        for mine, theirs in zip(torch.autograd.grad(found.sum(), inputs), expected, strict=True):
+    for result in passes:
+        for mine, theirs in zip(torch.autograd.grad(result.sum(), inputs), expected, strict=True):
             torch.testing.assert_close(mine, theirs)
     assert written == ({"topk"} if layer is chosen else {"mm"})
 
@@ -157,8 +157,8 @@ def test_halves_of_a_backward_pass_do_not_share_what_is_kept(schedule: str) -> N
     """It was PyTorch's error in the first step."""
     split = replace(LAYOUTS[f"pipeline, {schedule}"], engine="mesh")
     for mode, refused in (("selective", True), ("full", False)):
-        found = ENGINES["mesh"].refusal(layout_of(replace(split, recompute=mode)))
-        assert ("in each half" in (found or "")) is refused, found
+        result = ENGINES["mesh"].refusal(layout_of(replace(split, recompute=mode)))
+        assert ("in each half" in (result or "")) is refused, result
 
 
 def test_a_compiled_part_of_a_block_runs_compiled() -> None:
@@ -176,9 +176,9 @@ def test_a_compiled_part_of_a_block_runs_compiled() -> None:
         return part(values @ matrix) @ matrix
 
     kind = Recompute("selective")
-    found = activation_checkpointing._recomputed(block, kind, False, set(), rows)
+    result = activation_checkpointing._recomputed(block, kind, False, set(), rows)
     assert made
-    mine = torch.autograd.grad(found.sum(), [rows, matrix])
+    mine = torch.autograd.grad(result.sum(), [rows, matrix])
     theirs = torch.autograd.grad(block(rows).sum(), [rows, matrix])
     torch.testing.assert_close(mine, theirs)
 
@@ -187,16 +187,16 @@ def test_a_compiled_part_of_a_block_runs_compiled() -> None:
 def test_nothing_is_copied_that_no_block_writes_over(
     family: str, known: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[set[str]] = []
+    results: list[set[str]] = []
     real = activation_checkpointing._selective
 
     def noted(every: int, written: set[str]) -> Any:
-        found.append(written)
+        results.append(written)
         return real(every, written)
 
     monkeypatch.setattr(activation_checkpointing, "_selective", noted)
     step(family, Recompute("selective"))
-    assert found == [known, known]
+    assert results == [known, known]
 
 
 def of_two_steps(small: Any, recompute: Recompute) -> list[dict[str, torch.Tensor]]:
@@ -205,13 +205,13 @@ def of_two_steps(small: Any, recompute: Recompute) -> list[dict[str, torch.Tenso
     model = task.prepare(probe.drawn(small)).train()
     activation_checkpointing.apply(model, small, recompute)
     row = inputs.sequence_of(small)
-    ids, found = torch.stack([row, row.flip(0)]), []
+    ids, result = torch.stack([row, row.flip(0)]), []
     for _ in range(2):
         seed_generators(1)
         model.zero_grad()
         task.loss_sum(model, {"input_ids": ids, "targets": ids}).backward()
-        found.append({name: value.clone() for name, value in gradients_of(model).items()})
-    return found
+        result.append({name: value.clone() for name, value in gradients_of(model).items()})
+    return result
 
 
 @pytest.mark.more
@@ -247,7 +247,7 @@ class Kept(saved_tensors_hooks):
 
     @property
     def bytes(self) -> int:
-        return sum({found.data_ptr(): found.nbytes() for found in self.found}.values())
+        return sum({result.data_ptr(): result.nbytes() for result in self.found}.values())
 
 
 BACKWARD, AGAIN = 2 * (3 - 1) * 3 * 2, 2 * 3 * 2
@@ -270,10 +270,10 @@ what enters them; and two of each tile again, as nothing needs its last one."""
 )
 def test_a_tile_of_an_mlp_is_computed_again_by_itself(recompute, outer):
     whole, plain = step("llama", recompute)
-    tiled, found = step("llama", replace(recompute, tile=5))
+    tiled, result = step("llama", replace(recompute, tile=5))
     for name, gradient in whole.items():
         torch.testing.assert_close(tiled[name], gradient, rtol=1e-5, atol=1e-6)
-    assert found["mm"] - plain["mm"] == BACKWARD + AGAIN + outer
+    assert result["mm"] - plain["mm"] == BACKWARD + AGAIN + outer
 
 
 def test_less_is_kept_of_mlps_in_tiles():

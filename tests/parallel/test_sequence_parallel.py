@@ -36,15 +36,15 @@ def test_between_split_matrices_a_rank_has_a_part_of_the_tokens(pools):
 def lengths(case: Case) -> dict[str, int]:
     """Return how many tokens some modules of the model see. Runs on each rank."""
     module = build(case, dist.get_rank()).modules[0]
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
     for name, part in module.model.named_modules():
         short = name.removeprefix("model.layers.1.")
         if short in ("input_layernorm", "self_attn.o_proj", "mlp.gate_proj", "model.norm"):
-            note = lambda _, args, short=short: found.update({short: args[0].shape[1]})  # noqa: E731
+            note = lambda _, args, short=short: results.update({short: args[0].shape[1]})  # noqa: E731
             part.register_forward_pre_hook(note)
     ids = torch.arange(14).reshape(2, 7)
     module.train()({"input_ids": ids, "targets": ids})
-    return found
+    return results
 
 
 class Sent(TorchDispatchMode):
@@ -63,7 +63,7 @@ class Sent(TorchDispatchMode):
 @pytest.mark.parametrize("sequence", [False, True])
 def test_a_block_sends_as_often_as_megatrons(sequence):
     """Two all-reduces in each pass, or for each of them a reduce-scatter and an all-gather."""
-    found = []
+    results = []
     for layers in (1, 2):
         spec = spec_of(EIGHT_B | {"num_hidden_layers": layers})
         task = task_of(spec)
@@ -71,9 +71,9 @@ def test_a_block_sends_as_often_as_megatrons(sequence):
         with eight_ranks(sequence) as mesh, Sent() as sent:
             model, _ = wrap_blocks(spec, task, mesh.layout, mesh)
             task.loss_sum(model.train(), {"input_ids": ids, "targets": ids}).backward()
-        found.append(sent.count)
+        results.append(sent.count)
     a_block = {"all_gather_into_tensor": 4, "reduce_scatter_tensor": 4}
-    assert found[1] - found[0] == (a_block if sequence else {"all_reduce": 4})
+    assert results[1] - results[0] == (a_block if sequence else {"all_reduce": 4})
 
 
 def test_deepspeed_has_none():

@@ -55,9 +55,9 @@ def held_values(case: Case) -> int:
     from trainer.distributed.dtensor import local
 
     engine = build(case, dist.get_rank())
-    held = sum(local(p).numel() for p in engine.modules[0].parameters())
+    kept = sum(local(p).numel() for p in engine.modules[0].parameters())
     engine.close()
-    return held
+    return kept
 
 
 @pytest.mark.first("mesh")
@@ -66,18 +66,18 @@ def test_experts_that_are_fewer_than_the_ranks_are_divided_alike(pools, engine):
     """FSDP2's own way gives two of four ranks an expert each, and the others none."""
     model = TWO_EXPERTS
     case = replace(MESH, engine=engine, world_size=4, zero_stage=3, micro_batch=1, model=model)
-    held = pools[4].run(held_values, case=case)
-    assert max(held) < 1.05 * min(held)
+    kept = pools[4].run(held_values, case=case)
+    assert max(kept) < 1.05 * min(kept)
 
 
 @given(st.integers(1, 70), st.lists(st.integers(1, 12), min_size=1, max_size=4))
 def test_no_other_dimension_is_divided_than_one_that_the_ranks_divide(ranks, shape):
     from trainer.parallel.shard import placement
 
-    found = placement(ranks, torch.nn.Parameter(torch.empty(shape)))
+    result = placement(ranks, torch.nn.Parameter(torch.empty(shape)))
     filled = -(-shape[0] // ranks) * ranks
-    if found is not None:
-        assert len(shape) > 2 and filled >= 1.25 * shape[0] and shape[found.dim] % ranks == 0
+    if result is not None:
+        assert len(shape) > 2 and filled >= 1.25 * shape[0] and shape[result.dim] % ranks == 0
     elif len(shape) > 2 and filled >= 1.25 * shape[0]:
         assert all(size % ranks for size in shape)
 
@@ -112,10 +112,10 @@ def test_a_length_that_is_new_to_one_data_rank_after_an_evaluation_does_not_stop
     case = replace(
         MESH, world_size=4, pipeline=2, zero_stage=stage, schedule=schedule, model=layers
     )
-    found = pools[4].run(
+    result = pools[4].run(
         trained_on_lengths, timeout=60, case=case, lengths=[(6, 6), (7, 6), (7, 9), (6, 6)]
     )
-    assert found == [found[0]] * 4
+    assert result == [result[0]] * 4
 
 
 def with_another_start(case: Case) -> str:
@@ -135,9 +135,9 @@ def with_another_start(case: Case) -> str:
 @pytest.mark.first("mesh")
 @pytest.mark.parametrize("engine", ["mesh", "accelerate"])
 def test_replicas_that_disagree_are_found(pools, engine):
-    found = pools[4].run(with_another_start, case=replace(HSDP, zero_stage=3, engine=engine))
+    result = pools[4].run(with_another_start, case=replace(HSDP, zero_stage=3, engine=engine))
     # rank 3 shares its replica's other half with rank 2, which is not at fault
-    shows_each(found, *[("replicas", "initial values", "rank 3", "rank 1")] * 4)
+    shows_each(result, *[("replicas", "initial values", "rank 3", "rank 1")] * 4)
 
 
 def test_one_flat_unit_is_an_error(monkeypatch):
@@ -184,14 +184,14 @@ def test_each_unit_is_gathered_and_reduced_no_more_often_than_it_has_to_be(engin
     for (stage, (gathered, values)), step in zip(
         gathers.items(), count((job, 0) for job in jobs), strict=True
     ):
-        found = step.collectives()
-        assert found["all-gather", ("shard",), "bfloat16"] == pytest.approx(
+        result = step.collectives()
+        assert result["all-gather", ("shard",), "bfloat16"] == pytest.approx(
             (gathered, 2 * values), rel=0.01
         ), stage  # odd sizes are padded
-        assert found["reduce-scatter", ("shard",), "float32"] == pytest.approx(
+        assert result["reduce-scatter", ("shard",), "float32"] == pytest.approx(
             (4 * 5, 4 * 4 * size), rel=0.01
         )
-        between = found.get(("all-reduce", ("replicate",), "float32"), (0, 0))
+        between = result.get(("all-reduce", ("replicate",), "float32"), (0, 0))
         assert between == pytest.approx((5, 4 * size / 2) if replicate > 1 else (0, 0), rel=0.01)
 
 
@@ -217,11 +217,11 @@ def test_gradients_are_reduced_in_the_precision_that_is_asked_for(pools, engine,
     case = replace(MESH, engine=engine, zero_stage=stage, micro_batch=4, top=LOW, **sizes)
     reference = train_plainly(case)
     for outcome in pools[2 * tensor].run(train_by_engine, case=case):
-        found, exact = outcome.gradients[0], reference.gradients[0]
-        for name, gradient in found.items():
+        result, exact = outcome.gradients[0], reference.gradients[0]
+        for name, gradient in result.items():
             assert torch.equal(gradient, gradient.bfloat16().float()), name
             assert (gradient - exact[name]).abs().max() <= 0.01 * exact[name].abs().max(), name
-        assert any(not torch.equal(found[name], exact[name]) for name in found)
+        assert any(not torch.equal(result[name], exact[name]) for name in result)
 
 
 @pytest.mark.more
@@ -242,11 +242,11 @@ def numbers_seen(case: Case) -> list[torch.Tensor]:
     from trainer.optim.lr_schedules import Update
     from trainer.recipes.causal_lm.task import CausalLM
 
-    seen = []
+    actual = []
     plain = CausalLM.loss_sum
 
     def noted(self: CausalLM, model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Any:
-        seen.append(batch["numbers"].clone())
+        actual.append(batch["numbers"].clone())
         return plain(self, model, batch)
 
     engine = build(case, dist.get_rank())
@@ -257,7 +257,7 @@ def numbers_seen(case: Case) -> list[torch.Tensor]:
         engine.step(0, [dict(batch) for _ in range(case.accumulation)], Update(1e-2))
         engine.evaluate([batch])
     engine.close()
-    return seen
+    return actual
 
 
 NUMBERS = torch.tensor([-2387.2336, 1 / 3, 1e-9], dtype=torch.float64)
@@ -274,6 +274,6 @@ def test_the_numbers_of_a_batch_are_not_rounded_to_the_models_precision(
     """A reference of -2387.2 would be -2384 in bfloat16, and a pair weigh otherwise."""
     more: Any = {"precision": "bfloat16", "zero_stage": stage, "pipeline": pipeline}
     case = replace(MESH, engine=engine, world_size=2 * pipeline, **more)
-    seen = [one for rank in pools[2 * pipeline].run(numbers_seen, case=case) for one in rank]
-    assert len(seen) >= 2 * (case.accumulation + 1)
-    assert all(torch.equal(one, NUMBERS) for one in seen)
+    actual = [one for rank in pools[2 * pipeline].run(numbers_seen, case=case) for one in rank]
+    assert len(actual) >= 2 * (case.accumulation + 1)
+    assert all(torch.equal(one, NUMBERS) for one in actual)

@@ -160,7 +160,7 @@ def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) 
 
     save(0)
     advance(engine, case, 0, STEPS, used, after=save)
-    found = [differences(state_of(engine, case), wanted)]
+    results = [differences(state_of(engine, case), wanted)]
     engine.close()
     for middle in (1, 2):
         engine = start(seed=77)
@@ -168,9 +168,9 @@ def with_and_without_saves(case: Case, folder: Path, change: Any = with_sparse) 
         engine.restore(checkpoint.read_description(path)["position"]["engine"])
         checkpoint.load(path, engine.state_tensors(), ranks)
         advance(engine, case, middle, STEPS, used)
-        found.append(differences(state_of(engine, case), wanted))
+        results.append(differences(state_of(engine, case), wanted))
         engine.close()
-    return found
+    return results
 
 
 def by_ranks(step: int, rank: int) -> list[bool]:
@@ -271,8 +271,8 @@ def with_frozen(spec: Any) -> Any:
 )
 def test_neither_a_save_nor_a_resume_changes_training(pools, tmp_path, name):
     case = CASES[name]
-    for found in pools[case.world_size].run(with_and_without_saves, case=case, folder=tmp_path):
-        assert found == [[], [], []]
+    for result in pools[case.world_size].run(with_and_without_saves, case=case, folder=tmp_path):
+        assert result == [[], [], []]
 
 
 def test_deepspeed_refuses_what_it_would_decay():
@@ -291,7 +291,7 @@ def test_deepspeed_refuses_what_it_would_decay():
 @pytest.mark.parametrize("name", some(CASES, "mesh ZeRO-3", "deepspeed ZeRO-2, bfloat16"))
 def test_what_is_frozen_is_saved_and_loaded(pools, tmp_path, name):
     case = CASES[name]
-    for found in pools[case.world_size].run(
+    for result in pools[case.world_size].run(
         with_and_without_saves, case=case, folder=tmp_path, change=with_frozen
     ):
-        assert found == [[], [], []]
+        assert result == [[], [], []]

@@ -36,8 +36,8 @@ CAPPED = family("gemma2", tie_word_embeddings=True, head_dim=8)
 def test_no_rank_has_a_word_of_another(pools):
     """61 words on two ranks: 31 and 30."""
     for model in (TIED, CAPPED):
-        found = pools[2].run(held, case=replace(MESH, model=model))
-        assert found == [(31, {31}), (30, {30})]
+        result = pools[2].run(held, case=replace(MESH, model=model))
+        assert result == [(31, {31}), (30, {30})]
 
 
 def held(case: Case) -> tuple[int, set[int]]:

@@ -88,9 +88,9 @@ SOUND = [
 )
 def test_engines_agree(engine, name):
     traces, layout = sound(engine, name)
-    assert any(found.messages for found in traces)
+    assert any(result.messages for result in traces)
     assert disagreements(traces, layout) == []
-    first_data_rank = [found for found in traces if layout.data_rank(found.rank) == 0]
+    first_data_rank = [result for result in traces if layout.data_rank(result.rank) == 0]
     assert disagreements(first_data_rank, layout) == []
 
 
@@ -236,7 +236,7 @@ FAULTS = {
         2,
         "step 1",
         SUM,
-        "stands still at all-reduce",
+        "hangs at all-reduce",
         "rank 0, which is in step 1 at all-reduce",
     ),
 }
@@ -245,7 +245,7 @@ FAULTS = {
 @pytest.mark.more
 @pytest.mark.parametrize("plant", FAULTS, ids=[plant.__name__ for plant in FAULTS])
 def test_a_planted_fault_is_named(monkeypatch, plant):
-    rank, phase, place, seen, expected = FAULTS[plant]
+    rank, phase, place, actual, expected = FAULTS[plant]
     others, layout = sound("mesh", SMALL)
     plant(monkeypatch)
     problems = disagreements([*others[:rank], simulated(rank), *others[rank + 1 :]], layout)
@@ -253,10 +253,10 @@ def test_a_planted_fault_is_named(monkeypatch, plant):
         problem
         for problem in problems
         if problem.place.startswith(f"rank {rank}, {phase}, {place}")
-        and seen in problem.actual
+        and actual in problem.actual
         and expected in problem.expected
     ], "\n".join(map(str, problems))
-    assert any("stands still" in problem.actual for problem in problems)
+    assert any("hangs" in problem.actual for problem in problems)
 
 
 # Programs that are made up
@@ -287,23 +287,27 @@ Program = dict[int, list[Message]]
 def programs(layout: Layout, events: list[Any], ranks: list[int] | None = None) -> Program:
     """What each rank says, or each of these, where all go through the same events in one order."""
     at = list(product(*(range(getattr(layout, axis)) for axis in AXES)))
-    said: Program = {rank: [] for rank in (range(layout.world_size) if ranks is None else ranks)}
+    messages: Program = {
+        rank: [] for rank in (range(layout.world_size) if ranks is None else ranks)
+    }
     for number, (kind, axes, stage, dtype, size) in enumerate(events):
         phase, place = f"step {1 + 2 * number // len(events)}", f"code.py:{number} event"
-        for rank in said:
+        for rank in messages:
             here = at[rank]
             if kind == "collective":
                 along = [AXES.index(axis) for axis in axes]
                 group = tuple(r for r, there in enumerate(at) if _differ_only(here, there, along))
                 stands = 0 in along or here[0] == stage % layout.pipeline
                 if len(group) > 1 and stands:
-                    said[rank].append(Message("all-reduce", group, dtype, size, phase, place))
+                    messages[rank].append(Message("all-reduce", group, dtype, size, phase, place))
             elif layout.pipeline > 1:
                 for name, peer in _ends(kind, rank, here[0], stage % (layout.pipeline - 1), layout):
                     pair = tuple(sorted((rank, peer)))
                     batch = number if kind == "exchange" else None
-                    said[rank].append(InBatch(name, pair, dtype, size, phase, place, peer, batch))
-    return said
+                    messages[rank].append(
+                        InBatch(name, pair, dtype, size, phase, place, peer, batch)
+                    )
+    return messages
 
 
 def _differ_only(here: tuple[int, ...], there: tuple[int, ...], along: list[int]) -> bool:
@@ -354,28 +358,28 @@ def representatives(layout: Layout) -> list[int]:
 
 @given(LAYOUT, EVENTS)
 def test_ranks_in_one_order_agree(layout, events):
-    said = programs(layout, events)
-    assert checked(layout, said) == []
-    assert checked(layout, said, representatives(layout)) == []
+    message = programs(layout, events)
+    assert checked(layout, message) == []
+    assert checked(layout, message, representatives(layout)) == []
 
 
 @given(LAYOUT, EVENTS, st.data())
 def test_any_fault_of_one_rank_is_found(layout, events, data):
-    said = programs(layout, events)
-    able = [rank for rank in said if said[rank]]
+    messages = programs(layout, events)
+    able = [rank for rank in messages if messages[rank]]
     if not able:
         return
     rank = data.draw(st.sampled_from(able))
-    index = data.draw(st.integers(0, len(said[rank]) - 1))
-    mine, message = said[rank], said[rank][index]
+    index = data.draw(st.integers(0, len(messages[rank]) - 1))
+    mine, message = messages[rank], messages[rank][index]
     fault = data.draw(st.sampled_from(("skip", "twice", "dtype", "size")))
-    said[rank] = {
+    messages[rank] = {
         "skip": [*mine[:index], *mine[index + 1 :]],
         "twice": [*mine[:index], message, *mine[index:]],
         "dtype": [*mine[:index], replace(message, dtype=torch.float64), *mine[index + 1 :]],
         "size": [*mine[:index], replace(message, size=message.size + 4), *mine[index + 1 :]],
     }[fault]
-    problems = checked(layout, said)
+    problems = checked(layout, messages)
     named = re.compile(rf"ranks? (\d+, )*{rank}\b")
     # of a row of like sends, the last has no receive, whichever was left out
     place = message.place if message.peer is None else ""
@@ -383,7 +387,7 @@ def test_any_fault_of_one_rank_is_found(layout, events, data):
         p for p in map(str, problems) if named.search(p) and message.phase in p and place in p
     ], problems
     if rank in representatives(layout) and _compared(layout, rank, message):
-        assert checked(layout, said, representatives(layout))
+        assert checked(layout, messages, representatives(layout))
 
 
 def _compared(layout: Layout, rank: int, message: Message) -> bool:
@@ -396,22 +400,22 @@ def _compared(layout: Layout, rank: int, message: Message) -> bool:
 
 @given(LAYOUT, EVENTS, st.data())
 def test_an_order_across_groups_stands_still_where_events_wait_in_a_circle(layout, events, data):
-    """Held to another way of telling: by a circle of events of which each is before the next on
+    """Compared with another way of telling: by a circle of events of which each is before the next on
     some rank.
     """
-    said = programs(layout, [event for event in events if event[0] != "exchange"])
-    able = [rank for rank in said if len(said[rank]) > 1]
+    message = programs(layout, [event for event in events if event[0] != "exchange"])
+    able = [rank for rank in message if len(message[rank]) > 1]
     if not able:
         return
     rank = data.draw(st.sampled_from(able))
-    index = data.draw(st.integers(0, len(said[rank]) - 2))
-    one, two = said[rank][index : index + 2]
+    index = data.draw(st.integers(0, len(message[rank]) - 2))
+    one, two = message[rank][index : index + 2]
     if (one.group, one.phase) == (two.group, one.phase) or one.phase != two.phase:
         return
-    said[rank][index : index + 2] = [two, one]
-    problems = checked(layout, said)
-    assert bool(problems) == _circular(said)
-    assert all("stands still" in problem.actual for problem in problems)
+    message[rank][index : index + 2] = [two, one]
+    problems = checked(layout, message)
+    assert bool(problems) == _circular(message)
+    assert all("hangs" in problem.actual for problem in problems)
 
 
 def _circular(said: Program) -> bool:
@@ -419,7 +423,7 @@ def _circular(said: Program) -> bool:
     for messages in said.values():
         for before, behind in pairwise(messages):
             after[before.place, before.group].add((behind.place, behind.group))
-    events = set(after) | {event for found in after.values() for event in found}
+    events = set(after) | {event for result in after.values() for event in result}
     while events:
         last = {event for event in events if not after[event] & events}
         if not last:
@@ -455,11 +459,9 @@ def test_the_odd_one_of_a_pair_is_told_by_other_pairs():
     """Of two ranks that differ, the one whose row no other group has is named."""
     four = layout(1, 1, 2, 2)
     events = [("collective", ["tensor"], 0, FAST, size) for size in (4, 8)]
-    said = programs(four, events)
-    said[0] = said[0][:1]
-    (problem,) = [
-        problem for problem in checked(four, said) if "stands still" not in problem.actual
-    ]
+    message = programs(four, events)
+    message[0] = message[0][:1]
+    (problem,) = [problem for problem in checked(four, message) if "hangs" not in problem.actual]
     shows(problem.place, "rank 0, step 2", "code.py:1 event")
     shows(problem.actual, "leaves", "all-reduce", "8 bytes", "float32 (code.py:1")
     shows(problem.expected, "1 message among ranks", "0, 1 in step", "2", "1 does, not 0")
@@ -467,9 +469,9 @@ def test_the_odd_one_of_a_pair_is_told_by_other_pairs():
 
 def test_one_left_out_of_a_long_row_of_like_ones_is_named():
     three = layout(1, 1, 3, 1)
-    said = programs(three, [("collective", ["shard"], 0, FAST, 4)] * 3000)
-    left_out = said[2].pop(700)
-    problem = checked(three, said)[0]
+    message = programs(three, [("collective", ["shard"], 0, FAST, 4)] * 3000)
+    left_out = message[2].pop(700)
+    problem = checked(three, message)[0]
     assert left_out.place == "code.py:700 event"
     assert problem.place.startswith("rank 2, step 1")
     assert problem.place.endswith(left_out.place)
@@ -491,20 +493,20 @@ def test_representatives_stand_for_a_thousand_ranks():
         ("collective", ["pipeline", "shard", "tensor"], 0, FAST, 4),
     ]
     chosen = [rank for rank in representatives(large) if rank // 128 in (0, 1, 3, 7)]
-    said = programs(large, events, chosen)
-    assert checked(large, said, chosen) == []
+    messages = programs(large, events, chosen)
+    assert checked(large, messages, chosen) == []
     last = max(rank for rank in chosen if rank // 128 == 3)
-    said[last] = [
-        replace(message, size=65) if message.size == 64 else message for message in said[last]
+    messages[last] = [
+        replace(message, size=65) if message.size == 64 else message for message in messages[last]
     ]
-    problem = checked(large, said, chosen)[0]
+    problem = checked(large, messages, chosen)[0]
     shows(problem.place, f"{last}, step 2, code.py:7", "event")
     shows(problem.actual, "among 16 ranks", "pipeline 3, tensor 1")
-    said = programs(large, events, chosen)
+    messages = programs(large, events, chosen)
     receiver = min(rank for rank in chosen if rank // 128 == 1)
-    said[receiver] = said[receiver][1:]
+    messages[receiver] = messages[receiver][1:]
     assert [
         p
-        for p in checked(large, said, chosen)
+        for p in checked(large, messages, chosen)
         if p.place.startswith(f"rank {receiver}, step 1, code.py:0")
     ]

@@ -97,12 +97,14 @@ def test_a_program_is_told_the_same_and_no_more(tmp_path):
         tmp_path, "--json", "--gpus", "4", "pipeline.stages=2", "zero_optimization.stage=2"
     )
     assert result.code == 0, result.output
-    found = json.loads(result.output)
-    assert [role["name"] for role in found["roles"]] == ["first stage", "last stage"]
+    results = json.loads(result.output)
+    assert [role["name"] for role in results["roles"]] == ["first stage", "last stage"]
     assert (
-        found["memory"]["peak_bytes"] == sum(found["memory"]["by_kind"].values()) <= found["needed"]
+        results["memory"]["peak_bytes"]
+        == sum(results["memory"]["by_kind"].values())
+        <= results["needed"]
     )
-    sends = [sent for role in found["roles"] for sent in role["sent"] if sent["what"] == "send"]
+    sends = [sent for role in results["roles"] for sent in role["sent"] if sent["what"] == "send"]
     assert [sent["count"] for sent in sends] == [4, 4]  # one for each micro-batch
     assert all(sent["bytes"] == 4 * 2 * 64 * 64 * 4 for sent in sends)
 

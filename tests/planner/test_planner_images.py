@@ -165,7 +165,7 @@ def test_the_command_knows_the_images(tmp_path, where):
         "model": {"name_or_path": name, "config": {"channels": 1}},
         "data": {"path": "far/away"},
     }
-    trainer, said = {
+    trainer, message = {
         "by its name": ({"data": {"path": "cifar10"}}, "3 x 32 x 32, 10 classes"),
         "as the config says": (
             {**grey, "images": {"size": [24, 32], "classes": 7, "mode": "L"}},
@@ -175,7 +175,7 @@ def test_the_command_knows_the_images(tmp_path, where):
     }[where]
     result = plan(config_of(tmp_path, name, **trainer))
     assert result.code == 0, result.output
-    shows(result.output, "images", f"{said}")
+    shows(result.output, "images", f"{message}")
     assert "images/s" in result.output, result.output
 
 

@@ -74,19 +74,19 @@ def test_zero(plan, stage, published):
     64, in 1e9 bytes.
 
     Of P parameters 2P weights, 2P gradients and 12P optimizer state, the last, the last two or all
-    over N. Held to it are weights and optimizer; what the paper has for gradients is added (ours
+    over N. They bound weights and optimizer; what the paper has for gradients is added (ours
     are those of the fullest moment, in stage 2 and 3 mostly DeepSpeed's buckets), but in stage 1
-    they are held to it, too.
+    it bounds them, too.
     """
     parameters, ranks = 328_256, 64
     zero = {"stage": stage, "reduce_bucket_size": 1000, "allgather_bucket_size": 1000}
-    found = plan(
+    result = plan(
         LLAMA | SMALL, 8, 8, zero=zero, engine="deepspeed", activation_checkpointing="full"
     )
-    assert sum(p.numel() for p in found.workload.spec.build().parameters()) == pytest.approx(
+    assert sum(p.numel() for p in result.workload.spec.build().parameters()) == pytest.approx(
         parameters, rel=0.001
     )
-    kinds = of(found, "step 2").by_kind
+    kinds = of(result, "step 2").by_kind
     state = kinds["weights"] + kinds["optimizer"]
     gradients = 2 * parameters / (ranks if stage > 1 else 1)
     assert 7.5 * (state + gradients) / parameters == pytest.approx(published, rel=0.02)
@@ -117,8 +117,8 @@ def test_with_the_optimizer_on_the_host_a_device_keeps_the_weights(plan):
         "offload_optimizer": {"device": "cpu", "pin_memory": False},
     }
     options = dict(zero=zero, engine="deepspeed", activation_checkpointing="full", accumulation=2)
-    found = plan(LLAMA | SMALL, 1, 1, **options)
-    kept = found.on_device(("weights", "gradients", "optimizer", "communication"))
+    result = plan(LLAMA | SMALL, 1, 1, **options)
+    kept = result.on_device(("weights", "gradients", "optimizer", "communication"))
     assert 2 * parameters <= kept <= 3.2 * parameters  # and buckets on their way
 
 
@@ -160,8 +160,8 @@ def test_torchtitan(plan, nodes, published):
     section = dict(
         engine="mesh", mesh={"replicate": 1, "shard": -1}, activation_checkpointing="selective"
     )
-    found = plan(LLAMA_8B, nodes, 8, length=8192, micro_batch=2, zero={"stage": 3}, **section)
-    peak = found.fullest.peak
+    result = plan(LLAMA_8B, nodes, 8, length=8192, micro_batch=2, zero={"stage": 3}, **section)
+    peak = result.fullest.peak
     assert 0.8 <= peak.size / GIB / published <= 1.0
     state = peak.by_kind["weights"] + peak.by_kind["optimizer"]
     assert state == pytest.approx(12 * 8.03e9 / (8 * nodes), rel=0.01)

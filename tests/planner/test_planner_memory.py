@@ -44,9 +44,18 @@ CASES = [
     ("mesh", "pipeline x tensor x zero3"),
     ("mesh", "zero3, tiled, full"),
     ("deepspeed", "zero3, tiled, full"),
+    ("mesh", "four bits, zero2"),
+    ("mesh", "four bits, zero3"),
+    ("mesh", "four bits, tensor"),
+    ("deepspeed", "four bits, zero2"),
+    ("deepspeed", "four bits, zero3"),
 ]
+FOUR_BITS = {"r": 4, "quantize": {"double_quant": True}}
 KNOWN = LAYOUTS | {
-    "lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1})
+    "lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1}),
+    "four bits, zero2": replace(LAYOUTS["zero2"], adapter=FOUR_BITS),
+    "four bits, zero3": replace(LAYOUTS["zero3"], adapter=FOUR_BITS),
+    "four bits, tensor": replace(LAYOUTS["tensor"], adapter=FOUR_BITS),
 }
 
 
@@ -74,8 +83,8 @@ def pairs(case: Case) -> Any:
     from trainer.recipes.pairs.planned import planned_pairs
 
     data = {"path": "pairs.jsonl", "sequence_length": LENGTH}
-    asked = {"task": "pairs", "model": {"config": case.model}, "data": data}
-    known = planned_pairs(TrainerSection.model_validate(asked))
+    requests = {"task": "pairs", "model": {"config": case.model}, "data": data}
+    known = planned_pairs(TrainerSection.model_validate(requests))
     spec = spec_in(case).with_weights(NoWeights())
     return subject_of(case, layout_of(case), spec, known.task(spec), known.batch)
 

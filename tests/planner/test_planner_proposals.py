@@ -82,16 +82,16 @@ def close(needed):
 
 @pytest.mark.more
 def test_what_misses_by_a_little_needs_one_change(close):
-    _, before, found = close
-    assert not before.fits and found[0].plan.fits
-    assert any(len(set(p.changes) - {"train_batch_size"}) == 1 for p in found if p.plan.fits)
-    keys = [rank(p) for p in found]
+    _, before, result = close
+    assert not before.fits and result[0].plan.fits
+    assert any(len(set(p.changes) - {"train_batch_size"}) == 1 for p in result if p.plan.fits)
+    keys = [rank(p) for p in result]
     assert keys == sorted(keys)
-    for proposal in found:
+    for proposal in result:
         assert proposal.plan.workload.layout.train_batch == before.workload.layout.train_batch
         assert re.search("(activations|state) .* -> ", proposal.comparison)
-    assert less(before, found[0].plan, "activations")
-    shows(found[0].comparison, "activations", "->")
+    assert less(before, result[0].plan, "activations")
+    shows(result[0].comparison, "activations", "->")
 
 
 @pytest.mark.more
@@ -105,19 +105,19 @@ def test_an_estimate_is_corrected_by_the_plan_at_hand(close):
 def test_what_is_written_loads_and_plans_the_same(close, tmp_path):
     from trainer.tools.planner.proposals import write
 
-    where, _, found = close
+    where, _, result = close
     source, target = tmp_path / "mine.json", tmp_path / "better.json"
     source.write_text(json.dumps(RAW | {"gradient_clipping": 0.5}))
-    write(source, ["trainer.seed=7"], found[0], target)
+    write(source, ["trainer.seed=7"], result[0], target)
     written = json.loads(target.read_text())
     assert written["gradient_clipping"] == 0.5 and written["trainer"]["seed"] == 7
     again = plan(written, where)
-    assert again.workload.layout == found[0].plan.workload.layout
-    assert again.needed == found[0].plan.needed
+    assert again.workload.layout == result[0].plan.workload.layout
+    assert again.needed == result[0].plan.needed
 
     with pytest.raises(ConfigError, match="is there already"):
-        write(source, [], found[0], target)
-    write(source, [], found[0], source)
+        write(source, [], result[0], target)
+    write(source, [], result[0], source)
     assert (
         load(source).trainer.seed == 0
         and json.loads(source.read_text())["gradient_clipping"] == 0.5
@@ -129,16 +129,16 @@ def test_what_fits_nowhere_is_told_by_how_much():
     from trainer.tools.planner.proposals import proposals
 
     where = cluster(100e3)
-    found = proposals(load(RAW), where, plan(RAW, where))
-    assert not any(proposal.plan.fits for proposal in found)
-    missing = (found[0].plan.needed - 100e3) / 2**20
-    tried = len([proposal for proposal in found if proposal.changes])
-    assert re.match(rf"of [{tried}-8] layouts ", found[0].comparison)
-    shows(found[0].comparison, "none fits", "2 x 2 small")
-    shows(found[0].comparison, "misses", f"{missing:,.2f} MiB of 0.10")
-    shows(found[0].comparison, "devices of 3 GiB", "(t4-16gb)")
-    assert found[0].plan.needed == min(p.plan.needed for p in found)
-    shows(found[0].comparison, "sequence_parallel_size can't help")
+    result = proposals(load(RAW), where, plan(RAW, where))
+    assert not any(proposal.plan.fits for proposal in result)
+    missing = (result[0].plan.needed - 100e3) / 2**20
+    tried = len([proposal for proposal in result if proposal.changes])
+    assert re.match(rf"of [{tried}-8] layouts ", result[0].comparison)
+    shows(result[0].comparison, "none fits", "2 x 2 small")
+    shows(result[0].comparison, "misses", f"{missing:,.2f} MiB of 0.10")
+    shows(result[0].comparison, "devices of 3 GiB", "(t4-16gb)")
+    assert result[0].plan.needed == min(p.plan.needed for p in result)
+    shows(result[0].comparison, "sequence_parallel_size can't help")
 
 
 @pytest.mark.more
@@ -156,10 +156,10 @@ def test_rows_are_divided_where_only_that_fits():
     where = replace(cluster(1e12), nodes=4, devices=1)
     room = 0.7 * plan(raw, where).needed + RESERVED
     where = replace(where, device=replace(where.device, memory=room))
-    (found,) = proposals(load(raw), where, plan(raw, where), most=1)
-    assert found.plan.fits and found.changes.get("sequence_parallel_size") in (2, 4), found
-    assert less(plan(raw, where), found.plan, "activations")
-    shows(found.comparison, "activations", "->")
+    (result,) = proposals(load(raw), where, plan(raw, where), most=1)
+    assert result.plan.fits and result.changes.get("sequence_parallel_size") in (2, 4), result
+    assert less(plan(raw, where), result.plan, "activations")
+    shows(result.comparison, "activations", "->")
 
 
 SPARSE = {
@@ -230,10 +230,10 @@ def test_what_fits_is_told_what_is_faster(needed):
     raw["trainer"] = {**RAW["trainer"], "mesh": {"shard": -1}}
     where = cluster(10 * needed, network=1e6)
     before = plan(raw, where)
-    found = proposals(load(raw), where, before, most=2)
-    assert found and all(p.plan.fits and p.plan.time.middle < before.time.middle for p in found)
-    shows(found[0].comparison, "a step", "->")
-    assert [rank(p) for p in found] == sorted(rank(p) for p in found)
+    result = proposals(load(raw), where, before, most=2)
+    assert result and all(p.plan.fits and p.plan.time.middle < before.time.middle for p in result)
+    shows(result[0].comparison, "a step", "->")
+    assert [rank(p) for p in result] == sorted(rank(p) for p in result)
 
 
 @pytest.mark.more
@@ -249,9 +249,9 @@ def test_after_its_time_nothing_else_is_tried(monkeypatch):
         return real(config, cluster)
 
     monkeypatch.setattr(search, "planned", counted)
-    (found, *_) = search.proposals(load(RAW), where, before, seconds=0.0)
+    (result, *_) = search.proposals(load(RAW), where, before, seconds=0.0)
     assert simulated == [2]
-    shows(found.comparison, "1 layouts", "tried none")
+    shows(result.comparison, "1 layouts", "tried none")
 
 
 LLAMA_405B = LLAMA_8B | dict(
@@ -304,8 +304,8 @@ def test_what_fits_is_found_for_405_billion_parameters():
     raw = large(engine="mesh")
     before = plan(raw, THOUSAND)
     assert not before.fits
-    found = proposals(load(raw), THOUSAND, before, most=1)
-    assert found[0].plan.fits and len(found[0].changes) <= 6, found[0].comparison
+    result = proposals(load(raw), THOUSAND, before, most=1)
+    assert result[0].plan.fits and len(result[0].changes) <= 6, result[0].comparison
 
 
 def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:

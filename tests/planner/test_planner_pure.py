@@ -93,9 +93,9 @@ def test_a_device_by_its_numbers(values, order, bare, small):
         suffix = {"memory": "b" if small else "B", "peak": "FLOPS"}.get(name, "B/s")
         return f"{name}={number}{unit.lower() if small else unit}{'' if bare else suffix}"
 
-    found = device_of(",".join(map(written, order)))
+    result = device_of(",".join(map(written, order)))
     for name, (number, (_, unit)) in values.items():
-        assert getattr(found, name) == number * unit
+        assert getattr(result, name) == number * unit
 
 
 @pytest.mark.parametrize(
@@ -106,8 +106,8 @@ def test_a_device_by_its_numbers(values, order, bare, small):
 def test_units_that_are_no_powers_of_ten(text, name, value):
     rest = {"memory": 1, "peak": 1, "bandwidth": 1, "link": 1}
     rest.pop(name, None)
-    found = device_of(",".join([text, *(f"{key}={number}" for key, number in rest.items())]))
-    assert getattr(found, name) == pytest.approx(value)
+    result = device_of(",".join([text, *(f"{key}={number}" for key, number in rest.items())]))
+    assert getattr(result, name) == pytest.approx(value)
 
 
 WRONG = (
@@ -124,9 +124,9 @@ def test_a_unit_that_is_none_is_an_error(part):
 
 def test_a_device_in_words_and_back():
     for device in DEVICES.values():
-        found = device_of(described(device))
+        result = device_of(described(device))
         for name in NUMBERS:
-            assert getattr(found, name) == pytest.approx(getattr(device, name))
+            assert getattr(result, name) == pytest.approx(getattr(device, name))
 
 
 @given(st.text(max_size=40).filter(lambda text: text not in DEVICES))
@@ -175,8 +175,8 @@ def test_a_plane_is_found_again(parts, depth, micro):
     ],
 )
 def test_a_device_is_known_by_its_name(name, peak):
-    found = device_named(name)
-    assert (found and found.peak) == peak
+    result = device_named(name)
+    assert (result and result.peak) == peak
 
 
 def test_of_devices_of_one_name_the_memory_tells():

@@ -121,10 +121,10 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "simulated", lambda *_: SAID)
-    found, lines = memory_check.predict(
+    result, lines = memory_check.predict(
         prepared(tmp_path, "trainer.plan=warn"), machine(GPU), tmp_path, SMALL
     )
-    assert found == 5 * GIB
+    assert result == 5 * GIB
     shows(lines[0], "5.00 GiB predicted", "of 4.00 GiB")
     assert "miss by 3.00 GiB" in lines[1]
     shows(lines[1], "zero_optimization.stage=3", "4.00 GiB -> 2.00 GiB")
@@ -151,8 +151,8 @@ def test_what_cannot_be_predicted_is_a_line(tmp_path, monkeypatch, program, said
     monkeypatch.setattr(
         memory_check, "simulated", lambda *_: memory_check._answer([sys.executable, "-c", program])
     )
-    found, (line,) = memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, SMALL)
-    assert found is None
+    result, (line,) = memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, SMALL)
+    assert result is None
     shows(line, "predicted")
     assert said in line
     assert not (tmp_path / "plan.json").exists()
@@ -170,8 +170,8 @@ def test_the_end_says_both(monkeypatch):
 def test_a_device_is_known_by_its_name_and_memory():
     from trainer.tools.planner.memory_check import named
 
-    found = named("NVIDIA A100-SXM4-40GB", 39 * GIB)
-    assert (found.peak, found.bandwidth, found.memory) == (
+    result = named("NVIDIA A100-SXM4-40GB", 39 * GIB)
+    assert (result.peak, result.bandwidth, result.memory) == (
         312e12,
         DEVICES["a100-40gb"].bandwidth,
         39 * GIB,
@@ -193,6 +193,6 @@ def test_the_simulating_process_is_no_rank():
         "MASTER_ADDR": "a",
         "TORCHELASTIC_RUN_ID": "x",
     }
-    found = alone({**launcher, "HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "3"})
-    assert not launcher.keys() & found.keys()
-    assert found["HF_HOME"] == "/models" and found["CUDA_VISIBLE_DEVICES"] == ""
+    result = alone({**launcher, "HF_HOME": "/models", "CUDA_VISIBLE_DEVICES": "3"})
+    assert not launcher.keys() & result.keys()
+    assert result["HF_HOME"] == "/models" and result["CUDA_VISIBLE_DEVICES"] == ""

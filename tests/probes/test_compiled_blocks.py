@@ -14,6 +14,7 @@ from tests.support.parallel.compiled import Linear, Watched, machine_of, own
 from tests.support.training import LLAMA, Case, layout_of, spec_of
 from trainer.layout import Recompute
 from trainer.parallel.probes import compiled_blocks
+from trainer.tasks import mixers
 
 
 class Sleeps(nn.Module):
@@ -31,20 +32,34 @@ class Sleeps(nn.Module):
 @pytest.mark.more
 def test_a_model_that_breaks_the_graph_runs_uncompiled_and_the_note_names_the_line():
     layout = replace(layout_of(Case(world_size=1)), compile="blocks")
-    found, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
-    assert found.compile == "none"
+    result, [note] = compiled_blocks.decided(layout, own(Sleeps), machine_of(Watched()))
+    assert result.compile == "none"
     shows(note, "run uncompiled")
     assert "test_compiled_blocks.py:" in note
-    found, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
-    assert found.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
+    result, [note] = compiled_blocks.decided(layout, own(Linear), machine_of(Watched()))
+    assert result.compile == "blocks" and "TORCHINDUCTOR_CACHE_DIR" in note
 
 
 def test_auto_compiles_nothing_on_a_cpu():
     layout = replace(layout_of(Case(world_size=1)), compile="auto")
-    found = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
-    assert found == (replace(layout, compile="none"), ())
+    result = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
+    assert result == (replace(layout, compile="none"), ())
 
 
 @pytest.mark.more
 def test_offload_is_the_mode_that_the_compiler_can_not_trace():
     assert "offload.py" in (compiled_blocks.broken(spec_of(LLAMA), Recompute("offload")) or "")
+
+
+class Untraced:
+    """A context variable as the compiler of PyTorch before 2.15 has it: it can't be read."""
+
+    def get(self) -> None:
+        torch._dynamo.graph_break()
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_compiled_blocks_that_are_computed_again_read_no_context_variable(monkeypatch, mode):
+    monkeypatch.setattr(mixers, "DOCUMENTS", Untraced())
+    assert compiled_blocks.broken(spec_of(LLAMA), Recompute(mode)) is None

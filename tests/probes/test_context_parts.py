@@ -67,9 +67,9 @@ def test_rows_are_divided(model, packed):
     ids=["dropout in attention", "router's loss", "a state beside the tokens"],
 )
 def test_a_model_is_refused_with_the_reason(model, keys):
-    found = checked(model)
-    assert found.startswith("sequence_parallel_size: ")
-    shows(found, *keys, "Remove it", "1")
+    result = checked(model)
+    assert result.startswith("sequence_parallel_size: ")
+    shows(result, *keys, "Remove it", "1")
 
 
 def test_a_layer_with_state_that_is_not_found_is_refused(monkeypatch):

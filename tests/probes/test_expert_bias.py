@@ -43,9 +43,9 @@ def test_a_model_without_a_bias_to_move_is_refused(model, change, keys):
 @pytest.mark.parametrize("model", [GLM, ERNIE, MINIMAX], ids=lambda model: model["model_type"])
 def test_a_bias_is_found_for_each_layer_with_experts_and_decides(model):
     spec = spec_in(replace(ONE, model=model))
-    found = biases_of(spec)
-    assert len(found) == (3 if model is MINIMAX else 2)
-    assert all(name.endswith("e_score_correction_bias") for name in found.values())
+    result = biases_of(spec)
+    assert len(result) == (3 if model is MINIMAX else 2)
+    assert all(name.endswith("e_score_correction_bias") for name in result.values())
     check(spec)
 
 

@@ -42,15 +42,15 @@ def test_experts_are_divided(model):
 @pytest.mark.whole
 def test_nearly_every_family_with_experts_is_accepted():
     """The numbers of docs/experts.md; a family without experts, or that is no decoder, is none."""
-    found = {}
+    results = {}
     for name in families():
         case = replace(SPREAD, model={"model_type": name, **NEEDED.get(name, {})})
         with contextlib.suppress(ConfigError):
             spec = spec_in(case)
             if expert_ranks.stacks(spec.build(), spec):
-                found[name] = checked(case.model)
-    refused = {name for name, reason in found.items() if reason}
-    assert (len(found), refused) == (56, {"flex_olmo", "laguna"})  # 7 experts; no tiny copy runs
+                results[name] = checked(case.model)
+    refused = {name for name, reason in results.items() if reason}
+    assert (len(results), refused) == (56, {"flex_olmo", "laguna"})  # 7 experts; no tiny copy runs
 
 
 @pytest.mark.parametrize(
@@ -66,13 +66,13 @@ def test_nearly_every_family_with_experts_is_accepted():
     ids=["dense", "number"],
 )
 def test_a_model_is_refused_with_the_reason(model, axes, keys):
-    found = checked(model, **axes)
-    assert found.startswith("expert_parallel.autoep_size: ")
-    shows(found, *keys, "Remove expert_parallel")
+    result = checked(model, **axes)
+    assert result.startswith("expert_parallel.autoep_size: ")
+    shows(result, *keys, "Remove expert_parallel")
 
 
 def test_what_is_computed_otherwise_is_found():
     lost = expert_ranks._routed
     with patch.object(expert_ranks, "_routed", lambda *given: lost(*given) * 0.5):
-        found = checked(EXPERTS)
-    shows(found, "model.layers.*.mlp.experts computes something")
+        result = checked(EXPERTS)
+    shows(result, "model.layers.*.mlp.experts computes something")

@@ -36,7 +36,7 @@ from trainer.parallel.checks import check_layout, checked
 from trainer.probes.findings import Draws, Findings, applied
 from trainer.probes.questions.stages import check_cut
 from trainer.recipes.causal_lm.task import CausalLM
-from trainer.tasks.cross_entropy import logits_cross_entropy
+from trainer.tasks.losses.cross_entropy import logits_cross_entropy
 
 MOE = {
     **SMALL,
@@ -280,8 +280,8 @@ def test_what_a_folder_has_beside_the_text_model_is_said(tmp_path):
     config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
     folder = saved(AutoModelForImageTextToText.from_config(config), tmp_path)
     spec = spec_of({}, folder)
-    said, left = spec.notes
-    shows(said, "says", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
+    message, left = spec.notes
+    shows(message, "says", "Qwen3_5ForConditionalGeneration", "Qwen3_5ForCausalLM")
     shows(left, "Qwen3_5ForCausalLM", "as they are", "model.visual.*")
 
 
@@ -344,8 +344,8 @@ def test_a_bias_that_balances_experts_and_that_nothing_moves_is_noted(model, bia
     spec = spec_of(model)
     notes = [note for note in checked(spec, task_of(spec), layout(), Ranks())[1] if "loads" in note]
     key = "set trainer.router_bias_update_rate to balance experts by their loads"
-    said = f"by which experts are chosen, stays as it is: {key}"
-    assert notes == ([f"{bias}, {said}"] if bias else [])
+    message = f"by which experts are chosen, stays as it is: {key}"
+    assert notes == ([f"{bias}, {message}"] if bias else [])
 
 
 def test_layerdrop_is_seen_where_no_blocks_are_known():
@@ -405,7 +405,7 @@ def test_noise_that_depends_on_what_ran_before_is_refused_in_stages():
 
 
 def with_mlp_of(hook: Any) -> Any:
-    """A Llama with `hook` behind the MLP of its second layer, in each model that is built anew."""
+    """A Llama with `hook` behind the MLP of its second layer, in each model that is built again."""
     plain = spec_of(LLAMA | {"attention_dropout": 0.0})
 
     def build():

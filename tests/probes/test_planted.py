@@ -53,7 +53,7 @@ def language(config: dict[str, Any]) -> tuple[ModelSpec, Any]:
 
 
 def changed(change: Callable[[Any], object], config: dict[str, Any] = PLAIN) -> tuple[Any, Any]:
-    """A language model that `change` alters whenever it is built anew, as itself and as its copy."""
+    """A language model that `change` alters whenever it is built again, as itself and as its copy."""
     plain = spec_of(config)
 
     def build() -> nn.Module:
@@ -245,20 +245,20 @@ def answered(question: Question, planted: Planted) -> Answer:
 @pytest.mark.parametrize("question", TABLE, ids=lambda question: question.name)
 def test_each_question_finds_a_planted_fault(question: Question) -> None:
     planted = PLANTED[question.name]  # a question without one fails here
-    found = answered(question, planted)
-    assert found.answer == "note" and planted.found in found.actual
+    result = answered(question, planted)
+    assert result.answer == "note" and planted.found in result.actual
 
 
 def test_no_fault_is_found_where_none_is_planted() -> None:
     spec, task = language(PLAIN)
     moved: list[None] = []
-    found = answers(Probed(spec, task, layout()), lambda: moved.append(None))
-    assert [one.question for one in found] == [question.name for question in TABLE]
+    result = answers(Probed(spec, task, layout()), lambda: moved.append(None))
+    assert [one.question for one in result] == [question.name for question in TABLE]
     assert len(moved) == len(TABLE)
     experts = {expert_bias.QUESTION.name, expert_parts.QUESTION.name}
-    notes = {one.question: one for one in found if one.answer == "note"}
+    notes = {one.question: one for one in result if one.answer == "note"}
     assert notes.keys() == experts and not any(one.applies for one in notes.values())
-    none = {one.question for one in found if one.answer == "none"}
+    none = {one.question for one in result if one.answer == "none"}
     assert none == {module_loss.QUESTION.name, single_sample.QUESTION.name}
 
 
@@ -269,8 +269,8 @@ def lines_of(question: Question, found: tuple[Answer, ...]) -> Iterator[str]:
 def test_a_finding_for_another_layout_is_told_from_one_for_this() -> None:
     """With dropout in attention, tensor ranks can't train it: a note, or an error if they are to."""
     spec, task = language(family("llama", attention_dropout=0.1))
-    found = answers(Probed(spec, task, layout()), lambda: None)
-    [line] = lines_of(tensor_parts.QUESTION, found)
+    result = answers(Probed(spec, task, layout()), lambda: None)
+    [line] = lines_of(tensor_parts.QUESTION, result)
     assert "inside what is split" in line and "does not apply" in line
-    [line] = lines_of(causal.QUESTION, found)
+    [line] = lines_of(causal.QUESTION, result)
     assert not line

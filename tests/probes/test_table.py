@@ -85,8 +85,8 @@ def test_an_error_of_this_project_stays_what_it_is():
     def planted() -> None:
         raise ConfigError(Problem("place", "actual", "expected"))
 
-    found = observe(planted)
-    assert isinstance(found, Finding) and str(found.error("other", "")) == (
+    result = observe(planted)
+    assert isinstance(result, Finding) and str(result.error("other", "")) == (
         "place: actual; expected expected"
     )
 

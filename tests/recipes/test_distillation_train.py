@@ -144,21 +144,21 @@ def test_each_layout_logs_what_one_process_does(
 
 @pytest.mark.more
 def test_a_column_is_made_once_and_a_damaged_one_is_refused(tmp_path: Path, teacher: str) -> None:
-    asked = config(tmp_path, teacher)
-    result = train(tmp_path, asked)
+    requested = config(tmp_path, teacher)
+    result = train(tmp_path, requested)
     assert result.returncode == 0, result.stdout + result.stderr
     folder = tmp_path / "runs" / "job" / "teacher"
     before = (folder / "seal.json").read_bytes()
-    asked["trainer"]["steps"] = 4
-    result = train(tmp_path, asked, "--resume", "auto")
+    requested["trainer"]["steps"] = 4
+    result = train(tmp_path, requested, "--resume", "auto")
     assert result.returncode == 0, result.stdout + result.stderr
     assert (folder / "seal.json").read_bytes() == before
     path = folder / "1.npy"
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    asked["trainer"]["steps"] = 5
-    result = train(tmp_path, asked, "--resume", "auto")
+    requested["trainer"]["steps"] = 5
+    result = train(tmp_path, requested, "--resume", "auto")
     assert result.returncode == 65
     shows(result.stdout + result.stderr, "teacher", "bytes")
 
@@ -168,16 +168,16 @@ def test_a_column_of_another_job_is_taken(tmp_path: Path, one_process: Path, tea
     """It is made under another layout, and trained from without the teacher."""
     shared = {"column": str(tmp_path / "shared" / "column")}
     sharded = {"zero_optimization": {"stage": 3}, "trainer": {"engine": "mesh"}}
-    asked = config(tmp_path, teacher, sharded, **shared)
-    result = train(tmp_path, asked, "--teacher-only", processes=2)
+    requested = config(tmp_path, teacher, sharded, **shared)
+    result = train(tmp_path, requested, "--teacher-only", processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     assert not (tmp_path / "runs").exists()
-    result = train(tmp_path, asked, "--teacher-only", processes=2)
+    result = train(tmp_path, requested, "--teacher-only", processes=2)
     assert result.returncode == 0, result.stdout + result.stderr
     shows(result.stdout, "there already")
-    asked = config(tmp_path, teacher, **shared)
-    asked["trainer"]["distillation"]["teacher"] = {}
-    result = train(tmp_path, asked)
+    requested = config(tmp_path, teacher, **shared)
+    requested["trainer"]["distillation"]["teacher"] = {}
+    result = train(tmp_path, requested)
     assert result.returncode == 0, result.stdout + result.stderr
     shows(result.stdout, teacher, "float32")
     for row, of_one in zip(logged(tmp_path), logged(one_process), strict=True):
@@ -191,12 +191,12 @@ def test_a_column_of_another_job_is_taken(tmp_path: Path, one_process: Path, tea
 
 @pytest.mark.more
 def test_a_column_of_another_teacher_or_tokenizer_is_refused(tmp_path: Path, teacher: str) -> None:
-    asked = config(tmp_path, teacher, column="column")
-    result = train(tmp_path, asked, "--teacher-only")
+    requested = config(tmp_path, teacher, column="column")
+    result = train(tmp_path, requested, "--teacher-only")
     assert result.returncode == 0, result.stdout + result.stderr
     other = teacher_in(tmp_path / "other", rows=310)
-    asked = config(tmp_path, other, column="column")
-    result = train(tmp_path, asked)
+    requested = config(tmp_path, other, column="column")
+    result = train(tmp_path, requested)
     assert result.returncode == 65, result.stdout + result.stderr
     shows(result.stdout + result.stderr, "weights")
     described = tmp_path / "column" / "column.json"
@@ -224,9 +224,9 @@ def test_a_teacher_with_a_padded_head_teaches(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_teacher_of_other_tokens_is_refused(tmp_path: Path, teacher: str) -> None:
-    asked = config(tmp_path, teacher_in(tmp_path / "other", 280))
-    asked["trainer"]["data"]["tokenizer"] = teacher
-    result = train(tmp_path, asked, "--dry-run")
+    requested = config(tmp_path, teacher_in(tmp_path / "other", 280))
+    requested["trainer"]["data"]["tokenizer"] = teacher
+    result = train(tmp_path, requested, "--dry-run")
     assert result.returncode == 64, result.stdout + result.stderr
     shows(result.stdout + result.stderr, "teacher.name_or_path", "tokens", "280", "300")
 
@@ -247,17 +247,17 @@ WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_keys_that_do_not_go_together(name: str, tmp_path: Path, teacher: str) -> None:
     keys, section, words = WRONG[name]
-    asked = config(tmp_path, teacher, {"trainer": section}, **keys)
-    result = train(tmp_path, asked, "--dry-run")
+    requested = config(tmp_path, teacher, {"trainer": section}, **keys)
+    result = train(tmp_path, requested, "--dry-run")
     assert result.returncode == 64, result.stdout + result.stderr
     shows(result.stdout + result.stderr, *words)
 
 
 @pytest.mark.more
 def test_a_column_that_is_missing_has_no_teacher_to_make_it(tmp_path: Path, teacher: str) -> None:
-    asked = config(tmp_path, teacher, column="column")
-    asked["trainer"]["distillation"]["teacher"] = {}
-    result = train(tmp_path, asked)
+    requested = config(tmp_path, teacher, column="column")
+    requested["trainer"]["distillation"]["teacher"] = {}
+    result = train(tmp_path, requested)
     assert result.returncode == 65, result.stdout + result.stderr
     shows(result.stdout + result.stderr, "column", "no folder", "Name the teacher")
 

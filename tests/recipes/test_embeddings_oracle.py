@@ -74,8 +74,8 @@ def ours(
     batches = [task.collate(samples[at : at + size]) for at in range(0, len(samples), size)]
     batches = task.compared(batches, runner.outputs(0, batches))
     loss = runner.train(0, batches, torch.tensor(1.0 / len(samples), dtype=torch.float64))
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return float(loss) / len(samples), found
+    results = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return float(loss) / len(samples), results
 
 
 def furthest(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> float:
@@ -141,9 +141,9 @@ def test_loss_and_gradients_are_those_of_one_large_batch(
     body = theirs[0].auto_model
     wanted = {name: p.grad.clone() for name, p in body.named_parameters() if p.grad is not None}
     theirs.zero_grad()
-    loss, found = ours(body, texts, options, theirs.tokenizer, 2)
+    loss, result = ours(body, texts, options, theirs.tokenizer, 2)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert furthest(found, wanted) <= 1e-9
+    assert furthest(result, wanted) <= 1e-9
 
 
 def test_a_causal_body_is_the_same_in_micro_batches_and_cached_by_the_library(
@@ -161,6 +161,6 @@ def test_a_causal_body_is_the_same_in_micro_batches_and_cached_by_the_library(
     body = theirs[0].auto_model
     wanted = {name: p.grad.clone() for name, p in body.named_parameters() if p.grad is not None}
     theirs.zero_grad()
-    loss, found = ours(body, texts, options, theirs.tokenizer, 3)
+    loss, result = ours(body, texts, options, theirs.tokenizer, 3)
     assert loss == pytest.approx(float(expected.detach()), rel=1e-9)
-    assert furthest(found, wanted) <= 1e-9
+    assert furthest(result, wanted) <= 1e-9

@@ -22,8 +22,8 @@ def config(task: str, **trainer: Any) -> dict[str, Any]:
 
 def test_a_measure_of_its_own_is_a_metric(tmp_path: Path) -> None:
     """It used to end the run in the first evaluation, before the save."""
-    found = command(tmp_path, config("faulty:measuring"), "train", "--processes", "1")
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = command(tmp_path, config("faulty:measuring"), "train", "--processes", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
     rows = (tmp_path / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
     values = [json.loads(row).get("evaluation_ordered") for row in rows]
     assert [value for value in values if value is not None] == [0.5]
@@ -50,9 +50,9 @@ def test_its_mistake_is_named_at_the_start(
     task: str, verb: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
     one = {"train": "--processes", "verify": "--world-size", "plan": "--gpus"}[verb]
-    found = command(tmp_path, config(task), verb, one, "1")
-    shown = found.stdout + found.stderr
-    assert found.returncode == 64, shown
+    result = command(tmp_path, config(task), verb, one, "1")
+    shown = result.stdout + result.stderr
+    assert result.returncode == 64, shown
     for word in words:
         assert word in shown
     assert "Traceback" not in shown
@@ -73,9 +73,9 @@ def test_its_mistake_is_named_at_the_start(
 def test_an_error_says_what_a_layout_asks_of_its_model(
     layout: dict[str, Any], words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    found = command(tmp_path, config("faulty:sliced") | layout, "train", "--processes", "2")
-    shown = found.stdout + found.stderr
-    assert found.returncode == 64, shown
+    result = command(tmp_path, config("faulty:sliced") | layout, "train", "--processes", "2")
+    shown = result.stdout + result.stderr
+    assert result.returncode == 64, shown
     for word in words:
         assert word in shown
 
@@ -83,29 +83,29 @@ def test_an_error_says_what_a_layout_asks_of_its_model(
 @pytest.mark.more
 def test_a_key_that_it_does_not_read_is_refused(tmp_path: Path) -> None:
     named = {"model": {"name_or_path": "gpt2"}, "data": {"path": "x", "evaluation_fraction": 0.1}}
-    found = command(tmp_path, config("sketch:head", **named), "train", "--processes", "1")
-    assert found.returncode == 64, found.stdout + found.stderr
+    result = command(tmp_path, config("sketch:head", **named), "train", "--processes", "1")
+    assert result.returncode == 64, result.stdout + result.stderr
     for key in ("model.name_or_path", "data.path", "data.evaluation_fraction"):
-        assert f"trainer.{key}" in found.stdout + found.stderr
+        assert f"trainer.{key}" in result.stdout + result.stderr
 
 
 @pytest.mark.more
 def test_its_frozen_parameters_are_those_of_the_config(tmp_path: Path) -> None:
     """In training and in its plan, though no method of the recipe asks for them."""
     frozen = config("sketch:head", freeze=["score.*"])
-    found = command(tmp_path, frozen, "train", "--dry-run", "--processes", "1")
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "are frozen (trainer.freeze)" in found.stdout
+    result = command(tmp_path, frozen, "train", "--dry-run", "--processes", "1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "are frozen (trainer.freeze)" in result.stdout
     wrong = config("sketch:head", freeze=["scores.*"])
-    found = command(tmp_path, wrong, "plan", "--gpus", "1")
-    assert found.returncode == 64, found.stdout + found.stderr
-    assert "trainer.freeze" in found.stdout + found.stderr
+    result = command(tmp_path, wrong, "plan", "--gpus", "1")
+    assert result.returncode == 64, result.stdout + result.stderr
+    assert "trainer.freeze" in result.stdout + result.stderr
 
 
 @pytest.mark.more
 def test_its_rate_is_in_its_own_plural(tmp_path: Path) -> None:
-    found = command(
+    result = command(
         tmp_path, config("faulty:stories"), "plan", "--gpus", "1", "--device", "h100-80gb"
     )
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "stories/s" in found.stdout
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "stories/s" in result.stdout

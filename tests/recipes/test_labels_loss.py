@@ -37,9 +37,9 @@ def model_of(body: str, kind: LabelKind) -> Any:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    results = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return found
+    return results
 
 
 def assert_equal(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:

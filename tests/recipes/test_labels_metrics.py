@@ -41,17 +41,17 @@ def test_of_classes(classes: int, name: str, rng: np.random.Generator) -> None:
     logits = torch.from_numpy(rng.standard_normal((*shape, classes)).astype(np.float32))
     labels = rng.integers(0, classes, shape)
     labels[rng.random(shape) < 0.2] = IGNORED
-    found = figures(KINDS[name](classes), logits, {"labels": torch.from_numpy(labels)})
+    result = figures(KINDS[name](classes), logits, {"labels": torch.from_numpy(labels)})
     counted = labels != IGNORED
     expected = labels[counted]
     actual = logits.argmax(-1).numpy()[counted]
-    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(expected, actual))
+    assert result["accuracy"] == pytest.approx(metrics.accuracy_score(expected, actual))
     macro = metrics.f1_score(expected, actual, average="macro")
-    assert found["f1_macro"] == pytest.approx(macro)
+    assert result["f1_macro"] == pytest.approx(macro)
     matthews = metrics.matthews_corrcoef(expected, actual)
-    assert found["matthews"] == pytest.approx(matthews)
+    assert result["matthews"] == pytest.approx(matthews)
     if classes == 2:
-        assert found["f1"] == pytest.approx(metrics.f1_score(expected, actual))
+        assert result["f1"] == pytest.approx(metrics.f1_score(expected, actual))
 
 
 def test_of_a_class_that_is_always_predicted(rng: np.random.Generator) -> None:
@@ -61,12 +61,12 @@ def test_of_a_class_that_is_always_predicted(rng: np.random.Generator) -> None:
     labels = rng.integers(0, 2, ROWS)
     logits = torch.zeros(ROWS, 3)
     logits[:, 1] = 1.0
-    found = figures(KINDS["single"](3), logits, {"labels": torch.from_numpy(labels)})
+    result = figures(KINDS["single"](3), logits, {"labels": torch.from_numpy(labels)})
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         macro = metrics.f1_score(labels, np.ones(ROWS, int), average="macro")
-        assert found["matthews"] == metrics.matthews_corrcoef(labels, np.ones(ROWS, int)) == 0
-    assert found["f1_macro"] == pytest.approx(macro)
+        assert result["matthews"] == metrics.matthews_corrcoef(labels, np.ones(ROWS, int)) == 0
+    assert result["f1_macro"] == pytest.approx(macro)
 
 
 def test_of_sets_of_classes(rng: np.random.Generator) -> None:
@@ -76,12 +76,12 @@ def test_of_sets_of_classes(rng: np.random.Generator) -> None:
     labels = (rng.random((ROWS, 4)) < 0.4).astype(np.float32)
     labels[:20] = logits[:20] > 0  # some rows are all right
     tensors = {"labels": torch.from_numpy(labels), "counts": torch.ones(ROWS)}
-    found = figures(KINDS["multi"](4), torch.from_numpy(logits), tensors)
+    result = figures(KINDS["multi"](4), torch.from_numpy(logits), tensors)
     predicted = logits > 0
-    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
+    assert result["accuracy"] == pytest.approx(metrics.accuracy_score(labels, predicted))
     for average in ("micro", "macro"):
         expected = metrics.f1_score(labels, predicted, average=average)
-        assert found[f"f1_{average}"] == pytest.approx(expected)
+        assert result[f"f1_{average}"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("offset", [0.0, 1e4])
@@ -94,9 +94,9 @@ def test_of_numbers(offset: float, rng: np.random.Generator) -> None:
     logits = (labels + rng.standard_normal((ROWS, 1)) / 2).astype(np.float32)
     kind = Regression(1, [float(labels.mean())])
     tensors: dict[str, Any] = {"labels": torch.from_numpy(labels), "counts": torch.ones(ROWS)}
-    found = figures(kind, torch.from_numpy(logits), tensors)
+    result = figures(kind, torch.from_numpy(logits), tensors)
     flat = labels[:, 0].astype(np.float64), logits[:, 0].astype(np.float64)
-    assert found["pearson"] == pytest.approx(pearsonr(*flat).statistic, rel=1e-5)
-    assert found["r2"] == pytest.approx(metrics.r2_score(*flat), rel=1e-4)
+    assert result["pearson"] == pytest.approx(pearsonr(*flat).statistic, rel=1e-5)
+    assert result["r2"] == pytest.approx(metrics.r2_score(*flat), rel=1e-4)
     error = metrics.mean_absolute_error(*flat)
-    assert found["absolute_error"] == pytest.approx(error, rel=1e-5)
+    assert result["absolute_error"] == pytest.approx(error, rel=1e-5)

@@ -33,12 +33,12 @@ def trained(folder: Path, body: str, kind: str, layout: str, engine: str) -> lis
     for name, count in (("rows", 96), ("held_out", 20)):
         lines = "".join(json.dumps(row) + "\n" for row in rows_of(kind, count))
         (folder / f"{name}.jsonl").write_text(lines)
-    asked = content(body, kind, layout, engine=engine, steps=8)
-    asked["trainer"]["labels"].pop("kind")
-    asked["trainer"]["model"] = {"name_or_path": base_of(folder, body)}
-    asked["trainer"]["data"]["evaluation_path"] = "held_out.jsonl"
-    asked["optimizer"]["params"]["lr"] = 1e-2
-    result = command(folder, asked, "train", "--processes", "2")
+    requested = content(body, kind, layout, engine=engine, steps=8)
+    requested["trainer"]["labels"].pop("kind")
+    requested["trainer"]["model"] = {"name_or_path": base_of(folder, body)}
+    requested["trainer"]["data"]["evaluation_path"] = "held_out.jsonl"
+    requested["optimizer"]["params"]["lr"] = 1e-2
+    result = command(folder, requested, "train", "--processes", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = (folder / "runs" / "job" / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
@@ -110,9 +110,9 @@ def test_a_run_ends_in_a_folder_that_others_open(
 
 def test_what_it_does_not_read_is_refused(tmp_path: Path) -> None:
     """By name, before anything is imported: packing first, which no head for labels is made for."""
-    asked = content("llama", "single", data={"path": "rows.jsonl", "documents": "pack"})
-    asked["trainer"]["evaluation"] = {"tasks": ["piqa"]}
-    result = command(tmp_path, asked, "train", "--processes", "1")
+    requested = content("llama", "single", data={"path": "rows.jsonl", "documents": "pack"})
+    requested["trainer"]["evaluation"] = {"tasks": ["piqa"]}
+    result = command(tmp_path, requested, "train", "--processes", "1")
     assert result.returncode == 64
     shows(result.stderr, "trainer.data.documents", "trainer.evaluation.tasks")
 
@@ -152,8 +152,8 @@ def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
     kind, keys, words = WRONG[name]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows_of(kind, 9)))
     base = {"name_or_path": base_of(tmp_path, "llama")}
-    asked = content("llama", kind, **({"model": base} | keys))
-    result = command(tmp_path, asked, "train", "--processes", "1")
+    requested = content("llama", kind, **({"model": base} | keys))
+    result = command(tmp_path, requested, "train", "--processes", "1")
     assert result.returncode == 64, result.stdout + result.stderr
     shows(result.stdout + result.stderr, *words)
 
@@ -169,26 +169,26 @@ def test_a_base_that_is_a_classifier_keeps_its_head_and_its_classes(tmp_path: Pa
     AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
     lines = "".join(json.dumps(row) + "\n" for row in rows_of("single", 30))
     (tmp_path / "rows.jsonl").write_text(lines)
-    asked = content("bert", "single", model={"name_or_path": str(folder)}, steps=1)
-    result = command(tmp_path, asked, "train", "--processes", "1", "--dry-run")
+    requested = content("bert", "single", model={"name_or_path": str(folder)}, steps=1)
+    result = command(tmp_path, requested, "train", "--processes", "1", "--dry-run")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "labels  more, less" in result.stdout
     assert "at random" not in result.stdout
-    asked["trainer"]["labels"]["names"] = ["less", "more"]
-    result = command(tmp_path, asked, "train", "--processes", "1", "--dry-run")
+    requested["trainer"]["labels"]["names"] = ["less", "more"]
+    result = command(tmp_path, requested, "train", "--processes", "1", "--dry-run")
     assert "labels  less, more" in result.stdout
     assert "classifier.weight" in result.stdout
-    asked["trainer"]["labels"].pop("names")
+    requested["trainer"]["labels"].pop("names")
     (tmp_path / "rows.jsonl").write_text('{"text": "a", "label": "other"}\n' * 9)
-    result = command(tmp_path, asked, "train", "--processes", "1", "--dry-run")
+    result = command(tmp_path, requested, "train", "--processes", "1", "--dry-run")
     assert result.returncode == 65
     shows(result.stdout + result.stderr, "rows.jsonl:1", "other", "more")
 
 
 @pytest.mark.more
 def test_it_is_planned(tmp_path: Path) -> None:
-    asked = content("llama", "reward", "zero2")
+    requested = content("llama", "reward", "zero2")
     words = ("plan", "--gpus", "2", "--device", "a100-40gb", "--json")
-    result = command(tmp_path, asked, *words)
+    result = command(tmp_path, requested, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(result.stdout)["fits"]

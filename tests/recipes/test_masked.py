@@ -48,13 +48,13 @@ def test_a_mask_is_a_function_of_seed_sample_and_epoch() -> None:
     tokens = [{"input_ids": np.arange(5, 65)} for _ in range(3)]
     source = Masked(tokens, RULE, 7)
     again = Masked(tokens, RULE, 7)
-    seen = [source.in_epoch(number, epoch) for number in (0, 1) for epoch in (0, 1)]
-    seen += [source[0], Masked(tokens, RULE, 8).in_epoch(0, 0)]
-    targets = {tuple(sample["labels"].tolist()) for sample in seen}
-    assert len(targets) == len(seen)
-    assert (again.in_epoch(1, 1)["labels"] == seen[3]["labels"]).all()
+    actual = [source.in_epoch(number, epoch) for number in (0, 1) for epoch in (0, 1)]
+    actual += [source[0], Masked(tokens, RULE, 8).in_epoch(0, 0)]
+    targets = {tuple(sample["labels"].tolist()) for sample in actual}
+    assert len(targets) == len(actual)
+    assert (again.in_epoch(1, 1)["labels"] == actual[3]["labels"]).all()
     assert (again.in_epoch(0, HELD_OUT)["labels"] == source[0]["labels"]).all()
-    for sample in seen:  # what is no target stands as it was
+    for sample in actual:  # what is no target stands as it was
         rest = sample["labels"] < 0
         assert (sample["input_ids"][rest] == np.arange(5, 65)[rest]).all()
 
@@ -76,8 +76,8 @@ def test_a_text_is_whole_and_a_cut_one_ends_as_the_tokenizer_ends_it() -> None:
 
 
 def test_shares_above_one_are_refused(tmp_path: Path) -> None:
-    asked = masked_content("bert", masked={"masked": 0.8, "random": 0.3})
-    result = command(tmp_path, asked, "train", "--processes", "1")
+    requested = masked_content("bert", masked={"masked": 0.8, "random": 0.3})
+    result = command(tmp_path, requested, "train", "--processes", "1")
     assert result.returncode == 64
     shows(result.stderr, "trainer.masked", "at most 1")
 
@@ -104,9 +104,11 @@ def test_what_does_not_fit_is_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text(lines)
     if name == "noise":
         keys["model"] = {"name_or_path": masked_base(tmp_path, "bert")}
-    asked = masked_content("bert", **keys)
-    asked["trainer"]["data"] = {"path": "rows.jsonl", "sequence_length": 16} | keys.get("data", {})
-    result = command(tmp_path, asked, "train", "--processes", "1")
+    requested = masked_content("bert", **keys)
+    requested["trainer"]["data"] = {"path": "rows.jsonl", "sequence_length": 16} | keys.get(
+        "data", {}
+    )
+    result = command(tmp_path, requested, "train", "--processes", "1")
     assert result.returncode == code, result.stdout + result.stderr
     shows(result.stdout + result.stderr, *words)
 
@@ -117,11 +119,11 @@ def trained(folder: Path, body: str, documents: str, layout: str, **trainer: Any
         lines = "".join(json.dumps(row) + "\n" for row in texts_of(count))
         (folder / f"{name}.jsonl").write_text(lines)
     base = {"model": {"name_or_path": masked_base(folder, body)}, "steps": 12}
-    asked = masked_content(body, layout, **(base | trainer))
+    requested = masked_content(body, layout, **(base | trainer))
     data = {"path": "rows.jsonl", "evaluation_path": "held_out.jsonl", "documents": documents}
-    asked["trainer"]["data"] = data | {"sequence_length": 20}
-    asked["optimizer"]["params"]["lr"] = 1e-2
-    result = command(folder, asked, "train", "--processes", "2")
+    requested["trainer"]["data"] = data | {"sequence_length": 20}
+    requested["optimizer"]["params"]["lr"] = 1e-2
+    result = command(folder, requested, "train", "--processes", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = (folder / "runs" / "job" / "metrics.jsonl").read_text()
     return [json.loads(line) for line in lines.splitlines()]
@@ -189,18 +191,18 @@ def test_continued_pretraining_then_a_classifier(tmp_path: Path) -> None:
     base = masked_base(tmp_path, "bert", "AutoModel")
     lines = "".join(json.dumps(row) + "\n" for row in texts_of(96))
     (tmp_path / "rows.jsonl").write_text(lines)
-    asked = masked_content("bert", "zero2", model={"name_or_path": base}, steps=4)
-    result = command(tmp_path, asked, "train", "--processes", "2")
+    requested = masked_content("bert", "zero2", model={"name_or_path": base}, steps=4)
+    result = command(tmp_path, requested, "train", "--processes", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "begin at random" in result.stdout
     final = tmp_path / "runs" / "job" / "final"
     pretrained = AutoModelForMaskedLM.from_pretrained(final)
     lines = "".join(json.dumps(row) + "\n" for row in rows_of("single", 96))
     (tmp_path / "rows.jsonl").write_text(lines)
-    asked = content("bert", "single", "zero2", model={"name_or_path": str(final)}, steps=1)
-    asked["trainer"]["run"] = {"folder": "second"}
-    asked["optimizer"]["params"] = {"lr": 1e-30, "weight_decay": 0.0}
-    result = command(tmp_path, asked, "train", "--processes", "2")
+    requested = content("bert", "single", "zero2", model={"name_or_path": str(final)}, steps=1)
+    requested["trainer"]["run"] = {"folder": "second"}
+    requested["optimizer"]["params"] = {"lr": 1e-30, "weight_decay": 0.0}
+    result = command(tmp_path, requested, "train", "--processes", "2")
     assert result.returncode == 0, result.stdout + result.stderr
     assert "classifier.weight" in result.stdout
     folder = tmp_path / "second" / "job" / "final"
@@ -214,8 +216,8 @@ def test_continued_pretraining_then_a_classifier(tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_it_is_planned(tmp_path: Path) -> None:
-    asked = masked_content("modernbert", "zero2")
+    requested = masked_content("modernbert", "zero2")
     words = ("plan", "--gpus", "2", "--device", "a100-40gb", "--json")
-    result = command(tmp_path, asked, *words)
+    result = command(tmp_path, requested, *words)
     assert result.returncode == 0, result.stdout + result.stderr
     assert json.loads(result.stdout)["fits"]

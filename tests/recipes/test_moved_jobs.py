@@ -124,10 +124,10 @@ def imported(folder: Path, system: str, given: dict[str, Any]) -> list[float]:
     (folder / "theirs.json").write_text(json.dumps(given))
     target = folder / "ours.json"
     assert main(["--from", system, str(folder / "theirs.json"), "--output", str(target)], "x") == 0
-    asked = json.loads(target.read_text())
-    asked["trainer"] |= {"device": "cpu", "log": {"every": 1}}
+    requested = json.loads(target.read_text())
+    requested["trainer"] |= {"device": "cpu", "log": {"every": 1}}
     words = ("train_batch_size=4", "--processes", "1")
-    result = command(folder, asked, "train", *words)
+    result = command(folder, requested, "train", *words)
     assert result.returncode == 0, result.stdout + result.stderr
     text = (folder / "runs" / "moved" / "metrics.jsonl").read_text()
     rows = [json.loads(line) for line in text.splitlines()]
@@ -154,7 +154,7 @@ def test_an_imported_job_trains_as_trl_does(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_the_first_loss_of_an_imported_adapter_is_trl_s(tmp_path: Path) -> None:
-    """Each draws its adapter anew, but an adapter begins as nothing, and disable_dropout turns off
+    """Each draws its adapter again, but an adapter begins as nothing, and disable_dropout turns off
     its dropout: so the first loss is the same, and the later ones are near it.
     """
     name = "trl-dpo, ipo, an adapter"

@@ -239,9 +239,9 @@ def test_the_head_computes_scored_tokens_alone() -> None:
     model = llama()
     task = PairsTask(LanguageModel(head=OutputHead(plain=True))).comparing(PairsSection())
     task.prepare(model)
-    seen = []
+    actual = []
     model.get_output_embeddings().register_forward_pre_hook(  # type: ignore[operator]
-        lambda _, inputs: seen.append(inputs[0].shape[0])
+        lambda _, inputs: actual.append(inputs[0].shape[0])
     )
     pairs = made_up(2)
     task.loss_sum(model, task.collate(pairs)).backward()
@@ -250,7 +250,7 @@ def test_the_head_computes_scored_tokens_alone() -> None:
         for pair in pairs
         for side in ("chosen", "rejected")
     )
-    assert seen == [scored]
+    assert actual == [scored]
 
 
 def test_a_micro_batch_of_blanks_has_gradients_of_zero() -> None:

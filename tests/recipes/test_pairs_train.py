@@ -93,8 +93,8 @@ def test_each_layout_logs_what_one_process_does(
     layout: str, tmp_path: Path, one_process: list[dict[str, float]]
 ) -> None:
     processes, more = LAYOUTS[layout]
-    asked = config(tmp_path, more, pairs={"sft_weight": 0.5})
-    result = train(tmp_path, asked, processes=processes)
+    requested = config(tmp_path, more, pairs={"sft_weight": 0.5})
+    result = train(tmp_path, requested, processes=processes)
     assert result.returncode == 0, result.stdout + result.stderr
     own = logged(tmp_path)
     assert len(own) == len(one_process)
@@ -106,8 +106,8 @@ def test_each_layout_logs_what_one_process_does(
 
 @pytest.mark.more
 def test_the_reference_is_computed_once(tmp_path: Path) -> None:
-    asked = config(tmp_path)
-    result = train(tmp_path, asked)
+    requested = config(tmp_path)
+    result = train(tmp_path, requested)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "which is ln 2" in result.stdout
     first = logged(tmp_path)[0]
@@ -116,20 +116,20 @@ def test_the_reference_is_computed_once(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "job" / "reference"
     columns = {path.name: np.load(path) for path in folder.glob("*.npy")}
     assert all(len(np.unique(column)) > len(column) for column in columns.values())
-    asked["trainer"]["steps"] = 5
-    result = train(tmp_path, asked, "--resume", "auto")
+    requested["trainer"]["steps"] = 5
+    result = train(tmp_path, requested, "--resume", "auto")
     assert result.returncode == 0, result.stdout + result.stderr
     for name, column in columns.items():
         assert np.array_equal(np.load(folder / name), column)
-    asked["trainer"]["steps"] = 6
+    requested["trainer"]["steps"] = 6
     kept = tmp_path / "kept"
     shutil.copytree(folder, kept)
     _alter(folder)
-    result = train(tmp_path, asked, "--resume", "auto")
+    result = train(tmp_path, requested, "--resume", "auto")
     assert result.returncode == 65
     shows(result.stdout + result.stderr, "reference", "bytes")
     shutil.rmtree(folder)
-    result = train(tmp_path, asked, "--resume", "auto")
+    result = train(tmp_path, requested, "--resume", "auto")
     assert result.returncode == 65
     shows(result.stdout + result.stderr, "reference", "no folder")
     other = json.loads((kept / "reference.json").read_text())
@@ -146,8 +146,8 @@ def _alter(folder: Path) -> None:
 @pytest.mark.more
 def test_a_model_whose_evaluation_is_no_function_ends_with_76(tmp_path: Path) -> None:
     """The planted fault: the reference is taken with dropout on."""
-    asked = config(tmp_path, plugins=["dropping"])
-    asked["trainer"]["model"]["config"]["attention_dropout"] = 0.5
+    requested = config(tmp_path, plugins=["dropping"])
+    requested["trainer"]["model"]["config"]["attention_dropout"] = 0.5
     (tmp_path / "dropping.py").write_text(
         "import trainer.parallel.forward_backward as module\n"
         "def evaluate(self, batches):\n"
@@ -160,7 +160,7 @@ def test_a_model_whose_evaluation_is_no_function_ends_with_76(tmp_path: Path) ->
         "        return torch.stack([self._module(batch) for batch in batches]).sum(0)\n"
         "module.GradientAccumulation.evaluate = evaluate\n"
     )
-    result = train(tmp_path, asked, "trainer.engine=mesh")
+    result = train(tmp_path, requested, "trainer.engine=mesh")
     assert result.returncode == 76, result.stdout + result.stderr
     shows(result.stdout + result.stderr, "first loss", "0.6931472", "evaluation")
 
@@ -194,27 +194,27 @@ def test_keys_that_do_not_go_together(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.more
 def test_a_margin_that_the_loss_does_not_take(tmp_path: Path) -> None:
-    asked = config(tmp_path, pairs={"loss": "ipo"})
+    requested = config(tmp_path, pairs={"loss": "ipo"})
     path = tmp_path / "pairs.jsonl"
     lines = [json.dumps(json.loads(line) | {"margin": 1}) for line in path.read_text().splitlines()]
     path.write_text("\n".join(lines))
-    result = train(tmp_path, asked, "--dry-run")
+    result = train(tmp_path, requested, "--dry-run")
     assert result.returncode == 65, result.stdout + result.stderr
     shows(result.stdout + result.stderr, "margin", "ipo")
 
 
 @pytest.mark.more
 def test_ranked_answers_are_trained_on(tmp_path: Path) -> None:
-    asked = config(tmp_path, steps=1)
+    requested = config(tmp_path, steps=1)
     rows = [{"prompt": f"{word}? ", "answers": ["the sky", "a tea", "green"]} for word in WORDS]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     (tmp_path / "pairs.jsonl").write_text(text)
     for ranked, count in (("all", 36), ("best", 24)):
         more = [f"trainer.pairs.ranked={ranked}", "trainer.data.evaluation_fraction=0"]
-        result = train(tmp_path, asked, *more, "--preview", "36")
+        result = train(tmp_path, requested, *more, "--preview", "36")
         assert result.returncode == 0, result.stdout + result.stderr
         assert result.stdout.count(", chosen: ") == count
-    result = train(tmp_path, asked)
+    result = train(tmp_path, requested)
     assert result.returncode == 0, result.stdout + result.stderr
     shows(result.stdout, "ranked answers")
 

@@ -111,7 +111,7 @@ def test_a_planted_fault_is_caught_and_named(
 
 def test_the_page_has_the_table_of_losses_and_layouts() -> None:
     """No cell is empty, and each that says exact is a case of the certificate."""
-    head, cells = table_of("preferences.md", LOSSES)
+    head, cells = table_of("preferences_layouts.md", LOSSES)
     assert head == list(LAYOUTS)
     assert list(cells) == list(LOSSES)
     assert all(set(row) == {"exact"} for row in cells.values())

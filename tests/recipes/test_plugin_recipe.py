@@ -48,9 +48,9 @@ def installed(tmp_path: Path) -> Path:
 @pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_trains(layout: str, tmp_path: Path, installed: Path) -> None:
-    asked = config(layout, recipe={"labels": 3})
-    found = command(tmp_path, asked, "train", "--processes", "2", beside=installed)
-    assert found.returncode == 0, found.stdout + found.stderr
+    requested = config(layout, recipe={"labels": 3})
+    result = command(tmp_path, requested, "train", "--processes", "2", beside=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
     folder = tmp_path / "runs" / "job"
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     losses = [row["loss"] for row in rows if "loss" in row]
@@ -63,8 +63,8 @@ def test_it_trains(layout: str, tmp_path: Path, installed: Path) -> None:
 @pytest.mark.more
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_its_certificate_passes(layout: str, tmp_path: Path, installed: Path) -> None:
-    found = command(tmp_path, config(layout), "verify", beside=installed)
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = command(tmp_path, config(layout), "verify", beside=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
     certificate = json.loads((tmp_path / "certificate.json").read_text())
     checks = {finding["check"] for finding in certificate["findings"]}
     assert certificate["passed"]
@@ -75,9 +75,9 @@ def test_its_certificate_passes(layout: str, tmp_path: Path, installed: Path) ->
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_it_is_planned(layout: str, tmp_path: Path, installed: Path) -> None:
     words = ("plan", "--gpus", "2", "--device", "a100-40gb", "--json")
-    found = command(tmp_path, config(layout), *words, beside=installed)
-    assert found.returncode == 0, found.stdout + found.stderr
-    plan = json.loads(found.stdout)
+    result = command(tmp_path, config(layout), *words, beside=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
+    plan = json.loads(result.stdout)
     assert plan["fits"]
     assert plan["needed"] > 0
 
@@ -102,29 +102,33 @@ WRONG: dict[str, tuple[dict[str, Any], bool, tuple[str, ...]]] = {
 def test_wrong_keys_are_named(tmp_path: Path, request: pytest.FixtureRequest, name: str) -> None:
     section, with_package, places = WRONG[name]
     beside = request.getfixturevalue("installed") if with_package else tmp_path
-    asked = config("zero3", **section)
-    found = command(tmp_path, asked, "train", beside=beside)
-    assert found.returncode == 64
-    shows(found.stderr, *places)
+    requested = config("zero3", **section)
+    result = command(tmp_path, requested, "train", beside=beside)
+    assert result.returncode == 64
+    shows(result.stderr, *places)
 
 
 def test_a_key_that_it_honours_is_taken(tmp_path: Path, installed: Path) -> None:
-    asked = config("zero3", data={"sequence_length": 4})
-    found = command(tmp_path, asked, "train", "--dry-run", beside=installed)
-    assert found.returncode == 0, found.stdout + found.stderr
+    requested = config("zero3", data={"sequence_length": 4})
+    result = command(tmp_path, requested, "train", "--dry-run", beside=installed)
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.more
 def test_it_is_cut_into_stages_whatever_its_sequences(tmp_path: Path, installed: Path) -> None:
     """Its later stages have no table of places: with fewer tokens than samples, reading one's
     weight was seen to fail, and with more it was luck."""
-    asked = config("pipeline_zero2", recipe={"length": 2})
-    found = command(tmp_path, asked, "train", "--dry-run", "--processes", "2", beside=installed)
-    assert found.returncode == 0, found.stdout + found.stderr
+    requested = config("pipeline_zero2", recipe={"length": 2})
+    result = command(
+        tmp_path, requested, "train", "--dry-run", "--processes", "2", beside=installed
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_its_share_of_held_out_samples_is_the_config_s(tmp_path: Path, installed: Path) -> None:
-    asked = config("zero3", recipe={"samples": 40}, data={"evaluation_fraction": 0.5})
-    found = command(tmp_path, asked, "train", "--dry-run", "--processes", "1", beside=installed)
-    assert found.returncode == 0, found.stdout + found.stderr
-    assert "20 samples, 20 held out" in found.stdout
+    requested = config("zero3", recipe={"samples": 40}, data={"evaluation_fraction": 0.5})
+    result = command(
+        tmp_path, requested, "train", "--dry-run", "--processes", "1", beside=installed
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "20 samples, 20 held out" in result.stdout

@@ -47,23 +47,23 @@ def run(
 @pytest.mark.parametrize("layout", [ZERO3, PIPELINE], ids=["zero3", "pipeline_zero2"])
 @pytest.mark.parametrize("sketch", ["pair", "head", "image"])
 def test_a_sketch_is_certified(sketch: str, layout: dict[str, Any], tmp_path: Path) -> None:
-    found = run(tmp_path, sketch, layout, "verify")
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run(tmp_path, sketch, layout, "verify")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("layout", [ZERO3, HSDP, PIPELINE], ids=["zero3", "hsdp", "pipeline_zero2"])
 def test_a_loss_over_all_data_ranks_is_certified(layout: dict[str, Any], tmp_path: Path) -> None:
-    found = run(tmp_path, "contrast", layout, "verify")
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run(tmp_path, "contrast", layout, "verify")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.more
 def test_a_loss_of_each_rank_alone_would_be_another(tmp_path: Path) -> None:
     """The planted fault: a contrastive loss that never gathers."""
-    found = run(tmp_path, "contrast_alone", ZERO3, "verify")
-    assert found.returncode == 76
-    assert "FAIL" in found.stdout
+    result = run(tmp_path, "contrast_alone", ZERO3, "verify")
+    assert result.returncode == 76
+    assert "FAIL" in result.stdout
 
 
 @pytest.mark.more
@@ -74,8 +74,8 @@ def test_a_column_is_computed_before_training(
     layout: dict[str, Any], processes: str, tmp_path: Path
 ) -> None:
     """By the layout itself, and once: a resumed run, whose weights have changed, reads it."""
-    found = run(tmp_path, "column", layout, "train", "--processes", processes)
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run(tmp_path, "column", layout, "train", "--processes", processes)
+    assert result.returncode == 0, result.stdout + result.stderr
     folder = tmp_path / "runs" / "job"
     column = (folder / "reference.json").read_text()
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -87,8 +87,8 @@ def test_a_column_is_computed_before_training(
     assert len(set(scores)) > len(scores) // 2
     more = layout | {"trainer": {"steps": 8}}
     words = ("train", "--processes", processes, "--resume", "auto")
-    found = run(tmp_path, "column", more, *words)
-    assert found.returncode == 0, found.stdout + found.stderr
+    result = run(tmp_path, "column", more, *words)
+    assert result.returncode == 0, result.stdout + result.stderr
     assert (folder / "reference.json").read_text() == column
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows if row.get("step") == 8][0] < losses[-1]

@@ -109,7 +109,7 @@ def full(folder: Path) -> Path:
     """
     again = [record_of(step, loss=9.0) for step in range(21, 24)]
     rows = [*map(record_of, range(1, 21)), *again, *map(record_of, range(21, 41))]
-    held = [{"step": step, "evaluation_loss": 4.5 - step / 30} for step in (20, 40)]
+    kept = [{"step": step, "evaluation_loss": 4.5 - step / 30} for step in (20, 40)]
     kinds = {
         "weights": 2**30,
         "optimizer": 2**31,
@@ -126,7 +126,7 @@ def full(folder: Path) -> Path:
     plan = {"memory": {"peak_bytes": 4 * 2**30, "by_kind": kinds}}
     files = {"plan.json": plan, "timeline.jsonl": TIMELINE}
     files |= {f"checkpoints/step-{step:06d}/manifest.json": {} for step in (30, 40)}
-    return write_run(folder, rows + held, **files)
+    return write_run(folder, rows + kept, **files)
 
 
 class Elements(HTMLParser):
@@ -361,9 +361,9 @@ def test_what_is_no_run(tmp_path, capsys, kind):
     if kind == "runs":
         write_run(folder / "inner", [])
     assert main([str(folder)], "meshloom report") == ConfigError.exit_code == 64
-    told = capsys.readouterr().err
-    shows(told, "begun")
-    assert ("those in it: inner" in told) == (kind == "runs")
+    message = capsys.readouterr().err
+    shows(message, "begun")
+    assert ("those in it: inner" in message) == (kind == "runs")
     assert not (folder / "report.html").exists()
 
 
@@ -379,15 +379,15 @@ def test_where_it_can_not_be_written(tmp_path, capsys):
 def test_without_matplotlib_it_says_how_to_get_it(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("trainer.storage.installed", lambda name: False)
     assert main([str(write_run(tmp_path, []))], "meshloom report") == 64
-    assert "pip install 'meshloom[report]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 # What the pictures say
 
 
 def test_starts_and_ends(tmp_path):
-    found = attempts(read(full(tmp_path)))
-    assert [(one.first, one.last, one.how) for one in found] == [
+    result = attempts(read(full(tmp_path)))
+    assert [(one.first, one.last, one.how) for one in result] == [
         (0, 23, KILLED),
         (20, 30, STOPPED),
         (30, 40, FINISHED),
@@ -424,7 +424,7 @@ def test_the_timeline_of_a_start_and_of_the_next(tmp_path):
         raise KeyError
     with Timeline(tmp_path, 5, 2, tmp_path / "step-000002") as timeline:
         timeline.at(Phase.SAVING, 5)
-    told = [(row["event"], row["step"]) for row in lines(tmp_path)]
+    messages = [(row["event"], row["step"]) for row in lines(tmp_path)]
     first = [
         ("start", 0),
         ("logged", 1),
@@ -434,12 +434,12 @@ def test_the_timeline_of_a_start_and_of_the_next(tmp_path):
         ("logged", 3),
         ("end", 3),
     ]
-    assert told == [*first, ("start", 2), ("saved", 5), ("end", 5)]
-    found = lines(tmp_path)
-    assert [row["error"] for row in found if row["event"] == "end"] == ["KeyError", None]
-    assert found[1]["seconds"].keys() == {"waiting for data", "training", "logging"}
-    assert found[7]["source"] == "step-000002" and found[4]["seconds"] >= 0
-    assert all(one["time"] <= other["time"] for one, other in itertools.pairwise(found))
+    assert messages == [*first, ("start", 2), ("saved", 5), ("end", 5)]
+    result = lines(tmp_path)
+    assert [row["error"] for row in result if row["event"] == "end"] == ["KeyError", None]
+    assert result[1]["seconds"].keys() == {"waiting for data", "training", "logging"}
+    assert result[7]["source"] == "step-000002" and result[4]["seconds"] >= 0
+    assert all(one["time"] <= other["time"] for one, other in itertools.pairwise(result))
 
 
 def test_other_ranks_write_no_timeline(tmp_path):
@@ -460,7 +460,7 @@ def raising() -> str:
 
 @pytest.mark.parametrize(("first", "recorded"), [(1, [3, 4]), (4, [4]), (5, None)])
 def test_the_steps_that_are_profiled(tmp_path, first, recorded):
-    """Also where a run goes on in the midst of them; after them nothing is written over."""
+    """Also where a run resumes in the midst of them; after them nothing is written over."""
     profiler = StepProfiler(ProfileSection(start=3, steps=2), tmp_path, torch.device("cpu"))
     for step in range(first, 7):
         for phase in (Phase.WAITING, Phase.TRAINING, Phase.LOGGING):
@@ -518,17 +518,17 @@ def real(tmp_path_factory) -> Path:
 
 @pytest.mark.more
 def test_a_real_run_leaves_what_is_drawn(real):
-    found = read(real)
-    assert found.notes == [] and [row["step"] for row in found.steps] == [1, 2, 3, 4, 5, 6]
-    kinds = [row["event"] for row in found.timeline]
+    result = read(real)
+    assert result.notes == [] and [row["step"] for row in result.steps] == [1, 2, 3, 4, 5, 6]
+    kinds = [row["event"] for row in result.timeline]
     assert kinds[0] == "start" and kinds[-1] == "end" and kinds.count("logged") == 6
     assert kinds.count("saved") == kinds.count("evaluated") == 3
-    assert [(one.first, one.last, one.how) for one in attempts(found)] == [(0, 6, FINISHED)]
-    seconds = [row["seconds"] for row in found.timeline if row["event"] == "logged"]
+    assert [(one.first, one.last, one.how) for one in attempts(result)] == [(0, 6, FINISHED)]
+    seconds = [row["seconds"] for row in result.timeline if row["event"] == "logged"]
     assert all({"waiting for data", "training", "logging"} <= set(one) for one in seconds)
-    assert found.device == "cpu"
+    assert result.device == "cpu"
     plain = read(real.with_name("plain"))
-    assert [row["loss"] for row in plain.steps] == [row["loss"] for row in found.steps]
+    assert [row["loss"] for row in plain.steps] == [row["loss"] for row in result.steps]
     assert (real / "profile" / "trace-rank-0.json.gz").stat().st_size > 1000
     elements = written(real)
     assert {Path(path).stem for path in (real / "report").glob("*.png")} == ALL
@@ -612,15 +612,15 @@ def test_in_a_browser(tmp_path, reported, width):
     (policy,) = re.findall('<meta http-equiv="Content-Security-Policy" content="[^"]+">', text)
     probed.write_text(text.replace(policy, "").replace("</body>", f"{PROBE}</body>"))
     elements = Elements(browse(tmp_path, probed, "--dump-dom", width=width).stdout)
-    found = json.loads(
+    result = json.loads(
         next(
             attributes["data-found"] or ""
             for tag, attributes in elements.found
             if "data-found" in attributes
         )
     )
-    assert found["failed"] == 0 and found["wide"] <= width and len(found["images"]) == len(ALL)
-    for (one, first), (two, second) in itertools.combinations(found["boxes"].items(), 2):
+    assert result["failed"] == 0 and result["wide"] <= width and len(result["images"]) == len(ALL)
+    for (one, first), (two, second) in itertools.combinations(result["boxes"].items(), 2):
         within = one.startswith(f"{two}/") or two.startswith(f"{one}/")
         apart = (
             first[2] <= second[0]
@@ -632,9 +632,9 @@ def test_in_a_browser(tmp_path, reported, width):
     shot = tmp_path / "shot.png"
     browse(tmp_path, run / "report.html", f"--screenshot={shot}", width=width)
     with Image.open(shot) as picture:
-        for alt, *box in found["images"]:
+        for alt, *box in result["images"]:
             assert ink(picture.crop(tuple(map(int, box)))) > 0.003, alt
-        for name, box in found["boxes"].items():
+        for name, box in result["boxes"].items():
             assert ink(picture.crop(tuple(map(int, box)))) > 0, name
 
 
@@ -661,11 +661,11 @@ def test_a_pipe_in_the_folder_is_not_waited_for(tmp_path, name):
 
 
 def test_held_out_accuracy_is_drawn(tmp_path):
-    held = [
+    kept = [
         {"step": step, "evaluation_loss": 4.0, "evaluation_accuracy": step / 50}
         for step in (20, 40)
     ]
-    record = read(write_run(tmp_path / "run", [*map(record_of, range(1, 41)), *held]))
+    record = read(write_run(tmp_path / "run", [*map(record_of, range(1, 41)), *kept]))
     with drawing():
         section = page.curves.losses(record)
     assert section.figure is not None and section.key == "loss"
@@ -684,10 +684,12 @@ def test_of_very_many_lines_few_are_parsed_and_all_are_counted(tmp_path, monkeyp
             {"step": step, "samples": step, "loss": 2.0 - (step == 31_234), "gradient_norm": 1.0}
         )
     metrics.write({"step": 40_000, "evaluation_loss": 2.5, "evaluation_targets": 4})
-    found = read(tmp_path)
-    assert found.logged == 40_000 and [row["evaluation_loss"] for row in found.evaluations] == [2.5]
-    assert {"step": 31_234, "samples": 31_234, "loss": 1.0, "gradient_norm": 1.0} in found.steps
-    assert found.steps[0]["step"] == 1 and found.steps[-1]["step"] == 40_000
+    result = read(tmp_path)
+    assert result.logged == 40_000 and [row["evaluation_loss"] for row in result.evaluations] == [
+        2.5
+    ]
+    assert {"step": 31_234, "samples": 31_234, "loss": 1.0, "gradient_norm": 1.0} in result.steps
+    assert result.steps[0]["step"] == 1 and result.steps[-1]["step"] == 40_000
     assert len(parsed) < 10_000
 
 
@@ -704,10 +706,11 @@ def test_many_log_lines_of_a_timeline_add_up(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     rows = read(tmp_path).timeline
     assert len(rows) < 20_000 and rows[-1]["step"] == 30_000
-    found = [row["seconds"] for row in rows[1:]]
-    assert sum(one.get("saving", 0.0) for one in found) == 0.25 * 29_999
+    results = [row["seconds"] for row in rows[1:]]
+    assert sum(one.get("saving", 0.0) for one in results) == 0.25 * 29_999
     assert (
-        sum(one["training"] for one in found if isinstance(one["training"], float)) == 0.5 * 29_999
+        sum(one["training"] for one in results if isinstance(one["training"], float))
+        == 0.5 * 29_999
     )
 
 

@@ -125,11 +125,11 @@ def test_what_is_no_callback_is_refused_at_once(tmp_path: Path) -> None:
     class Misspelt(trainer.Callback):
         def on_evaluation(self) -> None: ...
 
-    for several, seen in ((Diary(tmp_path), "Diary"), (iter([]), "list_iterator")):
-        with raises(ConfigError, f"callbacks: {seen}", "expected a list"):
+    for several, actual in ((Diary(tmp_path), "Diary"), (iter([]), "list_iterator")):
+        with raises(ConfigError, f"callbacks: {actual}", "expected a list"):
             trainer.train(config(tmp_path), **OWN, callbacks=several)  # type: ignore[arg-type]
-    for wrong, seen in ((Misspelt(), "Misspelt with on_evaluation"), (Diary, "type")):
-        with raises(ConfigError, f"callbacks: {seen}", "expected an object"):
+    for wrong, actual in ((Misspelt(), "Misspelt with on_evaluation"), (Diary, "type")):
+        with raises(ConfigError, f"callbacks: {actual}", "expected an object"):
             trainer.train(config(tmp_path), **OWN, callbacks=[wrong])  # type: ignore[list-item]
     assert not (tmp_path / "runs").exists()
 

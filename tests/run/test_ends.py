@@ -70,9 +70,9 @@ def test_the_table_of_ends(tmp_path: Path, row: tuple[str, ...]) -> None:
     output, _ = process.communicate(timeout=30)
     assert gone, (left, output)
     shown = process.returncode if process.returncode >= 0 else 128 - process.returncode
-    found, damaged = newest(tmp_path / "runs" / "job" / "checkpoints")
+    result, damaged = newest(tmp_path / "runs" / "job" / "checkpoints")
     assert str(shown) in code.split("/"), output[-3000:]
-    assert ("yes" if found else "no", damaged) == (saved, []), output[-3000:]
+    assert ("yes" if result else "no", damaged) == (saved, []), output[-3000:]
     if saved == "yes" and launcher == "meshloom":
         last = output.splitlines()[-1]
         asked_by = signal.Signals(number).name if number != signal.SIGKILL else "SIG"

@@ -58,9 +58,9 @@ def goes_on(
     again = run(*command(folder, job), **environment(cache))
     assert again.code == 0, again.output
     assert f"step-{step:06d}: step {step}, {8 * step} samples seen" in again.output
-    found = undisturbed(folder / "runs" / "job")
-    assert found.keys() == whole.keys()
-    assert all(torch.equal(found[name], whole[name]) for name in whole)
+    result = undisturbed(folder / "runs" / "job")
+    assert result.keys() == whole.keys()
+    assert all(torch.equal(result[name], whole[name]) for name in whole)
     assert sample_ids(folder / "runs" / "job").keys() == set(range(STEPS))
 
 
@@ -101,16 +101,16 @@ def test_a_signal_in_each_phase(
     assert "Traceback" not in output and "internal error" not in output, output
     assert nothing_left(tmp_path)
     assert not list(cache.glob("meshloom/.partial-*"))
-    found, skipped = newest(tmp_path / "runs" / "job" / "checkpoints")
+    result, skipped = newest(tmp_path / "runs" / "job" / "checkpoints")
     assert not skipped
     if phase in ("imports", "data preparation", "building the model"):
-        assert found is None
+        assert result is None
         assert output.count("stopped by ") == 1, output
         return
     assert output.count("checkpoint saved") == 1
-    assert found and not (tmp_path / "runs" / "job" / "final").exists()
+    assert result and not (tmp_path / "runs" / "job" / "final").exists()
     if phase != "first step":
-        goes_on(tmp_path, job, cache, whole, int(found.name[-6:]))
+        goes_on(tmp_path, job, cache, whole, int(result.name[-6:]))
 
 
 OTHER_SIGNALS = """

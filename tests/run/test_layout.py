@@ -95,13 +95,13 @@ def test_a_full_config(tmp_path: Path) -> None:
         "tensor_parallel": {"autotp_size": 2},
         "trainer": {"mesh": {"shard": 2}, "activation_checkpointing": "every:2"},
     }
-    found = laid_out(tmp_path, content, 16)
+    result = laid_out(tmp_path, content, 16)
     expected = Layout(2, 2, 2, 2, 3, 2, 3, "cpu", "cpu", "bfloat16", Recompute("every", 2))
     schedule = replace(PIPELINE_SCHEDULES["1F1B"], row=512)
-    assert found == replace(expected, compile="auto", schedule=schedule)
-    assert found.stages == 2
+    assert result == replace(expected, compile="auto", schedule=schedule)
+    assert result.stages == 2
     shows(
-        found.describe(),
+        result.describe(),
         "pipeline 2 x replicate 2 x shard 2 x tensor 2",
         "ZeRO-3",
         "bfloat16",
@@ -214,8 +214,8 @@ def test_fsdp_shards_within_a_machine_unless_told_otherwise(
         json.dumps({"zero_optimization": {"stage": 3}, "trainer": {"engine": engine, "mesh": mesh}})
     )
     config = resolve(load(path), RuntimeFacts(8, None, None, False, "cpu", local_world_size=4))
-    found = layout_of(config, 8)
-    assert (found.replicate, found.shard) == sizes
+    result = layout_of(config, 8)
+    assert (result.replicate, result.shard) == sizes
     note = (
         "shards within each machine (4 ranks) and replicates across 2; trainer.mesh.shard=-1 "
         "shards over all"

@@ -57,18 +57,18 @@ def machines(job: Path, *folders: Path, ranks: int = 1) -> list[Result]:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """What a run goes on from, and what it made; not from which step on a start of it did."""
+    """What a run resumes from, and what it made; not from which step on a start of it did."""
     kept = [
         path for below in ("checkpoints", "final") for path in (folder / "job" / below).rglob("*")
     ]
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
-    for name in found:
+    results = {str(path.relative_to(folder)): path.read_bytes() for path in kept if path.is_file()}
+    for name in results:
         if name.endswith(("trainer.json", "manifest.json")):
-            known = json.loads(found[name])
+            known = json.loads(results[name])
             known.pop("since", None)
             known.get("files", {}).pop("trainer.json", None)
-            found[name] = json.dumps(known).encode()
-    return found
+            results[name] = json.dumps(known).encode()
+    return results
 
 
 def ended(results: list[Result]) -> str:
@@ -150,12 +150,12 @@ def _whole_in_each(folder: Path) -> object:
     if ranks.rank == 2:
         shutil.rmtree(path)
     ranks.barrier()
-    found, lines = newest(mine, ranks)
+    result, lines = newest(mine, ranks)
     loaded = read_back(path, back.state_tensors(), ranks) == STATE and same(state, back)
     assert sum(name.endswith("safetensors") for name in read_manifest(path)) > 2  # of several ranks
     return (
         ranks.node_firsts,
-        found == path,
+        result == path,
         lines,
         loaded,
         verify(path),
@@ -164,9 +164,9 @@ def _whole_in_each(folder: Path) -> object:
 
 
 def test_each_folder_holds_all(tmp_path: Path, pools: Pools) -> None:
-    found = pools[3].run(_whole_in_each, timeout=120, folder=tmp_path)
+    result = pools[3].run(_whole_in_each, timeout=120, folder=tmp_path)
     copied = ["step-000100 was copied from rank 0 to rank 2"]
-    assert found == [((0, 0, 2), True, copied, True, [], ["final", "latest", "step-000100"])] * 3
+    assert result == [((0, 0, 2), True, copied, True, [], ["final", "latest", "step-000100"])] * 3
     for name in ("final", "step-000100"):
         trees = [
             {
@@ -216,10 +216,10 @@ def _broken(folder: Path, how: str) -> str:
 def test_what_does_not_arrive_is_an_error_everywhere(
     tmp_path: Path, pools: Pools, how: str, keys: tuple[str, ...]
 ) -> None:
-    found = pools[3].run(_broken, timeout=60, folder=tmp_path, how=how)
-    assert found[0] == found[1] == found[2], found
-    assert bool(keys) == bool(found[0])
-    shows(found[0], *keys)
+    result = pools[3].run(_broken, timeout=60, folder=tmp_path, how=how)
+    assert result[0] == result[1] == result[2], result
+    assert bool(keys) == bool(result[0])
+    shows(result[0], *keys)
 
 
 def _left(mine: Path, name: str, config: Config, step: int, seed: int = 3) -> Path:
@@ -278,12 +278,12 @@ def _start(folder: Path, job: Path, how: str) -> tuple[str, str | None] | str:
 def test_what_machines_have_decides_where_a_run_begins(
     tmp_path: Path, pools: Pools, how: str, expected: tuple[str, str | None] | list[str]
 ) -> None:
-    found = pools[3].run(_start, timeout=60, folder=tmp_path, job=write_job(tmp_path), how=how)
+    result = pools[3].run(_start, timeout=60, folder=tmp_path, job=write_job(tmp_path), how=how)
     if isinstance(expected, list):
-        for text in found:
+        for text in result:
             shows(text, *expected)
     else:
-        assert found == [expected] * 3
+        assert result == [expected] * 3
 
 
 def _other_libraries(folder: Path) -> None:

@@ -72,7 +72,7 @@ def poisoned(case: Case, kind: str) -> tuple[list[bool], list[float], bool, list
     import torch.distributed as dist
 
     from trainer.optim.lr_schedules import Update
-    from trainer.tasks import cross_entropy
+    from trainer.tasks.losses import cross_entropy
 
     rank = dist.get_rank()
     engine, task = build(case, rank), task_of(build_spec(case))
@@ -169,11 +169,11 @@ def test_a_kernel_on_the_host_has_its_flag_before_it_starts(monkeypatch):
     """
     weight = torch.ones(2)
     optimizer = torch.optim.AdamW([weight], fused=True)
-    seen = []
-    monkeypatch.setattr(optimizer, "step", lambda: seen.append(optimizer.found_inf.device))
+    actual = []
+    monkeypatch.setattr(optimizer, "step", lambda: actual.append(optimizer.found_inf.device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         step_if_finite(optimizer, torch.ones((), device="cuda"))
-    assert seen == [weight.device]
+    assert actual == [weight.device]
 
 
 def steps(*norms: float) -> list[tuple[Any, Metrics]]:

@@ -1,4 +1,4 @@
-"""The README's recipe for an own model, data and loss: killed, the same script goes on bit for bit."""
+"""The README's recipe for your own model, data and loss: killed, the same script resumes bit for bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.commands import ROOT, run
 
 CALL = """
 import os, signal
-class Killed(trainer.Callback):
+class Killed(meshloom.Callback):
     def on_step_end(self, step):
         if step == int(os.environ.get("KILLED_AT", 0)):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -23,7 +23,7 @@ if __name__ == "__main__":
     folder, *more = sys.argv[1:]
     overrides = ["trainer.steps=12", "trainer.checkpoint.every=3", "trainer.run.folder=" + folder, *more]
     own = {"model": model, "data": data, "loss": loss, "processes": 2}
-    trainer.train("zero3", overrides=overrides, callbacks=[Killed()], **own)
+    meshloom.train("zero3", overrides=overrides, callbacks=[Killed()], **own)
 """
 
 

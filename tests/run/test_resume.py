@@ -1,4 +1,4 @@
-"""Which folder a command writes to and what it goes on from, without a model: folders, locks,
+"""Which folder a command writes to and what it resumes from, without a model: folders, locks,
 damage, changes.
 """
 
@@ -104,7 +104,7 @@ def test_another_command_starts_a_run_of_its_own(config):
 
 @pytest.mark.parametrize("later", [1.0, -1.0])
 def test_a_finished_run_is_left_alone(config, later):
-    """A final model older than the run's start is that of a run which then went on with more
+    """A final model older than the run's start is that of a run which then continued with more
     steps.
     """
     folder = begun(config, 10)
@@ -192,11 +192,11 @@ def test_damage_is_told_and_costs_steps(config):
         damage(folder / f"checkpoints/step-0000{step}")
     start = choose(config, Request(), ALONE)
     assert start.source == folder / "checkpoints/step-000010"
-    told, before, left = start.lines
-    assert told.startswith(
+    message, before, left = start.lines
+    assert message.startswith(
         f"step-000030 is damaged: {folder}/checkpoints/step-000030/trainer.json: SHA-256 "
     )
-    shows(told, "now step-000030.damaged", "20 steps")
+    shows(message, "now step-000030.damaged", "20 steps")
     shows(before, "now step-000020.damaged", "10 steps")
     assert left == f"left over in {folder}/checkpoints: step-000020.damaged, step-000030.damaged"
 
@@ -230,7 +230,7 @@ def test_paths_that_are_no_checkpoint(config, tmp_path):
     (tmp_path / "model/config.json").touch()
     (tmp_path / "foreign/global_step9").mkdir(parents=True)
     (tmp_path / "foreign/global_step9/mp_rank_00_model_states.pt").write_bytes(b"cos\nsystem\n")
-    for name, seen in {
+    for name, actual in {
         "nowhere": "no such folder",
         "empty": "a folder without a manifest.json",
         "model": "a model alone",
@@ -238,7 +238,7 @@ def test_paths_that_are_no_checkpoint(config, tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=f"{name}: ") as caught:
             choose(config, Request(resume=str(tmp_path / name)), ALONE)
-        shows(caught.value, f"{seen}", "folder such", "runs/NAME/checkpoints/step-000100")
+        shows(caught.value, f"{actual}", "folder such", "runs/NAME/checkpoints/step-000100")
 
 
 def test_a_damaged_path_is_an_error_and_stays(config):

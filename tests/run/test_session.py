@@ -25,10 +25,10 @@ def meet(
 def test_each_start_has_a_store_of_its_own():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for start in range(3):
-        found = meet(store, [0, 1, 2], 3)
-        assert not any(one.check(["address"]) for one in found), "of an earlier start"
-        found[start].set("address", str(start))
-        assert [one.get("address") for one in found] == [str(start).encode()] * 3
+        result = meet(store, [0, 1, 2], 3)
+        assert not any(one.check(["address"]) for one in result), "of an earlier start"
+        result[start].set("address", str(start))
+        assert [one.get("address") for one in result] == [str(start).encode()] * 3
 
 
 def test_a_rank_that_died_before_it_met_the_others_is_no_riddle():
@@ -37,6 +37,6 @@ def test_a_rank_that_died_before_it_met_the_others_is_no_riddle():
         meet(store, [1], 3, 0.2)
     with raises(ConfigError, "1 of 3 ranks", "come: rank 2"):
         meet(store, [0, 1], 3, 1.0)
-    found = meet(store, [2, 1, 0], 3)
-    found[0].set("here", "1")
-    assert all(one.check(["here"]) for one in found)
+    result = meet(store, [2, 1, 0], 3)
+    result[0].set("here", "1")
+    assert all(one.check(["here"]) for one in result)

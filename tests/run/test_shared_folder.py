@@ -30,13 +30,13 @@ def test_who_sees_another_one_is_named_on_every_rank(tmp_path, monkeypatch, ther
     first.mkdir(parents=True)
     if there:
         other.mkdir(parents=True)
-    found = check([first, first, other])
+    result = check([first, first, other])
     text = (
         f"{first}: what rank 0 on node-a writes there is not there for rank 2 on node-a "
         f"({other}); expected one folder"
     )
-    assert all(error is not None and error.shared for error in found)
-    assert str(found[0]).startswith(text)
+    assert all(error is not None and error.shared for error in result)
+    assert str(result[0]).startswith(text)
     assert list(first.iterdir()) == []
 
 

@@ -1,4 +1,4 @@
-"""`torchrun --nnodes MIN:MAX`: a run goes on with fewer nodes, and with more, as one process does."""
+"""`torchrun --nnodes MIN:MAX`: a run resumes with fewer nodes, and with more, as one process does."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def noted(self, number, frame):
     receive(self, number, frame)
 def looped(engine, *rest):
     step = engine.step
-    def held(number, *args, **kwargs):
+    def paused(number, *args, **kwargs):
         alone = os.environ["WORLD_SIZE"] == "1"
         while alone and not asked and (number >= {joined} or not reached.exists()):
             time.sleep(0.05)  # until the other node is there
@@ -40,7 +40,7 @@ def looped(engine, *rest):
             reached.write_text(str(os.getpid()))
             time.sleep(1000)
         return step(number, *args, **kwargs)
-    engine.step = held
+    engine.step = paused
     return loop(engine, *rest)
 StopSignals._receive, run.loop = noted, looped
 runpy.run_path({train!r}, run_name="__main__")

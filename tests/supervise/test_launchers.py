@@ -203,7 +203,7 @@ runpy.run_path({train!r}, run_name="__main__")
 
 @pytest.mark.more
 def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
-    """A Kubernetes job and `torchrun --max-restarts` do that: docs/clusters.md."""
+    """A Kubernetes job and `torchrun --max-restarts` do that: docs/kubernetes.md and docs/clusters.md."""
     script = tmp_path / "killed.py"
     script.write_text(KILLED.format(root=str(ROOT), train=TRAIN))
     common = ["torchrun", "--nproc-per-node", "2", "--max-restarts", "1", "--rdzv-backend", "c10d"]
@@ -217,14 +217,14 @@ def test_a_rank_is_killed_and_the_agent_starts_the_run_again(tmp_path):
         f"{tmp_path}/runs/job/checkpoints/step-000004: step 4, 32",
         "samples",
     )
-    found = [
+    results = [
         (line["step"], line["loss"])
         for line in metrics(tmp_path / "runs" / "job")
         if "loss" in line
     ]
-    assert [step for step, _ in found] == [*range(1, 6), *range(5, 8)]
+    assert [step for step, _ in results] == [*range(1, 6), *range(5, 8)]
     # a step that is made again has the same loss
-    assert found[4] == found[5]
+    assert results[4] == results[5]
 
 
 THREADS = """
@@ -262,9 +262,9 @@ def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=200, check=True
     )
-    told = (
+    message = (
         "4 threads for the optimizer on the CPU, this process's share of the cores; "
         "OMP_NUM_THREADS sets it"
     )
-    expected = f"1 4 {told}" if given is None else "1 1 None"
+    expected = f"1 4 {message}" if given is None else "1 1 None"
     assert sorted(done.stdout.splitlines()) == [f"0 {expected}", f"1 {expected}"]

@@ -54,32 +54,32 @@ def test_one_that_has_not_started_yet_is_waited_for(monkeypatch: pytest.MonkeyPa
         port = probe.getsockname()[1]
     begun = threading.Timer(1.0, lambda: stores.append(meeting.serve("127.0.0.1", port, TIMEOUT)))
     stores: list[object] = []
-    said: list[str] = []
+    messages: list[str] = []
     begun.start()
-    assert meeting.reach("127.0.0.1", port, 1, TIMEOUT, said.append).port == port
-    assert said
-    assert "rank 1 on" in said[0]
-    shows(said[0], "can't reach", "0 at 127.0.0.1")
+    assert meeting.reach("127.0.0.1", port, 1, TIMEOUT, messages.append).port == port
+    assert messages
+    assert "rank 1 on" in messages[0]
+    shows(messages[0], "can't reach", "0 at 127.0.0.1")
 
 
 def test_who_is_missing_is_said_and_then_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "TELL_SECONDS", 0.5)
-    store, said = meeting.serve("127.0.0.1", 0, TIMEOUT), []
+    store, message = meeting.serve("127.0.0.1", 0, TIMEOUT), []
     others = [meeting.reach("127.0.0.1", store.port, rank, TIMEOUT, print) for rank in (1, 2, 3)]
     with ThreadPoolExecutor(3) as pool:
         alone = pool.submit(meeting.session, others[0], 1, 4, 2.0)
         store.wait(["meshloom/asks/1"])
         with raises(ConfigError, "2 of 4 ranks", "come: rank 2", "rank 3"):
-            meeting.session(store, 0, 4, 1.5, said.append)
-        assert said
-        shows(said[0], "waiting", "rank 2", "3 of 4 for")
+            meeting.session(store, 0, 4, 1.5, message.append)
+        assert message
+        shows(message[0], "waiting", "rank 2", "3 of 4 for")
         with raises(ConfigError, "1 met rank 0", "came"):
             alone.result()
-        said.clear()
+        message.clear()
         for rank, other in enumerate(others, 1):
             pool.submit(meeting.session, other, rank, 4, 20.0)
-        meeting.session(store, 0, 4, 20.0, said.append)
-    assert said == []
+        meeting.session(store, 0, 4, 20.0, message.append)
+    assert message == []
 
 
 def test_a_reserved_port_is_nobody_elses_but_who_listens_on_purpose() -> None:
@@ -121,9 +121,9 @@ def test_verify_names_the_rank_that_is_missing(tmp_path: Path) -> None:
         "MASTER_ADDR": "127.0.0.1",
     }
     certificate = ("--output", tmp_path / "certificate.json")
-    found = run(
+    result = run(
         sys.executable, "-c", script, "--config", job, *certificate, **alone, MASTER_PORT=str(port)
     )
-    assert found.code == 64
-    shows(found.output, "waiting", "1 of 2 for")
-    shows(found.output.splitlines()[-1], "rendezvous: 1 of 2", "ranks", "rank 1")
+    assert result.code == 64
+    shows(result.output, "waiting", "1 of 2 for")
+    shows(result.output.splitlines()[-1], "rendezvous: 1 of 2", "ranks", "rank 1")

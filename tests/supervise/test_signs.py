@@ -45,15 +45,15 @@ def until(told: io.StringIO, lines: int) -> list[str]:
 
 
 def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
-    told = io.StringIO()
+    message = io.StringIO()
     with patch.multiple(output, _MOMENT=0.2, _BETWEEN=0.2):
-        shown = Signs(Terminal(file=told))
+        shown = Signs(Terminal(file=message))
         shown.at("a moment")
         shown.at("long")
-        lines = until(told, 2)
+        lines = until(message, 2)
         shown.hide()
         shown.at("after [that]")
-        lines = until(told, len(told.getvalue().splitlines()) + 1)
+        lines = until(message, len(message.getvalue().splitlines()) + 1)
         shown.close()
         shown.at("nothing")
         time.sleep(0.5)
@@ -61,22 +61,22 @@ def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
         "long",
         "after [that]",
     }
-    assert len(lines) >= 3 and "nothing" not in told.getvalue()
+    assert len(lines) >= 3 and "nothing" not in message.getvalue()
 
 
 def test_a_quiet_rank_says_nothing() -> None:
-    told = io.StringIO()
+    message = io.StringIO()
     with patch.multiple(output, _MOMENT=0.05, _BETWEEN=0.05):
-        shown = Signs(Terminal(file=told, quiet=True))
+        shown = Signs(Terminal(file=message, quiet=True))
         shown.at("long")
         time.sleep(0.3)
         shown.close()
-    assert told.getvalue() == ""
+    assert message.getvalue() == ""
 
 
 def test_on_a_terminal_one_display_follows_another() -> None:
-    told = io.StringIO()
-    terminal = Terminal(file=told, force_terminal=True, width=80)
+    message = io.StringIO()
+    terminal = Terminal(file=message, force_terminal=True, width=80)
     shown = Signs(terminal)
     shown.at("import" + "ing" * 60)
     time.sleep(0.4)
@@ -90,7 +90,7 @@ def test_on_a_terminal_one_display_follows_another() -> None:
     assert len(terminal._live_stack) == 1
     shown.close()
     assert terminal._live_stack == []
-    written = told.getvalue()
+    written = message.getvalue()
     assert "start   importing" in written and "\u2026" in written  # cut at the edge
     assert "4 documents, 10 tokens" in written and not re.search(r"start +\(", written)
     assert "first step (0 s)" in written
@@ -115,20 +115,20 @@ def test_data_that_is_not_there_is_named_before_torch_is_imported(tmp_path: Path
             "/nowhere/y.txt: no such file or folder"
         ),
     }
-    for override, seen in wrong.items():
+    for override, actual in wrong.items():
         for processes in ("1", "2"):
-            found = run(*command, "--processes", processes, override)
-            assert found.code == 65
-            shows(found.output, f"{seen}", "glob")
-            assert found.output.endswith("\n[]\n")
+            result = run(*command, "--processes", processes, override)
+            assert result.code == 65
+            shows(result.output, f"{actual}", "glob")
+            assert result.output.endswith("\n[]\n")
 
 
 def test_in_a_pipe_the_first_line_comes_before_the_libraries(tmp_path: Path) -> None:
-    found = run(
+    result = run(
         sys.executable, TRAIN, "--config", write_job(tmp_path), "--processes", "1", cold=True
     )
-    lines = [re.sub(r"\d+", "N", line) for line in found.output.splitlines()]
-    assert found.code == 0, found.output
+    lines = [re.sub(r"\d+", "N", line) for line in result.output.splitlines()]
+    assert result.code == 0, result.output
     shows(lines[0], "importing PyTorch")
     first = next(at for at, line in enumerate(lines) if line.startswith("step N/N"))
     assert not any(line.startswith("start") for line in lines[first:])

@@ -251,8 +251,8 @@ def test_where_srun_started_no_ranks_nothing_changes(environment):
 
 
 def test_what_torchrun_says_under_srun_holds():
-    said = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
-    environment = slurm_step() | said
+    messages = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4"}
+    environment = slurm_step() | messages
     assert world_of(environment) == World(3, 3, 4, 4)
     assert "MASTER_ADDR" not in environment
 

@@ -132,8 +132,8 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_holds_a_run_is_named(tmp_path: Path, cache: Path, reason: str) -> None:
     code, expected = STANDS[reason]
     saves = {"every": 2, "asynchronous": code == DISK_HANGS}
-    found = job(tmp_path, checkpoint=saves, patience=1 if code == DISK_HANGS else 3)
-    result = run(*command(tmp_path, found, code), timeout=120, **environment(cache))
+    results = job(tmp_path, checkpoint=saves, patience=1 if code == DISK_HANGS else 3)
+    result = run(*command(tmp_path, results, code), timeout=120, **environment(cache))
     assert result.code == 77, result.output
     assert re.search(expected.replace("HOST", re.escape(socket.gethostname())), result.output), (
         result.output
@@ -152,14 +152,16 @@ def test_the_last_collectives_of_all_ranks_are_left_for_pytorch_to_compare(
     words = command(tmp_path, job(tmp_path), f"import threading\n{code}", ranks=4)
     result = run(*words, timeout=120, **environment(cache))
     assert result.code == 77, result.output
-    said = re.search(r"the last collectives: torchfrtrace (\S+) -p rank-\n", result.output)
-    assert said, result.output
-    assert sorted(path.name for path in Path(said[1]).iterdir()) == [f"rank-{n}" for n in range(4)]
+    message = re.search(r"the last collectives: torchfrtrace (\S+) -p rank-\n", result.output)
+    assert message, result.output
+    assert sorted(path.name for path in Path(message[1]).iterdir()) == [
+        f"rank-{n}" for n in range(4)
+    ]
     if torch.__version__ >= "2.15":  # the analyser of older ones knows NCCL alone
         analyser = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace"]
-        found = run(*analyser, said[1], "-p", "rank-", timeout=60).output
-        shows(found, "ranks joining")
-        assert "missing ranks: {1}" in found, found
+        results = run(*analyser, message[1], "-p", "rank-", timeout=60).output
+        shows(results, "ranks joining")
+        assert "missing ranks: {1}" in results, results
 
 
 @pytest.mark.more
@@ -231,15 +233,15 @@ def test_a_crash_leaves_where_it_stood(tmp_path: Path, cache: Path) -> None:
     result = run(*command(tmp_path, job(tmp_path), code), timeout=120, **environment(cache))
     assert result.code == 128 + signal.SIGSEGV, result.output
     last = result.output.splitlines()[-1]
-    said = re.search(
+    message = re.search(
         (
             r"was ended by SIGSEGV: a crash or an abort in native code; the end of "
             r"(\S+) has the stacks$"
         ),
         last,
     )
-    assert said and "Traceback" not in result.output, result.output
-    log = Path(said[1]).read_text()
+    assert message and "Traceback" not in result.output, result.output
+    log = Path(message[1]).read_text()
     assert re.search(r"Segmentation fault.*script\.py.* in step", log, re.DOTALL), log
     assert nothing_left(tmp_path)
 
@@ -286,16 +288,16 @@ def test_one_without_a_launcher_ends_by_itself_and_leaves_where_it_stood(
     tmp_path: Path, cache: Path
 ) -> None:
     words = command(tmp_path, job(tmp_path), STUCK.format(ranks="(0,)") + "m.LEAVE_SECONDS = 2.0")
-    script, found = str(tmp_path / "script.py"), str(tmp_path / "job.json")
-    result = run(words[0], script, "--config", found, timeout=120, RANK="0", **environment(cache))
+    script, results = str(tmp_path / "script.py"), str(tmp_path / "job.json")
+    result = run(words[0], script, "--config", results, timeout=120, RANK="0", **environment(cache))
     assert result.code == 77 and "done: " in result.output, result.output
     assert re.search(r"in end\n", (tmp_path / "runs" / "job" / "logs" / "rank-0.log").read_text())
 
 
 @pytest.mark.more
 def test_a_slow_rank_is_named_while_the_run_goes_on(tmp_path: Path, cache: Path) -> None:
-    found = job(tmp_path, patience=None)
-    result = run(*command(tmp_path, found, SLOW), "--fresh", timeout=120, **environment(cache))
+    results = job(tmp_path, patience=None)
+    result = run(*command(tmp_path, results, SLOW), "--fresh", timeout=120, **environment(cache))
     assert result.code == 0, result.output
     named = (
         rf"^note: the others wait for rank 1 on {re.escape(socket.gethostname())} \(process "
@@ -318,24 +320,26 @@ def beats(
 
 
 def test_the_one_that_is_behind():
-    found = beats((Phase.TRAINING, 7), (Phase.TRAINING, 7), (Phase.WAITING, 7), (Phase.TRAINING, 7))
-    assert [beat.rank for beat in behind(found)] == [2]
-    lines = diagnosis(found, lambda beat: False)
+    result = beats(
+        (Phase.TRAINING, 7), (Phase.TRAINING, 7), (Phase.WAITING, 7), (Phase.TRAINING, 7)
+    )
+    assert [beat.rank for beat in behind(result)] == [2]
+    lines = diagnosis(result, lambda beat: False)
     shows(lines[0], "2 on", "102", "step 7, waiting")
     shows(lines, "ranks 0, 1, 3", "step 7, training", "130 s")
     shows(lines[-1], "a.py:1")
 
 
 def test_nobody_is_behind():
-    found = beats(
+    result = beats(
         (Phase.SAVING, 7),
         (Phase.SAVING, 7),
         (Phase.SAVING, 7),
         stacks={1: ("a.py:1 f", "b.py:2 g")},
     )
-    assert behind(found) == []
-    assert [beat.rank for beat in elsewhere(found)] == [1]
-    shows(diagnosis(found, lambda _: False)[0], "1 on", "101) waits elsewhere", "b.py:2")
+    assert behind(result) == []
+    assert [beat.rank for beat in elsewhere(result)] == [1]
+    shows(diagnosis(result, lambda _: False)[0], "1 on", "101) waits elsewhere", "b.py:2")
     shows(diagnosis(beats((Phase.SAVING, 7)), lambda _: False)[0], "step 7, saving")
 
 
@@ -344,13 +348,13 @@ def test_of_two_that_stand_apart_the_one_outside_the_collective_is_named():
     waits, joined = Entered("0", 5, 4, "gloo:all_reduce"), Entered("0", 4, 4, "gloo:all_reduce")
 
     def named(*ranks: tuple[tuple[str, ...], tuple[Entered, ...]]) -> str:
-        found = [
+        results = [
             replace(beat, stack=stack, groups=groups)
             for beat, (stack, groups) in zip(
                 beats(*[(Phase.TRAINING, 7)] * len(ranks)), ranks, strict=True
             )
         ]
-        return diagnosis(found, lambda _: False)[0].partition("s: ")[2]
+        return diagnosis(results, lambda _: False)[0].partition("s: ")[2]
 
     loop, native = ("own.py:1 loop",), ("torch/autograd/graph.py:3 _engine_run_backward",)
     # by the stacks alone
@@ -373,10 +377,12 @@ def test_of_two_that_stand_apart_the_one_outside_the_collective_is_named():
 
 def test_the_thread_that_a_rank_waits_for_is_named():
     main, writer = ("a.py:1 f", "lib/python3.11/threading.py:327 wait"), ("b.py:3 write",)
-    found = [replace(beats((Phase.SAVING, 7))[0], stack=main, threads=(("checkpoint_0", writer),))]
-    lines = diagnosis(found, lambda _: False)
+    results = [
+        replace(beats((Phase.SAVING, 7))[0], stack=main, threads=(("checkpoint_0", writer),))
+    ]
+    lines = diagnosis(results, lambda _: False)
     shows(lines[0], 'thread "checkpoint_0"', "b.py:3")
-    busy = [replace(found[0], stack=("a.py:1 f",))]
+    busy = [replace(results[0], stack=("a.py:1 f",))]
     assert "checkpoint_0" not in diagnosis(busy, lambda _: False)[0]
 
 
@@ -387,7 +393,7 @@ def test_who_is_slow():
             for beat, share in zip(beats(*[(Phase.TRAINING, 3)] * 4), shares, strict=True)
         ]
 
-    assert (found := straggler(busy(0.3, 0.4, 0.95, 0.2))) and found.rank == 2
+    assert (result := straggler(busy(0.3, 0.4, 0.95, 0.2))) and result.rank == 2
     assert straggler(busy(0.9, 0.9, 0.95, 0.9)) is None
     assert straggler(busy(0.3, 0.4, None, 0.2)) is None
     assert straggler(busy(0.3, 0.4, 0.7, 0.2)) is None
@@ -395,13 +401,13 @@ def test_who_is_slow():
 
 @pytest.mark.more
 def test_preparing_tells_that_it_goes_on():
-    told: list[float] = []
-    progress = Progress(None, told.append)
+    messages: list[float] = []
+    progress = Progress(None, messages.append)
     progress.begin("x")
     progress.at(0.5, 10, 100)
     progress.waits()
     progress.moves(5.0)
-    assert told == [0.0, 0.0, 5.0]
+    assert messages == [0.0, 0.0, 5.0]
 
 
 @pytest.mark.more
@@ -419,10 +425,10 @@ def test_its_readers_hear_of_it_from_its_first_beat() -> None:
 def test_each_phase_is_one_that_the_watchdog_and_its_readers_know() -> None:
     """A phase that a table lacked was a KeyError in the watchdog's thread, which then ended."""
     for phase in Phase:
-        found = beats((phase, 1), (Phase.LEAVING, 1))
+        result = beats((phase, 1), (Phase.LEAVING, 1))
         assert phase.patience >= 1.0
-        assert [beat.rank for beat in behind(found)] == ([0] if phase is not Phase.LEAVING else [])
-        sent = json.loads(json.dumps(asdict(found[0])))
+        assert [beat.rank for beat in behind(result)] == ([0] if phase is not Phase.LEAVING else [])
+        sent = json.loads(json.dumps(asdict(result[0])))
         assert sent["phase"] == phase.value and Phase(sent["phase"]) is phase
 
 
@@ -431,10 +437,10 @@ def test_what_may_take_long_is_not_still():
     watch = Watch(0, [("here", 1)], None, 0.2, WatchReports(ended.append))
     watch.at(Phase.TRAINING, 3)
     watch.moves(100.0)
-    seen = watch.status()
+    actual = watch.status()
     watch.close()
-    found = seen["still"], seen["limit"], seen["place"], seen["waits_for"]
-    assert found == (0.0, 0.2, "step 3, training", [])
+    result = actual["still"], actual["limit"], actual["place"], actual["waits_for"]
+    assert result == (0.0, 0.2, "step 3, training", [])
     assert ended == []
 
 
@@ -455,10 +461,10 @@ time.sleep(600)
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     """The diagnosis of a watchdog, then the code with which it would end its process."""
-    said: queue.Queue[str] = queue.Queue()
+    message: queue.Queue[str] = queue.Queue()
 
     def leave(code: int) -> None:
-        said.put(str(code))
+        message.put(str(code))
         threading.Event().wait()
 
     for name, seconds in {
@@ -468,7 +474,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> queue.Queue[str]:
     }.items():
         monkeypatch.setattr(watching, name, seconds)
     monkeypatch.setattr(watching.os, "_exit", leave)
-    return said
+    return message
 
 
 def watch(
@@ -507,11 +513,11 @@ def test_a_first_rank_that_stops_before_it_was_heard(
     watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()))
     os.kill(process, signal.SIGSTOP)
     watcher.at(Phase.TRAINING, 3)
-    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    message, code = ended.get(timeout=30), ended.get(timeout=30)
     watcher.close()
-    assert f"rank 0 on {HERE} (process {process}) is stopped (SIGSTOP)" in said and code == "77", (
-        said
-    )
+    assert (
+        f"rank 0 on {HERE} (process {process}) is stopped (SIGSTOP)" in message and code == "77"
+    ), message
 
 
 @pytest.mark.more
@@ -520,13 +526,13 @@ def test_another_rank_that_stops_before_it_was_heard(ended: queue.Queue[str]) ->
     stopped.send_signal(signal.SIGSTOP)
     store = serve("127.0.0.1", 0, datetime.timedelta(seconds=20))
     watcher = watch(ended, 0, store, (HERE, os.getpid()), (HERE, stopped.pid))
-    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    message, code = ended.get(timeout=30), ended.get(timeout=30)
     watcher.close()
     stopped.kill()
     stopped.wait()
     assert (
-        f"rank 1 on {HERE} (process {stopped.pid}) is stopped (SIGSTOP)" in said and code == "77"
-    ), said
+        f"rank 1 on {HERE} (process {stopped.pid}) is stopped (SIGSTOP)" in message and code == "77"
+    ), message
 
 
 @pytest.mark.more
@@ -542,11 +548,11 @@ def test_a_beat_from_before_it_stood_does_not_make_a_verdict(ended: queue.Queue[
         beat = Beat(1, HERE, other.pid, Phase.TRAINING, 3, 100.0, number, stack=stack)
         store.set(f"{beat_store.KEY}/1", json.dumps(asdict(beat)))
         time.sleep(0.3)
-    said, code = ended.get(timeout=30), ended.get(timeout=30)
+    message, code = ended.get(timeout=30), ended.get(timeout=30)
     watcher.close()
     other.kill()
     other.wait()
-    assert f"rank 1 on {HERE} (process {other.pid}) at elsewhere.py:1 f" in said and code == "77"
+    assert f"rank 1 on {HERE} (process {other.pid}) at elsewhere.py:1 f" in message and code == "77"
 
 
 @pytest.mark.more
@@ -567,14 +573,14 @@ def test_who_falls_silent_has_no_more_time_than_a_step(
     if moves:
         watcher.moves(600.0)
         time.sleep(8)
-        said = None if ended.empty() else ended.get()
+        message = None if ended.empty() else ended.get()
     else:
-        said, _ = ended.get(timeout=20), ended.get(timeout=20)
+        message, _ = ended.get(timeout=20), ended.get(timeout=20)
     watcher.close()
     other.kill()
     other.wait()
     named = f"in step 6, finishing, rank 1 on {HERE} (process {other.pid}) is stopped (SIGSTOP)"
-    assert said is None if moves else (said and named in said), said
+    assert message is None if moves else (message and named in message), message
 
 
 @pytest.mark.more
@@ -584,9 +590,9 @@ def test_a_first_rank_that_falls_silent_is_seen_where_others_serve_the_store(
     process, store = first_rank
     watcher = watch(ended, 1, store, (HERE, process), (HERE, os.getpid()), patience=2.0)
     watcher.at(Phase.FINISHING, 6)
-    said, _ = ended.get(timeout=22), ended.get(timeout=22)
+    message, _ = ended.get(timeout=22), ended.get(timeout=22)
     watcher.close()
-    shows(said, "preparing", f"0 on {HERE}", f"{process}")
+    shows(message, "preparing", f"0 on {HERE}", f"{process}")
 
 
 class CountingStore:
@@ -623,14 +629,14 @@ def test_a_rank_that_stands_still_does_not_read_all_others(
     ]
     for watcher in watchers:
         watcher.at(Phase.TRAINING, 3)
-    said = "".join(ended.get(timeout=60) for _ in range(2 * len(watchers)))  # all of them end
+    message = "".join(ended.get(timeout=60) for _ in range(2 * len(watchers)))  # all of them end
     beats = max(watcher._number for watcher in watchers)
     for watcher in watchers:
         watcher.close()
     stopped.kill()
     stopped.wait()
     named = f"rank 0 on {HERE} (process {stopped.pid}) and 11 more is stopped (SIGSTOP)"
-    assert (named if silent else "at the same place") in said, said
+    assert (named if silent else "at the same place") in message, message
     often = {rank for rank in range(ranks) if stores[rank].read > (watching.NEIGHBOURS + 1) * beats}
     assert often == ({silent} if silent else set(watching.READERS))
 
@@ -648,13 +654,13 @@ def test_who_is_gone_before_it_was_heard(
     while time.monotonic() < deadline and [beat.rank for beat in watcher.gone()] != [0]:
         time.sleep(0.1)
     time.sleep(2 * watching.SILENT_SECONDS)  # a rank elsewhere can't be heard without the store
-    found = [(beat.rank, beat.process) for beat in watcher.gone()]
+    results = [(beat.rank, beat.process) for beat in watcher.gone()]
     watcher.close()
-    assert found == [(0, process)]
+    assert results == [(0, process)]
 
 
 def test_many_ranks_make_few_lines():
-    found = beats(*[(Phase.TRAINING, 3)] * 999, (Phase.EVALUATING, 2))
-    lines = diagnosis(found, lambda beat: beat.rank in (5, 17))
+    result = beats(*[(Phase.TRAINING, 3)] * 999, (Phase.EVALUATING, 2))
+    lines = diagnosis(result, lambda beat: beat.rank in (5, 17))
     shows(lines[0], "5 on", "105", "1 more", "sign")
     assert len(lines) <= 20 and all(len(line) < 200 for line in lines)

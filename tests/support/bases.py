@@ -183,10 +183,10 @@ def changed_config(folder: Path, **values: Any) -> Path:
 
 def in_blocks_of_fp8(values: dict[str, torch.Tensor], block: int = 8) -> dict[str, torch.Tensor]:
     """Quantise the matrices of projections as DeepSeek-V3's are: a scale for each square block."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         if value.ndim != 2 or "_proj" not in name:
-            found[name] = value
+            results[name] = value
             continue
         height, width = value.shape
         rows, columns = (-(-size // block) for size in value.shape)
@@ -195,9 +195,9 @@ def in_blocks_of_fp8(values: dict[str, torch.Tensor], block: int = 8) -> dict[st
         blocks = padded.reshape(rows, block, columns, block)
         scale = blocks.abs().amax((1, 3)) / 448
         codes = (blocks / scale[:, None, :, None]).reshape(padded.shape)
-        found[name] = codes[:height, :width].to(torch.float8_e4m3fn).contiguous()
-        found[f"{name}_scale_inv"] = scale
-    return found
+        results[name] = codes[:height, :width].to(torch.float8_e4m3fn).contiguous()
+        results[f"{name}_scale_inv"] = scale
+    return results
 
 
 FP8 = {
@@ -211,14 +211,14 @@ FP8 = {
 
 def in_channels_of_fp8(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Quantise as llm-compressor's FP8_DYNAMIC: a scale for each row."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for name, value in values.items():
-        found[name] = value
+        results[name] = value
         if value.ndim == 2 and "_proj" in name:
             scale = value.float().abs().amax(1, keepdim=True) / 448
-            found[name] = (value.float() / scale).to(torch.float8_e4m3fn)
-            found[f"{name}_scale"] = scale.bfloat16()
-    return found
+            results[name] = (value.float() / scale).to(torch.float8_e4m3fn)
+            results[f"{name}_scale"] = scale.bfloat16()
+    return results
 
 
 COMPRESSED = {
@@ -244,16 +244,16 @@ COMPRESSED = {
 
 def in_mxfp4(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Store the experts of GPT-OSS as drawn codes of four bits, with a power of two for each 32."""
-    found: dict[str, torch.Tensor] = {}
+    results: dict[str, torch.Tensor] = {}
     for name, value in values.items():
         if not name.endswith(("gate_up_proj", "down_proj")):
-            found[name] = value
+            results[name] = value
             continue
         experts, rows, columns = value.shape
         shape = (experts, columns, rows // 32)
-        found[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
-        found[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
-    return found
+        results[f"{name}_blocks"] = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8)
+        results[f"{name}_scales"] = torch.randint(118, 124, shape, dtype=torch.uint8)
+    return results
 
 
 class Counted:

@@ -1,6 +1,6 @@
 """What a step of training sends, by formulas: for each engine and layout, from a model's sizes.
 
-    python -m tests.support.budget    # writes the table of docs/parallelism.md
+    python -m tests.support.budget    # writes the table of docs/traffic.md
 
 Written by hand, from the papers in docs/parallelism.md and FSDP2's units, and not recorded:
 `tests/budgets/` compares each with what a rank of the engine does (`tests/support/counted.py`).
@@ -160,10 +160,10 @@ class Tally(dict[Kind, tuple[int, int]]):
 
     def on_mesh(self) -> Tally:
         """Return it with both parts of `shard`, among which experts are divided, as `shard`."""
-        found, names = Tally(), {"expert": "shard", "rest": "shard"}
+        result, names = Tally(), {"expert": "shard", "rest": "shard"}
         for (name, axes, dtype), message in self.items():
-            found.add(name, tuple(names.get(axis, axis) for axis in axes), dtype, *message)
-        return found
+            result.add(name, tuple(names.get(axis, axis) for axis in axes), dtype, *message)
+        return result
 
 
 WIDTH = {"float32": 4, "bfloat16": 2}
@@ -183,7 +183,7 @@ def expected(
 
     `reduced`: the dtype in which DDP and FSDP reduce gradients.
     """
-    found = Tally()
+    result = Tally()
     if layout.pipeline > 1 and layout.schedule.name != "1F1B":
         raise NotImplementedError("the formulas are those of 1F1B")
     if engine == "deepspeed":
@@ -193,8 +193,8 @@ def expected(
 
     def rows(matrix: int) -> int:
         """Divide a table's rows by the tensor ranks; those of a shard are filled up with zeros."""
-        found = matrix // sizes.hidden // words
-        return -(-found // layout.shard) * layout.shard * sizes.hidden
+        result = matrix // sizes.hidden // words
+        return -(-result // layout.shard) * layout.shard * sizes.hidden
 
     sizes = replace(
         sizes,
@@ -204,13 +204,13 @@ def expected(
         embedding=rows(sizes.embedding),
         head=sizes.hidden + rows(sizes.head - sizes.hidden),
     )
-    found.add("all-reduce", _axes(layout, "pipeline", "replicate", "shard"), "int64", 1, 8)
-    _activations(found, layout, sizes, stage, length, levers)
+    result.add("all-reduce", _axes(layout, "pipeline", "replicate", "shard"), "int64", 1, 8)
+    _activations(result, layout, sizes, stage, length, levers)
     if engine == "deepspeed":
-        _deepspeed(found, layout, sizes, stage)
+        _deepspeed(result, layout, sizes, stage)
     else:
-        _torch(found, layout, sizes, stage, levers, engine, reduced)
-    return found
+        _torch(result, layout, sizes, stage, levers, engine, reduced)
+    return result
 
 
 def _axes(layout: Layout, *names: str) -> tuple[str, ...]:
@@ -410,9 +410,9 @@ def _deepspeed(found: Tally, layout: Layout, sizes: Sizes, stage: int) -> None:
         found.add("broadcast", ("pipeline",), layout.precision, 1, size)
 
 
-# The table of docs/parallelism.md
+# The table of docs/traffic.md
 
-PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
+PAGE = Path(__file__).parents[2] / "docs" / "traffic.md"
 BEGIN, END = (f"<!-- {word}: python -m tests.support.budget -->" for word in ("begin", "end"))
 TOKENS, MICRO_BATCHES = 8192, 4
 SHAPES: dict[str, dict[str, Any]] = {
@@ -470,16 +470,16 @@ def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
 
     Those of less than a kilobyte are left out: the targets, the norm.
     """
-    found: dict[str, tuple[int, float]] = {}
+    results: dict[str, tuple[int, float]] = {}
     for (name, axes, _), (count, size) in tally.items():
         parts = {"rest": layout.shard // layout.expert}
         ranks = math.prod(parts.get(axis) or getattr(layout, axis) for axis in axes)
         share = 1.0 if name == "send" else (ranks - 1) / ranks
         if name != "receive" and size > 1024:
-            before = found.get(name, (0, 0.0))
+            before = results.get(name, (0, 0.0))
             twice = 2 if name == "all-reduce" else 1
-            found[name] = before[0] + count, before[1] + twice * share * size
-    return found
+            results[name] = before[0] + count, before[1] + twice * share * size
+    return results
 
 
 COLUMNS = ("all-gather", "reduce-scatter", "all-reduce", "send")
@@ -585,20 +585,20 @@ def experts_table() -> str:
             options: dict[str, Any] = dict(accumulation=1, precision="bfloat16", zero_stage=3)
             layout = layout_of(shard=ranks, expert=expert, **options)
             tally = sent(layout, expected(layout, sizes, length=TOKENS))
-            found = [tally.get(kind, (0, 0.0))[1] for kind in kinds]
-            cells = [_gigabytes(size) if size else "" for size in (*found, sum(found))]
+            results = [tally.get(kind, (0, 0.0))[1] for kind in kinds]
+            cells = [_gigabytes(size) if size else "" for size in (*results, sum(results))]
             lines.append(f"| {ranks} | {expert} | {' | '.join(cells)} |")
     return "\n".join([*lines, END])
 
 
 def pages() -> dict[Path, str]:
     """Return the pages with the tables of today's formulas."""
-    found = {}
+    results = {}
     for path, made in (PAGE, table), (LONG_PAGE, long_table), (EXPERTS_PAGE, experts_table):
         text = path.read_text()
         start, stop = text.index(BEGIN), text.index(END) + len(END)
-        found[path] = text[:start] + made() + text[stop:]
-    return found
+        results[path] = text[:start] + made() + text[stop:]
+    return results
 
 
 if __name__ == "__main__":

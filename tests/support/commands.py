@@ -172,12 +172,12 @@ def losses(run_folder: Path) -> list[float]:
 
 def sample_ids(run_folder: Path) -> dict[int, list[int]]:
     """Return the samples of each step over all ranks, sorted."""
-    found: dict[int, list[int]] = {}
+    results: dict[int, list[int]] = {}
     for path in (run_folder / "logs").glob("samples-rank-*.jsonl"):
         for line in path.read_text().splitlines():
             entry = json.loads(line)
-            found.setdefault(entry["step"], []).extend(entry["ids"])
-    return {step: sorted(ids) for step, ids in found.items()}
+            results.setdefault(entry["step"], []).extend(entry["ids"])
+    return {step: sorted(ids) for step, ids in results.items()}
 
 
 def script(folder: Path, code: str, *command: str, **environment: str) -> Any:

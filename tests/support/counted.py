@@ -90,13 +90,13 @@ class Step:
 
     def collectives(self) -> dict[Kind, tuple[int, int]]:
         """Return the count and bytes of each kind of message in the step."""
-        found: dict[Kind, tuple[int, int]] = {}
+        results: dict[Kind, tuple[int, int]] = {}
         for message in self.messages:
             dtype = str(message.dtype).removeprefix("torch.")
             kind = message.name, self.layout.axes_of(message.group), dtype
-            count, size = found.get(kind, (0, 0))
-            found[kind] = count + 1, size + message.size
-        return found
+            count, size = results.get(kind, (0, 0))
+            results[kind] = count + 1, size + message.size
+        return results
 
     def operators(self, during: str) -> Counter[str]:
         """Count the operators of a pass, by name."""
@@ -213,13 +213,13 @@ def count(jobs: Iterable[tuple[Workload, int]]) -> list[Step]:
 
 def _received(pipe: Connection, process: Any) -> Step:
     try:
-        found = pipe.recv()
+        result = pipe.recv()
     except EOFError:
-        found = "the process ended without an answer"
+        result = "the process ended without an answer"
     process.join()
-    if isinstance(found, str):
-        raise RuntimeError(found)
-    return found  # type: ignore[no-any-return]
+    if isinstance(result, str):
+        raise RuntimeError(result)
+    return result  # type: ignore[no-any-return]
 
 
 def _run(pipe: Connection, job: Workload, rank: int) -> None:

@@ -1,6 +1,6 @@
 """Public configs of other trainers, and the page on what becomes of them.
 
-python -m tests.support.foreign        # writes docs/importing.md anew
+python -m tests.support.foreign        # writes docs/importing.md again
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _head() -> Iterator[str]:
     yield (
         "A test compares each import with its source: learning rate, batch, accumulation, clipping, "
         "epochs or steps, sequence length, schedule, warm-up, seed, dtype, rank, alpha, dropout and "
-        "targets. How to import: [Fine-tune](finetuning.md#coming-from-axolotl-llama-factory-or-the-trainer)."
+        "targets. How to import: [Fine-tune](moving.md)."
     )
     yield ""
 

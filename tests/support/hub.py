@@ -104,12 +104,12 @@ class Handler(BaseHTTPRequestHandler):
         return user
 
     def repository(self, name: str, writes: bool = True) -> Repository:
-        found = self.server.repositories.get(name)
-        if found is None or (found.private and found.owner != self.user):
+        result = self.server.repositories.get(name)
+        if result is None or (result.private and result.owner != self.user):
             raise Refused(404, "Repository not found")
-        if writes and found.owner != self.user:
+        if writes and result.owner != self.user:
             raise Refused(403, "Forbidden: pass `create_pr=1` to create a Pull Request")
-        return found
+        return result
 
 
 Answer = tuple[Any] | tuple[Any, dict[str, str]]
@@ -134,10 +134,10 @@ def create(handler: Handler, body: bytes) -> Answer:
 
 
 def about(handler: Handler, body: bytes, name: str, _: str | None = None) -> Answer:
-    found = handler.repository(name, writes=False)
-    files = [{"rfilename": path} for path in found.files]
-    sha = f"{len(found.commits):040x}"
-    return ({"id": name, "private": found.private, "sha": sha, "siblings": files},)
+    result = handler.repository(name, writes=False)
+    files = [{"rfilename": path} for path in result.files]
+    sha = f"{len(result.commits):040x}"
+    return ({"id": name, "private": result.private, "sha": sha, "siblings": files},)
 
 
 def tree(handler: Handler, body: bytes, name: str, _: str) -> Answer:
@@ -187,8 +187,8 @@ def validate(handler: Handler, body: bytes) -> Answer:
 
 
 def commit(handler: Handler, body: bytes, name: str, _: str) -> Answer:
-    found = handler.repository(name)
-    files = dict(found.files)
+    result = handler.repository(name)
+    files = dict(result.files)
     for line in map(json.loads, body.splitlines()):
         key, value = line["key"], line["value"]
         if key == "file":
@@ -199,17 +199,17 @@ def commit(handler: Handler, body: bytes, name: str, _: str) -> Answer:
             del files[value["path"]]
         else:
             assert key == "header", key
-    found.commits.append(files)
-    sha = f"{len(found.commits):040x}"
+    result.commits.append(files)
+    sha = f"{len(result.commits):040x}"
     return ({"commitUrl": f"{handler.server.url}/{name}/commit/{sha}", "commitOid": sha},)
 
 
 def resolve(handler: Handler, body: bytes, name: str, _: str, path: str) -> Answer:
-    found = handler.repository(name, writes=False)
-    if path not in found.files:
+    result = handler.repository(name, writes=False)
+    if path not in result.files:
         raise Refused(404, "Entry not found")
-    sha = f"{len(found.commits):040x}"
-    return found.files[path], {"X-Repo-Commit": sha, "ETag": f'"{digest(found.files[path])}"'}
+    sha = f"{len(result.commits):040x}"
+    return result.files[path], {"X-Repo-Commit": sha, "ETag": f'"{digest(result.files[path])}"'}
 
 
 def digest(content: bytes) -> str:

@@ -1,4 +1,4 @@
-"""What every engine is held to: layouts by name, each a small training run
+"""What every engine has to match: layouts by name, each a small training run
 (`tests/support/training.py`).
 
 Rows stand by their number of ranks, so that few worker pools are started. An engine runs those that
@@ -392,7 +392,7 @@ RESUMED = (
     *("tensor x ddp", "tensor x zero1", "tensor x zero2", "tensor x zero3"),
     *("experts, half of them", "experts, half of them, zero2", "pipeline x experts, zero1"),
 )
-"""Layouts in which a run is stopped and goes on."""
+"""Layouts in which a run is stopped and resumes."""
 
 PRECISIONS = {
     f"{precision}, {name}": replace(LAYOUTS[name], precision=precision)

@@ -13,20 +13,20 @@ MARK = "MESHLOOM_TESTS_RUN"
 
 def processes(mark: str) -> list[psutil.Process]:
     """Return the living processes of the run whose MARK is `mark`."""
-    found = []
+    results = []
     for process in psutil.process_iter():
         try:
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                results.append(process)
         except psutil.Error:
             continue
-    return found
+    return results
 
 
 def ranks(mark: str) -> list[psutil.Process]:
     """Return them by rank."""
-    found = [one for one in processes(mark) if "RANK" in one.environ() and TRAIN in one.cmdline()]
-    return sorted(found, key=lambda one: int(one.environ()["RANK"]))
+    results = [one for one in processes(mark) if "RANK" in one.environ() and TRAIN in one.cmdline()]
+    return sorted(results, key=lambda one: int(one.environ()["RANK"]))
 
 
 def ended(mark: str, seconds: float) -> bool:

@@ -17,11 +17,11 @@ from PIL import Image
 def pixels(count: int, *shape: int, classes: int = 10) -> tuple[np.ndarray, list[int]]:
     """Return images with a bright row or column for each class, in noise; and the classes."""
     rng = np.random.default_rng(0)
-    found = rng.integers(0, 60, (count, *shape), dtype=np.uint8)
+    result = rng.integers(0, 60, (count, *shape), dtype=np.uint8)
     labels = [index % classes for index in range(count)]
-    for image, label in zip(found, labels, strict=True):
+    for image, label in zip(result, labels, strict=True):
         image[label % shape[0]] = 255
-    return found, labels
+    return result, labels
 
 
 def write_idx(root: Path, kind: str, count: int = 40) -> None:

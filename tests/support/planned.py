@@ -122,15 +122,15 @@ def assert_as_planned(pools: Any, case: Case, of: Callable[[Case], Any] = subjec
     for rank, plan in zip(ranks, plans, strict=True):
         # of what two stages both have, either one may keep the copy
         assert plan.copied == real[rank].copied or case.pipeline > 1
-        said, sent = (
+        messages, sent = (
             [
                 (message.name, message.group, message.size, message.dtype)
-                for message in told.messages
+                for message in reported.messages
                 if message.phase == "step 2" and message.dtype.is_floating_point
             ]
-            for told in (plan, real[rank])
+            for reported in (plan, real[rank])
         )
-        assert said == sent
+        assert messages == sent
 
 
 def bounds(case: Case) -> dict[str, tuple[float, float]]:
@@ -139,10 +139,10 @@ def bounds(case: Case) -> dict[str, tuple[float, float]]:
     most = 0.05 if case.pipeline > 1 else 0.03
     # what a step leaves behind goes soon after; an evaluation, which takes far less, may see it or
     # not
-    found = {"step 1": (-0.001, most), "step 2": (-0.001, most), "evaluation": (-0.1, most)}
+    results = {"step 1": (-0.001, most), "step 2": (-0.001, most), "evaluation": (-0.1, most)}
     # the list of what there is to save goes from stage to stage as a pickle, which is no tensor of
     # the planner's
-    return found if case.pipeline > 1 else found | {"save": (-0.03, 0.03)}
+    return results if case.pipeline > 1 else results | {"save": (-0.03, 0.03)}
 
 
 LLAMA = dict(model_type="llama", tie_word_embeddings=False)

@@ -1,6 +1,6 @@
 """The pages that are made from the code and from other pages.
 
-python -m tests.support.reference        # writes docs/reference.md, docs/models.md and llms.txt anew
+python -m tests.support.reference        # writes docs/reference.md, docs/models.md and llms.txt again
 """
 
 from __future__ import annotations
@@ -76,16 +76,16 @@ def reference() -> str:
             lines += body if len(body) > 2 else []
     for title, name in (("Optimizers", "optimizers"), ("Schedulers", "schedulers")):
         text = (ROOT / f"trainer/config/keys/{name}.txt").read_text(encoding="utf-8")
-        found = parse(text)
+        result = parse(text)
         lines += [
             "",
             f"## {title}",
             "",
             f"The keys of `{name[:-1]}.params`, by `{name[:-1]}.type`.",
         ]
-        for kind, key in found.items():
+        for kind, key in result.items():
             if key.kind == "section":
-                body = list(table(found, kind))
+                body = list(table(result, kind))
                 lines += ["", f"### {kind}", "", one_line(" ".join(key.facts()))]
                 lines += body if len(body) > 2 else []
     return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).replace("..", ".") + "\n"
@@ -95,7 +95,7 @@ def llms() -> str:
     """Return llms.txt (llmstxt.org): what the project is, and each page with its first sentence."""
     index = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    summary = one_line(readme.split("\n\n")[1])
+    summary = one_line(next(part for part in readme.split("\n\n") if part[0].isupper()))
     lines = [
         "# Meshloom",
         "",

@@ -67,7 +67,7 @@ class Run:
             self._processes.append(process)
 
     def started_from(self) -> int:
-        """Wait until both train; return the step from which they went on."""
+        """Wait until both train; return the step from which they resumed."""
         first, second = (int(pipe.recv()) for pipe in self._ready)
         assert first == second
         return first
@@ -106,9 +106,9 @@ def _train(
 
     with patch("trainer.checkpoint.faults.at", at):
         state, position = live(ranks), RunState()
-        found, damaged = newest(directory)
-        if found:
-            position = load(found, state.state_tensors(), ranks)
+        result, damaged = newest(directory)
+        if result:
+            position = load(result, state.state_tensors(), ranks)
         assert not damaged
         assert same(state, state_at(position.step))
         ready.send(position.step)

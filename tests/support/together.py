@@ -23,9 +23,9 @@ class Together(Ranks):
     def gather(self, value: Any) -> list[Any]:
         self.values[self.rank] = value
         self.meeting.wait(20)
-        found = list(self.values)
+        results = list(self.values)
         self.meeting.wait(20)
-        return found
+        return results
 
     def send(self, source: int, value: Any) -> Any:
         return self.gather(value)[source]

@@ -161,14 +161,14 @@ class Outcome:
 def samples(step: int) -> list[dict[str, np.ndarray]]:
     """Return a step's global batch: ragged, with some samples of a single target."""
     rng = np.random.default_rng(step)
-    found = []
+    results = []
     for index in range(TRAIN_BATCH):
         length = int(rng.integers(3, 14))
         ids = rng.integers(0, VOCABULARY, length + 1)
         targets = ids[1:].astype(np.int64)
         targets[: length - 1 if index % 3 == 0 else int(rng.integers(0, 2))] = -100
-        found.append({"input_ids": ids[:-1].astype(np.int32), "targets": targets})
-    return found
+        results.append({"input_ids": ids[:-1].astype(np.int32), "targets": targets})
+    return results
 
 
 def spec_of(model: dict[str, Any], path: str | None = None) -> Any:
@@ -328,7 +328,7 @@ def resume_by_engine(
     pause.
 
     Returns the losses of the last two steps of [resumed, uninterrupted], and the final weights of
-    both. Runs on each rank of a pool. `after` is the layout that goes on, in both.
+    both. Runs on each rank of a pool. `after` is the layout that resumes, in both.
     """
     import torch.distributed as dist
 
@@ -593,15 +593,15 @@ def assert_same(ours: Outcome, reference: Outcome, tolerance: float) -> None:
         for line in _differences(mine, theirs, tolerance * 20, f"gradient of step {step}")
     ]
     differing += _differences(ours.weights, reference.weights, tolerance * 20, "weight")
-    said = lambda text: "\n".join([text, *differing[:40]])  # noqa: E731
+    message = lambda text: "\n".join([text, *differing[:40]])  # noqa: E731
     for mine, theirs, own in (
         (ours.losses, reference.losses, tolerance),
         (ours.norms, reference.norms, tolerance * 5),
         (ours.evaluation, reference.evaluation, tolerance),
     ):
-        torch.testing.assert_close(mine, theirs, rtol=own, atol=0, msg=said)
+        torch.testing.assert_close(mine, theirs, rtol=own, atol=0, msg=message)
     assert ours.right == reference.right
-    assert not differing, said("")
+    assert not differing, message("")
 
 
 def assert_near(ours: Outcome, reference: Outcome) -> None:
@@ -628,15 +628,15 @@ def _differences(
         layers[_layer(name)] = torch.maximum(
             layers.get(_layer(name), torch.zeros(())), value.abs().max()
         )
-    found = []
+    results = []
     for name, value in theirs.items():
         scale, layer = value.abs().max(), layers[_layer(name)]
         # what is zero by symmetry, such as the gradient of a key's bias, is rounding alone
         scale = layer if scale < 1e-5 * layer else scale
         error = (mine[name].reshape(value.shape) - value).abs().max() / scale.clamp_min(1e-12)
         if not error <= tolerance:
-            found.append(f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}")
-    return found
+            results.append(f"{what} of {name}: relative error {float(error):.2e} > {tolerance:.0e}")
+    return results
 
 
 def _layer(name: str) -> str:

@@ -29,10 +29,10 @@ def shares(query: Any, key: Any, cuts: Any, cuts_k: Any, scale: Any, window: Any
 
     (number, q), (number_k, k) = placed(len(query), cuts), placed(len(key), cuts_k)
     ages = q[:, None] - k
-    seen = (ages >= 0) & (number[:, None] == number_k)
-    seen &= (ages <= window[0]) if window[0] >= 0 else True
+    actual = (ages >= 0) & (number[:, None] == number_k)
+    actual &= (ages <= window[0]) if window[0] >= 0 else True
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
-    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+    return scores.masked_fill(~actual, -torch.inf).softmax(-1)
 
 
 def wide(part: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -91,10 +91,10 @@ def serve(path: str) -> dict[str, Any] | None:
 
 def reap(waiting: dict[int, socket.socket]) -> None:
     with contextlib.suppress(ChildProcessError):
-        while (found := os.waitpid(-1, os.WNOHANG))[0]:
-            connection = waiting.pop(found[0])
+        while (result := os.waitpid(-1, os.WNOHANG))[0]:
+            connection = waiting.pop(result[0])
             with contextlib.suppress(OSError):
-                connection.sendall(f"{os.waitstatus_to_exitcode(found[1])}\n".encode())
+                connection.sendall(f"{os.waitstatus_to_exitcode(result[1])}\n".encode())
             connection.close()
 
 

@@ -1,6 +1,6 @@
 """What comes back of a base: the table of docs/families.md for the families of bases.py.
 
-python -m tests.support.whole_table        # writes that section of docs/families.md anew
+python -m tests.support.whole_table        # writes that section of docs/families.md again
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TITLE = "## What comes back of a base"
 HEAD = "| family | trained | no gradient from text | carried | dropped | packed | context | LoRA |"
 TEXT = """
 Tiny bases of these families, as transformers saves them, fine-tuned on text. `final/` has every
-tensor of the base under the base's names ([fine-tuning](finetuning.md#a-base-comes-back-whole)).
+tensor of the base under the base's names ([fine-tuning](bases.md#a-base-comes-back-whole)).
 *Trained* is the class that gets the gradients, and the class of the base if that is another.
 Parameters without a *gradient from text* belong to that class, but no token reaches them: they
 stay as they are, without moments or weight decay. *Carried* tensors have no place in it, and come

@@ -92,8 +92,8 @@ def lines(name: str, monkeypatch: Any, takes: str, packed: bool = True, **more: 
     monkeypatch.setattr(kernel_probes, "prefer", lambda generation, dropout: ())
     choice = kernel_order.BACKENDS[takes].value
     monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *heads, **more: choice)
-    found = task.attention()
-    return list(kernel_probes.notes(found, spec, packed, HALF, torch.device("cpu")))
+    result = task.attention()
+    return list(kernel_probes.notes(result, spec, packed, HALF, torch.device("cpu")))
 
 
 @pytest.mark.more
@@ -261,7 +261,7 @@ def by(kernel: str) -> Any:
 
 
 def assert_alone(name: str, kernel: str, mode: str = "none") -> None:
-    """Compare packed documents, of ragged rows, with each document alone."""
+    """Compare packed documents, of ragged sequences, with each document alone."""
     spec, task, model = tiny(name)
     own = tiny(name)[2]
     recompute.apply(model, spec, Recompute(mode))
@@ -326,13 +326,13 @@ class Squares(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        found = function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
         self.operators.append(function._schema.name)
-        for out in found if isinstance(found, tuple | list) else (found,):
+        for out in result if isinstance(result, tuple | list) else (result,):
             is_square = isinstance(out, torch.Tensor) and out.shape[-2:] == (self.length,) * 2
             if is_square and not any(given.alias_info for given in function._schema.returns):
                 self.found.append(out.dtype)
-        return found
+        return result
 
 
 @pytest.mark.parametrize("cast", [None, torch.bfloat16])
@@ -406,19 +406,19 @@ def test_a_compiled_block_is_one_graph(kernel: str) -> None:
 
 def test_borders_are_those_of_rows_where_there_are_no_documents() -> None:
     _, task, model = tiny("mistral")
-    seen: list[Any] = []
+    actual: list[Any] = []
 
     def see(module: Any, query: Any, key: Any, value: Any, mask: Any, **more: Any) -> Any:
-        seen.append(mask)
+        actual.append(mask)
         return query.transpose(1, 2), None
 
     inputs, lengths = batch(12, rows=3), torch.tensor([[5, 4], [9, 0], [1, 2]])
     with patch.dict(ALL_ATTENTION_FUNCTIONS._global_mapping, sdpa=see), by("cu_seqlens"):
         task.loss_sum(model, inputs)
         task.loss_sum(model, {**inputs, "documents": lengths})
-    assert all(isinstance(mask, CuSeqlens) for mask in seen)
-    assert [mask.cuts.tolist() for mask in seen[::2]] == [
+    assert all(isinstance(mask, CuSeqlens) for mask in actual)
+    assert [mask.cuts.tolist() for mask in actual[::2]] == [
         [0, 12, 24, 36],
         documents_of(lengths, 12).cu_seqlens.tolist(),
     ]
-    assert {(mask.row, mask.window) for mask in seen} == {(12, WINDOW)}
+    assert {(mask.row, mask.window) for mask in actual} == {(12, WINDOW)}

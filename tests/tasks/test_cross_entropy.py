@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import (
+from trainer.tasks.losses import chunks, cross_entropy
+from trainer.tasks.losses.cross_entropy import (
     LossHead,
     LossOptions,
     linear_cross_entropy,
@@ -47,7 +47,7 @@ def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias)
     bias = bias if with_bias else None
     wanted = [tensor for tensor in (hidden, weight, bias) if tensor is not None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cross_entropy, "CHUNK_BYTES", rows * vocabulary * 8)
+        patch.setattr(chunks, "CHUNK_BYTES", rows * vocabulary * 8)
         loss = linear_cross_entropy(hidden, weight, bias, targets)
     reference = F.cross_entropy(
         F.linear(hidden, weight, bias), targets, reduction="sum", ignore_index=-100
@@ -62,7 +62,7 @@ def test_equals_pytorch_whatever_the_chunks(tokens, vocabulary, rows, with_bias)
 
 
 def test_the_gradient_is_the_derivative(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 3 * 17 * 8)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 3 * 17 * 8)
     hidden, weight, bias, targets = inputs()
     assert torch.autograd.gradcheck(
         lambda h, w, b: linear_cross_entropy(h, w, b, targets), (hidden, weight, bias)
@@ -108,7 +108,7 @@ def test_all_logits_are_never_whole(monkeypatch):
                 largest = max(largest, result.numel())
             return result
 
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 10 * 300 * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 10 * 300 * 4)
     hidden, weight, _, targets = inputs(200, 16, 300, dtype=torch.float32)
     with Watch():
         linear_cross_entropy(hidden, weight, None, targets).backward()
@@ -122,9 +122,9 @@ def test_all_logits_are_never_whole(monkeypatch):
 def test_the_weights_gradient_is_the_same_in_any_chunks(dtype, monkeypatch):
     """Of a low dtype, too: it is rounded once, at the end."""
     gradients = []
-    for chunks in (1, 5):
+    for count in (1, 5):
         hidden, weight, _, targets = inputs(200, 16, 300, dtype=dtype)
-        monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 200 // chunks * 300 * 4)
+        monkeypatch.setattr(chunks, "CHUNK_BYTES", 200 // count * 300 * 4)
         loss = linear_cross_entropy(hidden, weight, None, targets)
         gradients.append(torch.autograd.grad(loss, weight)[0])
     torch.testing.assert_close(
@@ -149,7 +149,7 @@ def test_a_chunk_makes_nothing_of_the_weights_size_and_few_of_its_own(device, dt
             return result
 
     is_low = dtype != torch.float32
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 40 * 300 * 4)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 40 * 300 * 4)
     with FakeTensorMode(), torch.device(device):
         hidden, weight = torch.empty(200, 16, dtype=dtype), torch.empty(300, 16, dtype=dtype)
         targets = torch.zeros(200, dtype=torch.int64)
@@ -189,8 +189,8 @@ def test_the_head_with_the_loss_has_the_names_and_parameters_of_the_models_own(t
     head = model.get_output_embeddings()
     assert type(head) is LossHead and isinstance(head, torch.nn.Linear)
     assert [name for name, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
-    found = dict(model.named_parameters(remove_duplicate=False))
-    assert list(found) == list(own) and all(found[name] is own[name] for name in own)
+    results = dict(model.named_parameters(remove_duplicate=False))
+    assert list(results) == list(own) and all(results[name] is own[name] for name in own)
     assert (head.weight is model.get_input_embeddings().weight) is tied
 
 

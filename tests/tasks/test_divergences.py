@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from trainer.tasks import cross_entropy
+from trainer.tasks.losses import chunks
 from trainer.tasks.losses.divergences import (
     DIVERGENCES,
     Likeliest,
@@ -91,7 +91,7 @@ def compare(actual: torch.Tensor, expected: torch.Tensor, leaves: Any, tolerance
 def test_a_plain_loop_gives_the_same(
     divergence: Any, count: int, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", VOCABULARY * 8 * 7)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", VOCABULARY * 8 * 7)
     hidden, weight, bias, targets, logits = drawn()
     teacher = likeliest_of(logits, count, temperature)
     mixed = Mixed(divergence, 0.3, temperature, 0.25, 0.1)
@@ -155,14 +155,14 @@ def test_fewer_tokens_give_a_smaller_divergence() -> None:
     """The tail is one bucket: the divergence is a lower bound of that of the whole vocabulary."""
     hidden, weight, bias, targets, logits = drawn()
     for divergence in DIVERGENCES:
-        found = []
+        results = []
         for count in (1, 4, 16, VOCABULARY):
             mixed: Any = Mixed(divergence)
             teacher = likeliest_of(logits, count, 1.0)
             sums = linear_divergence(hidden, weight, bias, targets, teacher, mixed)
-            found.append(sums[2].item())
-        assert found == sorted(found)
-        assert found[0] > 0
+            results.append(sums[2].item())
+        assert results == sorted(results)
+        assert results[0] > 0
 
 
 def test_a_token_that_is_ruled_out_gives_finite_gradients() -> None:

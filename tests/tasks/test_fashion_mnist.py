@@ -48,7 +48,9 @@ def test_the_config_has_the_losses_and_the_accuracy_of_the_loop(tmp_path, by_the
     assert len(losses) == 10 and 0.5 < accuracy < 0.9
     assert rows[-1]["evaluation_accuracy"] == accuracy
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'a' / 'mlflow.db'}")
-    [logged] = client.search_runs([found.experiment_id for found in client.search_experiments()])
+    [logged] = client.search_runs(
+        [results.experiment_id for results in client.search_experiments()]
+    )
     assert logged.data.metrics["evaluation_accuracy"] == accuracy
     assert logged.data.metrics["loss"] == pytest.approx(losses[-1], abs=2e-6)
 

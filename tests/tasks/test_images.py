@@ -98,7 +98,7 @@ def test_a_run_resumes_bit_for_bit_and_leaves_what_torchvision_opens(tmp_path):
     assert (
         "accuracy" in result.output
         and "img/s" in result.output
-        and "trainer.open_classifier" in result.output
+        and "meshloom.open_classifier" in result.output
     )
     run(path, "parts", "trainer.steps=2")
     again = train("--config", path, "trainer.run.name=parts", "--resume", "auto")
@@ -133,7 +133,7 @@ LAYOUTS = {
 
 @pytest.mark.more
 def test_the_same_under_every_engine_and_from_each_others_checkpoints(tmp_path):
-    """Without dropout, one run; each goes on from the other's checkpoint in its middle. Accuracy is
+    """Without dropout, one run; each resumes from the other's checkpoint in its middle. Accuracy is
     counted exactly.
     """
     model = {"name_or_path": "VisionTransformer", "config": VIT | {"dropout": 0.0}}
@@ -143,9 +143,9 @@ def test_the_same_under_every_engine_and_from_each_others_checkpoints(tmp_path):
     before = "alone"
     for name, overrides in LAYOUTS.items():
         run(path, name, *overrides, "--processes", "2")
-        found = numbers(runs / name)
-        assert [len(line) for line in found] == [len(line) for line in expected]
-        for ours, theirs in zip(found, expected, strict=True):
+        result = numbers(runs / name)
+        assert [len(line) for line in result] == [len(line) for line in expected]
+        for ours, theirs in zip(result, expected, strict=True):
             assert ours == pytest.approx(theirs, abs=2e-5), name
             assert len(ours) == 1 or ours[1] == theirs[1]
         source = runs / before / "checkpoints" / "step-000002"
@@ -314,8 +314,8 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
     state = cached_weights(tmp_path)
     images = Images(("a", "b", "c"), "RGB", (32, 32), (0.5,) * 3, (0.5,) * 3)
     for weights in ("IMAGENET1K_V1", "DEFAULT"):
-        found = classifiers.named("resnet18", {}, weights).completed(images)
-        spec = classifiers.spec_of(found, None, seed=3)
+        result = classifiers.named("resnet18", {}, weights).completed(images)
+        spec = classifiers.spec_of(result, None, seed=3)
         model = spec.build()
         materialise(model, spec, seed=3)
         own = {spec.files.published[name]: value for name, value in model.state_dict().items()}
@@ -329,7 +329,7 @@ def test_pretrained_weights_are_torchvisions_but_for_the_head(
             spec.notes,
             ("ResNet18_Weights.IMAGENET1K_V1", "fc.weight, fc.bias", "initialised at random"),
         )
-        assert found.normalised_by == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+        assert result.normalised_by == ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
     whole = classifiers.spec_of(
         classifiers.named("resnet18", {"num_classes": 1000}, "DEFAULT"), None, seed=3
     )

@@ -51,17 +51,17 @@ def machine(monkeypatch: Any) -> Iterator[Any]:
 @pytest.fixture
 def calls(monkeypatch: Any) -> list[tuple[bool, int, list[SDPBackend]]]:
     """The calls of SDPA: with a mask or not, the length, and the kernels that it may take."""
-    found: list[tuple[bool, int, list[SDPBackend]]] = []
+    results: list[tuple[bool, int, list[SDPBackend]]] = []
     own = F.scaled_dot_product_attention
 
     def noted(query: Any, key: Any, value: Any, attn_mask: Any = None, **more: Any) -> Any:
         allowed = _cur_sdpa_kernel_backends(with_priority=True)
-        found.append((attn_mask is not None, query.shape[2], allowed))
+        results.append((attn_mask is not None, query.shape[2], allowed))
         return own(query, key, value, attn_mask=attn_mask, **more)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
-    return found
+    return results
 
 
 def attend(length: int, mask: torch.Tensor | None = None, **more: Any) -> None:

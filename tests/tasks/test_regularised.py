@@ -29,8 +29,12 @@ from tests.support.training import (
 )
 from trainer.config import load
 from trainer.errors import ConfigError
-from trainer.tasks import cross_entropy
-from trainer.tasks.cross_entropy import LossOptions, linear_cross_entropy, logits_cross_entropy
+from trainer.tasks.losses import chunks
+from trainer.tasks.losses.cross_entropy import (
+    LossOptions,
+    linear_cross_entropy,
+    logits_cross_entropy,
+)
 from trainer.tasks.supervised import Supervised
 
 BOTH = {"label_smoothing": 0.2, "neftune_alpha": 5.0}
@@ -77,7 +81,7 @@ def certified(
     planted: bool = False,
     precision: str = "float32",
 ) -> tuple[bool, str]:
-    """Runs on each rank of a pool. The fault: noise by the width of the padded rows, as in TRL."""
+    """Runs on each rank of a pool. The fault: noise by the width of the padded sequences, as in TRL."""
     import contextlib
 
     from trainer.certify.certificate import certify, table
@@ -119,8 +123,8 @@ def test_both_are_certified_packed_and_in_low_precision(pools, tmp_path, overrid
         config(tmp_path, "mesh", 2, **BOTH),
         "config" if "bf16" in override else "float32",
     )
-    told = {"path": path, "world_size": 2, "overrides": [override], "precision": precision}
-    for passed, table in pools[2].run(certified, **told):
+    messages = {"path": path, "world_size": 2, "overrides": [override], "precision": precision}
+    for passed, table in pools[2].run(certified, **messages):
         assert passed, table
 
 
@@ -135,7 +139,7 @@ def test_smoothed_labels_are_those_of_pytorch_in_chunks_and_whole(monkeypatch, r
         for size in ((13, 8), (17, 8), (17,))
     )
     targets = torch.randint(17, (13,)).index_fill_(0, torch.tensor([0, 5]), -100)
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows * 17 * 8)
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", rows * 17 * 8)
     logits = F.linear(hidden, weight, bias)
     expected = F.cross_entropy(
         logits, targets, reduction="sum", ignore_index=-100, label_smoothing=0.3
@@ -176,8 +180,8 @@ def test_a_routers_loss_stays_beside_smoothed_labels():
         *flat, reduction="sum"
     )
     smooth = task.regularised(spec, 0.2, 0.0)
-    found = smooth.loss_sum(smooth.prepare(model), batch)
-    torch.testing.assert_close(found, own + moved, rtol=1e-5, atol=0)
+    result = smooth.loss_sum(smooth.prepare(model), batch)
+    torch.testing.assert_close(result, own + moved, rtol=1e-5, atol=0)
 
 
 def embedded(
@@ -186,17 +190,17 @@ def embedded(
     """What the blocks are given, without noise and with it."""
     from trainer.probes.probe import drawn
 
-    found = []
+    results = []
     for alpha in (0.0, 7.0):
         task = task_of(spec, Case(neftune_alpha=alpha))
         task = task.packing() if "documents" in samples[0] else task
         model = task.prepare(drawn(spec))
         model.get_input_embeddings().register_forward_hook(
-            lambda *given: found.append(given[-1].detach())
+            lambda *given: results.append(given[-1].detach())
         )
         torch.manual_seed(3)
         task.loss_sum(model.train(training), task.collate(samples))
-    return found[0], found[1]
+    return results[0], results[1]
 
 
 SPEC = {key: value for key, value in LLAMA.items() if "dropout" not in key}

@@ -7,8 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainer.certify.patches import constant
-from trainer.tasks import cross_entropy
+from trainer.certify.patches import loss_in_chunks
 from trainer.tasks.losses.token_losses import (
     TokenLossHead,
     linear_token_losses,
@@ -32,7 +31,7 @@ def test_values_and_gradients(chunk: int, bias: bool) -> None:
         F.linear(hidden, weight, offset).flatten(0, 1), targets.flatten(), reduction="none"
     ).view(2, 5)
     wanted = torch.autograd.grad((plain * scale).sum(), inputs)
-    with constant(cross_entropy, "CHUNK_BYTES", chunk):
+    with loss_in_chunks(chunk):
         losses = linear_token_losses(hidden, weight, offset, targets)
         gradients = torch.autograd.grad((losses * scale).sum(), inputs)
     torch.testing.assert_close(losses, plain)

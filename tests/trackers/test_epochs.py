@@ -183,17 +183,17 @@ def test_a_tracker_of_a_plug_in_need_not_know_of_epochs(tmp_path, monkeypatch):
         def close(self) -> None: ...
 
     class New(Old):
-        seen: list[Epoch] = []
+        epochs: list[Epoch] = []
 
         def epoch(self, epoch: Epoch) -> None:
-            self.seen.append(epoch)
+            self.epochs.append(epoch)
 
     noted: list[str] = []
     epoch = Epoch(step=1, loss=1.0, number=1, total=1)
     for name, kind in {"a:old": Old, "a:new": New}.items():
         monkeypatch.setitem(services.NAMED["tracker"], name, kind)
         services.Opened(name, tmp_path, noted.append).epoch(epoch)
-    assert New.seen == [epoch] and noted == []
+    assert New.epochs == [epoch] and noted == []
 
 
 @pytest.mark.more
@@ -204,19 +204,19 @@ def test_a_command_shows_it_and_mlflow_keeps_it(tmp_path):
     result = train("--config", path, "trainer.epochs=2", "trainer.run.name=a")
     assert result.code == 0, result.output
     rows = metrics(tmp_path / "runs" / "a")
-    found = [row for row in rows if "epoch_loss" in row]
-    assert [row["epoch_number"] for row in found] == [1, 2]
+    results = [row for row in rows if "epoch_loss" in row]
+    assert [row["epoch_number"] for row in results] == [1, 2]
     assert [
         (number, loss) for number, _, loss in LINE.findall(result.output)
-    ] == [(str(row["epoch_number"]), f"{row['epoch_loss']:.4f}") for row in found]  # fmt: skip
+    ] == [(str(row["epoch_number"]), f"{row['epoch_loss']:.4f}") for row in results]  # fmt: skip
     losses = {row["step"]: row["loss"] for row in rows if "loss" in row}
-    first, last = (row["step"] for row in found)
+    first, last = (row["step"] for row in results)
     assert last == max(losses)
     own = [losses[step] for step in range(first + 1, last + 1)]
-    assert min(own) < found[1]["epoch_loss"] < max(own)
+    assert min(own) < results[1]["epoch_loss"] < max(own)
     client = mlflow.MlflowClient(f"sqlite:///{tmp_path / 'runs' / 'a' / 'mlflow.db'}")
     [logged] = client.search_runs([one.experiment_id for one in client.search_experiments()])
-    assert logged.data.metrics["epoch_loss"] == pytest.approx(found[1]["epoch_loss"])
+    assert logged.data.metrics["epoch_loss"] == pytest.approx(results[1]["epoch_loss"])
     assert logged.data.metrics["epoch_number"] == 2 and "epoch_total" not in logged.data.metrics
 
 

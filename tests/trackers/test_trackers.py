@@ -301,15 +301,15 @@ def test_mlflow(tmp_path: Path, no_tracking_uri: None) -> None:
     watched(tmp_path / "mine", "mlflow")
     client = MlflowClient(tracking_uri=f"sqlite:///{tmp_path / 'mine/mlflow.db'}")
     experiment = client.get_experiment_by_name("meshloom")
-    [found] = client.search_runs([experiment.experiment_id])
-    assert (found.info.run_name, found.info.status) == ("mine", "FINISHED")
+    [result] = client.search_runs([experiment.experiment_id])
+    assert (result.info.run_name, result.info.status) == ("mine", "FINISHED")
     assert [
-        (point.step, point.value) for point in client.get_metric_history(found.info.run_id, "loss")
+        (point.step, point.value) for point in client.get_metric_history(result.info.run_id, "loss")
     ] == [
         (120, 3.2141),
         (130, 3.0),
     ]
-    assert found.data.metrics["evaluation_loss"] == 3.4567
+    assert result.data.metrics["evaluation_loss"] == 3.4567
 
 
 def test_weights_and_biases(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -425,14 +425,14 @@ def test_weights_and_biases_without_a_login_is_said_at_once(tmp_path: Path) -> N
     code = "from trainer.trackers import require; require(['wandb'])"
 
     def said(**more: str) -> str:
-        found = subprocess.run(
+        result = subprocess.run(
             [sys.executable, "-c", code],
             env=bare | more,
             capture_output=True,
             text=True,
             timeout=120,
         )
-        return found.stderr
+        return result.stderr
 
     shows(said(), "trainer.log.trackers", "login", "WANDB_API_KEY", "WANDB_MODE=offline")
     assert "Error" not in said(WANDB_MODE="offline") and "Error" not in said(WANDB_API_KEY="a" * 40)

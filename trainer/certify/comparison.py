@@ -22,7 +22,7 @@ from trainer.certify.comparisons.steps import (
 )
 from trainer.certify.finding import TOLERANCES, CheckResult, Order, worst_of
 from trainer.certify.one_process.edges import Edge
-from trainer.certify.one_process.expected import Expected
+from trainer.certify.one_process.expected import Expected, MicroBatch
 from trainer.certify.one_process.options import Option, share_of, share_of_precision
 from trainer.certify.recording import Recording
 from trainer.certify.reference import Reference
@@ -31,6 +31,9 @@ from trainer.engines import Machine
 from trainer.models.spec import ModelSpec
 from trainer.probes.dispatch_modes import Alone
 from trainer.supervise.stall import Phase
+
+UNSURE = 1e-2
+"""The relative error below which a difference may be the rounding of float32, which is measured."""
 
 
 @dataclass(frozen=True)
@@ -57,16 +60,47 @@ class Comparison:
         self.machine.watch.at(Phase.FINISHING)
         results: list[CheckResult] = []  # of the first rank, which does not send them
         expected, order = ranks.on_first(Alone()(lambda: self._one_process(run, resumed, results)))
-        for step, one in enumerate(expected):
-            results.extend(compare_step(run, step, one, order, ranks.rank))
-            if step < self.small.total:
-                so_far = sum(other.targets for other in expected[: step + 1])
-                results.append(compare_counts(run, step, one.targets, so_far, ranks.rank))
-        findings = [finding for theirs in ranks.gather(results) for finding in theirs]
+        steps = self._steps(run, expected, order)
+        if unsure := self._unsure(steps):
+            expected = ranks.on_first(Alone()(lambda: self._with_rounding(run, expected, unsure)))
+            steps = self._steps(run, expected, order)
+        findings = [finding for theirs in ranks.gather(results + steps) for finding in theirs]
         sequence = {check: index for index, check in enumerate(TOLERANCES)}
         failures = (finding for finding in findings if not finding.passed)
         first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
         return worst_of(findings), first
+
+    def _steps(self, run: Recording, expected: list[Expected], order: Order) -> list[CheckResult]:
+        """Compare each step as this rank has seen it."""
+        rank = self.machine.ranks.rank
+        results: list[CheckResult] = []
+        for step, one in enumerate(expected):
+            results.extend(compare_step(run, step, one, order, rank))
+            if step < self.small.total:
+                so_far = sum(other.targets for other in expected[: step + 1])
+                results.append(compare_counts(run, step, one.targets, so_far, rank))
+        return results
+
+    def _unsure(self, results: list[CheckResult]) -> set[int]:
+        """Return the steps whose errors on some rank may be the rounding of float32. Collective."""
+        layout = self.small.layout
+        if self.small.low_precision or layout.float8 != "none":
+            return set()  # their rounding is measured at once
+        own = {result.step for result in results if not result.passed and result.error < UNSURE}
+        return set().union(*self.machine.ranks.gather(own))
+
+    def _with_rounding(
+        self, run: Recording, expected: list[Expected], unsure: set[int]
+    ) -> list[Expected]:
+        """Measure the rounding of one process in these steps."""
+        reference = self.make(self.small)
+        measured = list(expected)
+        for step in unsure:
+            self.machine.watch.moves()
+            parts = micro_batches_of(reference, self.small, self.edges, step)
+            rounding = reference.rounding_of_float32(step, run.states[step], parts, expected[step])
+            measured[step] = replace(expected[step], rounding=rounding)
+        return [light(one) for one in measured]
 
     def _one_process(
         self, run: Recording, resumed: Recording, results: list[CheckResult]
@@ -112,13 +146,22 @@ def light(one: Expected) -> Expected:
     return replace(one, state={}, rounding=replace(one.rounding, runs=()))
 
 
+def micro_batches_of(
+    reference: Reference, small: Tiny, edges: Sequence[Edge], step: int
+) -> list[MicroBatch]:
+    """Return all micro-batches of a step, or of an edge after the run's last."""
+    if step < small.total:
+        return reference.whole_step(step)
+    return reference.parts_at(edges[step - small.total], step)
+
+
 def one_by_one(
     run: Recording, reference: Reference, small: Tiny, edges: Sequence[Edge], order: Order
 ) -> Iterator[tuple[Expected, list[CheckResult]]]:
     """Yield what each step is expected to give, and findings on the update that it made."""
     for step, gradients in enumerate(run.gradients):
         if step >= small.total:
-            parts = reference.parts_at(edges[step - small.total], step)
+            parts = micro_batches_of(reference, small, edges, step)
             yield reference.computed(step, run.states[step], parts), []
             continue
         one = reference.step(step, run.states[step], gradients, run.norms[step])

@@ -134,8 +134,9 @@ def _rows(value: object, tokens: torch.Tensor | None) -> torch.Tensor | None:
         return None
     # what is saved for a backward pass here would be missing when a block is computed again
     value = value.detach()
-    if tokens is None:
-        return value.flatten(1)
+    if tokens is None:  # of an own module: features are last, or the channels of images
+        value = value.movedim(1, -1) if value.dim() > 3 else value
+        return value.flatten(0, -2)
     fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]
     return value[:, : tokens.shape[1]][tokens != 0] if fits else None
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import tree_map
 from torch.utils.data import default_collate
 
 from trainer.certify.case import MakeReference
@@ -17,7 +18,7 @@ from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.options import Amend, Option, options_of
 from trainer.certify.parameters import Learner, learner
-from trainer.certify.recording import Sources, State
+from trainer.certify.recording import Inputs, Sources, State, Targets
 from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import Tiny
 from trainer.data.dataset import Subset
@@ -50,20 +51,34 @@ class PairsReference(Reference):
         alone, together = (self._judged(samples, size) for size in sizes)
         return alone if abs(alone.loss - together.loss) <= PAIRED * abs(alone.loss) else together
 
-    def _collated(self, samples: Sequence[Sample]) -> tuple[object, object]:
+    def _collated(self, samples: Sequence[Sample]) -> tuple[Inputs, Targets]:
         return tuple(default_collate([tuple(sample) for sample in samples]))  # type: ignore[return-value]
 
-    def _output(self, model: nn.Module, inputs: object) -> Any:
-        return model(**inputs) if isinstance(inputs, dict) else model(inputs)
+    def _output(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
+        """Return the module's output; floats enter in the precision of its weights."""
+        kind = next(p.dtype for p in model.parameters() if p.is_floating_point())
 
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
+        def cast(value: object) -> object:
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                return value.to(kind)
+            return value
+
+        given = tree_map(cast, inputs)
+        return model(**given) if isinstance(given, dict) else model(given)
+
+    def _loss_sum(self, model: nn.Module, inputs: Inputs, targets: Targets) -> torch.Tensor:
         output = self._output(model, inputs)
         if self._smoothing and model.training:
-            options: Any = {"label_smoothing": self._smoothing, "ignore_index": IGNORED}
-            return F.cross_entropy(output.float(), targets, reduction="sum", **options)
+            return F.cross_entropy(
+                output.float(),
+                targets,
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=self._smoothing,
+            )
         return self._loss(output, targets)[0]  # type: ignore[no-any-return]
 
-    def _counted(self, inputs: object, targets: object) -> int:
+    def _counted(self, inputs: Inputs, targets: Targets) -> int:
         """Count targets by the loss itself, from the module's output."""
         training = self.model.training
         with torch.no_grad():
@@ -74,12 +89,12 @@ class PairsReference(Reference):
     def _example(self) -> object:
         return self._collated([self._data.training[0]])[0]
 
-    def _whole_step(self, step: int) -> list[MicroBatch]:
+    def whole_step(self, step: int) -> list[MicroBatch]:
         """Return the micro-batches; those that batch norm normalises together are one here."""
         layout = self._layout
         training = self._data.training
         if not layout.sync_batch_norm:
-            return super()._whole_step(step)
+            return super().whole_step(step)
         of_ranks = [self._numbers(step, rank) for rank in range(layout.data_ranks)]
         rows = np.stack(of_ranks, 1).reshape(layout.accumulation, -1)
         batches = [self._collated([training[n] for n in row]) for row in rows]
@@ -128,10 +143,17 @@ class PairsCase:
     def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
         """Return the samples, and the one process that trains on them.
 
-        Raises ConfigError if one process would draw other numbers, DataError for too few samples.
+        Raises ConfigError if one process would draw other numbers or could not tell rounding from
+        errors, DataError for too few samples.
         """
         layout = self.small.layout
         source = self.subject.data.train
+        if self.small.low_precision and _has_batch_norm(spec):
+            actual = (
+                f"{layout.precision}, and batch norm, whose statistics are rounded at each step"
+            )
+            expected = "float32, or a model without batch norm"
+            raise ConfigError(Problem("precision", actual, expected))
         if layout.sync_batch_norm and observe_draws(tiny(spec)[1], spec).any:
             actual = "with a module that draws random numbers, on each data rank its own"
             expected = "dropout of 0 to verify it"
@@ -149,3 +171,7 @@ class PairsCase:
             return self.reference(small, spec, own, sources, self)
 
         return sources, make
+
+
+def _has_batch_norm(spec: ModelSpec) -> bool:
+    return any(isinstance(module, _BatchNorm) for module in spec.build().modules())

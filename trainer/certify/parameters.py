@@ -1,26 +1,29 @@
 """The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped
 as configured.
 
-Written from the description in docs/finetuning.md of `trainer.freeze`, `trainer.parameter_groups`
-and `trainer.adapter`.
+Written from the descriptions in docs/what_is_trained.md and docs/adapters.md of `trainer.freeze`,
+`trainer.parameter_groups` and `trainer.adapter`.
 """
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from trainer.certify.one_process.four_bits import in_four_bits
 from trainer.config import TrainerSection
+from trainer.config.sections.adapter import AdapterSection
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.distributed.seeding import seeded_init
 from trainer.models.finetuning.frozen import carried
 from trainer.models.language.auto_class import class_in_folder
@@ -29,6 +32,11 @@ from trainer.models.spec import ModelSpec
 from trainer.probes.probe import drawn
 from trainer.run.final import MERGED
 from trainer.run.start.folder import FINAL
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+T = TypeVar("T")
 
 
 class Published(NamedTuple):
@@ -72,7 +80,7 @@ def learner(
         if section.adapter.quantize is not None:
             in_four_bits(model, copied[1].blocks, section.adapter.quantize.double_quant)
 
-    def of_copy(of_whole: Mapping[str, object]) -> Mapping[str, Any]:
+    def of_copy(of_whole: Mapping[str, T]) -> Mapping[str, T]:
         if copied is None:
             return of_whole
         return carried(of_whole, copied[0].blocks, copied[1].blocks, model)[0]
@@ -96,17 +104,20 @@ def constructed(build: Callable[[], nn.Module], seed: int) -> nn.Module:
 
 def write_base(copy: ModelSpec, folder: Path) -> None:
     """Write made-up weights, in bfloat16 as most are, to a folder that transformers opens."""
-    model: Any = drawn(copy)
+    model = drawn(copy)
+    assert isinstance(model, PreTrainedModel)
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16()
     model.save_pretrained(folder)
 
 
-def opened(folder: Path, options: Any, amend: Callable[[object], None] | None = None) -> nn.Module:
+def opened(
+    folder: Path, options: ModelSection, amend: Callable[[object], None] | None = None
+) -> PreTrainedModel:
     """Load a model by transformers, in float32; `amend` changes its config."""
     from transformers import AutoConfig
 
-    more: dict[str, Any] = {"trust_remote_code": options.trust_remote_code}
+    more: dict[str, object] = {"trust_remote_code": options.trust_remote_code}
     config = AutoConfig.from_pretrained(folder, **more)
     if amend is not None:
         amend(config)
@@ -116,7 +127,7 @@ def opened(folder: Path, options: Any, amend: Callable[[object], None] | None = 
     return kind.from_pretrained(folder, config=config, dtype=torch.float32, **more)  # type: ignore[no-any-return]
 
 
-def published(base: Path, options: object, exported: Path) -> Published:
+def published(base: Path, options: ModelSection, exported: Path) -> Published:
     """Open a trained adapter, around its base and merged, by PEFT and transformers alone."""
     from peft import PeftModel
     from safetensors.torch import load_file
@@ -125,15 +136,15 @@ def published(base: Path, options: object, exported: Path) -> Published:
         named = of.named_parameters(remove_duplicate=False)
         return {name.removeprefix("base_model.model."): p.detach().clone() for name, p in named}
 
-    model: Any = opened(base, options)
+    model = opened(base, options)
     before = tensors(model)
     merged = exported / MERGED
-    model = PeftModel.from_pretrained(model, exported / FINAL)
-    adapted = tensors(model)
+    whole = PeftModel.from_pretrained(model, exported / FINAL)
+    adapted = tensors(whole)
     ours = tensors(opened(merged, options)) if merged.exists() else None
     stored = [value for file in merged.glob("*.safetensors") for value in load_file(file).values()]
     eps = max((torch.finfo(v.dtype).eps for v in stored if v.is_floating_point()), default=0.0)
-    return Published(adapted, before, tensors(model.merge_and_unload()), ours, eps)
+    return Published(adapted, before, tensors(whole.merge_and_unload()), ours, eps)
 
 
 def _matching(model: nn.Module, patterns: Sequence[str]) -> set[str]:
@@ -149,12 +160,12 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
             parameter.requires_grad_(False)
 
 
-def _targets(model: nn.Module, blocks: Sequence[str], adapter: Any) -> list[str]:
+def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -> list[str]:
     """List linear layers of the blocks: all, or those whose name ends in one of the targets."""
     inside = tuple(f"{block}." for block in blocks)
     linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
     names = [n for n in linear if n.startswith(inside or "")]
-    wanted = adapter.targets
+    wanted: str | Collection[str] = adapter.targets
     if adapter.path:
         saved = _lora(adapter, ())
         layers = {name.removesuffix(".weight") for name in saved.target_parameters or ()}
@@ -175,6 +186,7 @@ def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) 
     from peft.tuners.lora import LoraLayer
 
     on_meta = next(model.parameters()).is_meta
+    assert section.adapter is not None
     config = _lora(section.adapter, ("by tensors",))
     names: Any = {f"{name}.lora_A.weight": None for name in targets}
     with warnings.catch_warnings():
@@ -187,7 +199,7 @@ def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) 
     return model
 
 
-def _lora(adapter: Any, targets: Sequence[str]) -> Any:
+def _lora(adapter: AdapterSection, targets: Sequence[str]) -> LoraConfig:
     from peft import LoraConfig
 
     if adapter.path:
@@ -195,7 +207,7 @@ def _lora(adapter: Any, targets: Sequence[str]) -> Any:
     else:
         config = LoraConfig(
             r=adapter.r,
-            lora_alpha=adapter.alpha,
+            lora_alpha=adapter.alpha,  # type: ignore[arg-type]
             bias=adapter.bias,
             use_dora=adapter.dora,
             use_rslora=adapter.rslora,

@@ -15,7 +15,7 @@ from trainer import checkpoint
 from trainer.certify.one_process import four_bits
 from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
-from trainer.certify.patches import constant
+from trainer.certify.patches import loss_in_chunks
 from trainer.certify.rounding import Rounded, measured, recording_into
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
 from trainer.data.loader import Batching, BatchLoader
@@ -34,13 +34,16 @@ from trainer.run.final import export
 from trainer.run.loop import Hooks, LoopPlan, train
 from trainer.state import WEIGHT, RunState
 from trainer.supervise.stall import Phase
-from trainer.tasks import cross_entropy
 from trainer.tasks.mixers import runs_by_document
 from trainer.tasks.task import Batch, Task
 
 ROWS = 7
 """The number of tokens in a chunk of the loss, if the head's width allows so few."""
 
+Inputs = Any
+"""The inputs of a micro-batch; the reference that makes them knows their type."""
+Targets = Any
+"""Its targets, likewise."""
 Tensors = dict[str, torch.Tensor]
 State = dict[tuple[str, str], torch.Tensor]
 """Whole tensors by name and part: weights, masters, moments."""
@@ -235,7 +238,7 @@ def record(
     deepspeed = small.config.deepspeed
     job = Job(layout, spec, overflowing, deepspeed, section.seed, machine, undecayed)
     chunk = max(1, max(ROWS, small.row // 8) * spec.language.vocabulary * 4)
-    with constant(cross_entropy, "CHUNK_BYTES", chunk):  # a few tokens fill several
+    with loss_in_chunks(chunk):
         machine.watch.at(Phase.BUILDING)
         engine = kind.build(job)
         subject.before_training(engine, folder, 0)
@@ -330,8 +333,13 @@ def state_of(engine: Engine) -> State:
     state = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
     if not ranks.first:
         return {}
+    plan = engine.job.spec.language.tensor_plan
     for name, weight in weights_in_four_bits(engine.job.spec.build()).items():
         key = name, WEIGHT
         if key in state:
-            state[key] = four_bits.read(state[key], weight.form.shape, weight.form.double)
+            form = weight.form
+            style = plan.get(name.removesuffix(".weight"), "")
+            dim = int(style.startswith("rowwise"))
+            parts = engine.job.layout.tensor if style.startswith(("colwise", "rowwise")) else 1
+            state[key] = four_bits.read(state[key], form.shape, form.double, dim, parts)
     return state

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -31,23 +30,26 @@ from trainer.certify.one_process.expected import (
     Rounding,
     norm_of,
     right_of,
-    rounding_of,
 )
-from trainer.certify.one_process.factors import lowered, multiply_in_float8, shaken
+from trainer.certify.one_process.factors import multiply_in_float8, shaken
 from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of, state_of_optimizer
+from trainer.certify.one_process.repeated import (
+    FEWER,
+    REPEATS,
+    Compute,
+    Computed,
+    rounding_of_float32,
+    rounding_of_low_precision,
+)
 from trainer.certify.one_process.sample_order import DropoutSeeds, numbers_of
-from trainer.certify.outputs import Listener, Loads, Outputs, apart, order_of_computation, parts_of
+from trainer.certify.outputs import Listener, Loads, Outputs, order_of_computation, parts_of
 from trainer.certify.parameters import Learner
-from trainer.certify.recording import Sources, State, Tensors
+from trainer.certify.recording import Inputs, Sources, State, Targets, Tensors
 from trainer.certify.tiny_run import CLIPPED_STEPS, PROBE_RATE, Tiny
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import division_of
 from trainer.state import MASTER, WEIGHT
 from trainer.tasks.task import Sample
-
-REPEATS = 6
-FEWER = 3
-"""The runs that measure the rounding of float8: in the first steps, and later."""
 
 
 class Reference(ABC):
@@ -109,22 +111,23 @@ class Reference(ABC):
         """Evaluate the held-out samples with the weights of `state`."""
 
     @abstractmethod
-    def _collated(self, samples: Sequence[Sample]) -> tuple[Any, Any]:
+    def _collated(self, samples: Sequence[Sample]) -> tuple[Inputs, Targets]:
         """Return the inputs and targets of a micro-batch."""
 
     @abstractmethod
-    def _output(self, model: nn.Module, inputs: object) -> torch.Tensor:
+    def _output(self, model: nn.Module, inputs: Inputs) -> torch.Tensor:
         """Return the logits, or whatever the loss of a user's module takes."""
 
     @abstractmethod
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: object) -> torch.Tensor: ...
+    def _loss_sum(self, model: nn.Module, inputs: Inputs, targets: Targets) -> torch.Tensor:
+        """Return the summed loss of a micro-batch, a scalar."""
 
     @abstractmethod
-    def _counted(self, inputs: object, targets: object) -> int:
+    def _counted(self, inputs: Inputs, targets: Targets) -> int:
         """Count the targets of a micro-batch."""
 
     @abstractmethod
-    def _example(self) -> Sample:
+    def _example(self) -> Inputs:
         """Return inputs for a first forward pass."""
 
     def weights(self) -> Tensors:
@@ -140,7 +143,7 @@ class Reference(ABC):
         """Take a step from the engine's state before it; update by the engine's gradients and norm.
 
         So a wrong gradient is not reported as a wrong update, too. Called for each, in order."""
-        parts = self._whole_step(step)
+        parts = self.whole_step(step)
         if step != self.small.overflow_step:
             computed = self.computed(step, before, parts, measures)
         else:
@@ -172,7 +175,8 @@ class Reference(ABC):
         if not measures:
             return exact
         if self.small.low_precision or self._layout.float8 != "none":
-            return replace(exact, rounding=self._rounding(step, parts, counted, loss, own))
+            given = Computed(loss, own, outputs)
+            return replace(exact, rounding=self._rounding(step, parts, counted, given))
 
         def again(seed: int) -> Tensors:
             return self._gradients(shaken(self.model, seed), step, parts, counted)[1]
@@ -185,7 +189,7 @@ class Reference(ABC):
         """Return the gradient norms of the first steps: the engine's, up to rounding."""
         norms = []
         for step in range(steps):
-            parts = self._whole_step(step)
+            parts = self.whole_step(step)
             _, own = self._gradients(self.model, step, parts, self._count(parts))
             norms.append(norm_of(own))
             self._update(step, own, norms[-1])
@@ -232,7 +236,7 @@ class Reference(ABC):
         for part in parts:
             self._seeds.start(step, part.data_rank, part.number)
             self._inputs = self._loads.ids = part.inputs
-            tokens: dict[int, Any] = {part.data_rank: None}
+            tokens: Mapping[int, torch.Tensor | None] = {part.data_rank: None}
             if self._spec.language.vocabulary:
                 division = division_of(self._layout, self._spec.language.attention.heads)
                 tokens = parts_of(part.inputs, part.data_rank, division, part.start, part.row)
@@ -246,36 +250,29 @@ class Reference(ABC):
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return total / counted, {n: g.float().cpu() / self._scale for n, g in gradients.items()}
 
-    def _rounding(
-        self, step: int, parts: list[MicroBatch], counted: int, loss: float, own: Tensors
+    def rounding_of_float32(
+        self, step: int, state: State, parts: list[MicroBatch], one: Expected
     ) -> Rounding:
-        """Repeat the step as it may be rounded: in low precision, gradients summed in it and in
-        float32; in float8 products, with weights that differ by a little."""
-        dtype = getattr(torch, self._layout.precision)
-        exact = self._outputs
-        outputs = dict[tuple[int, int, str], float]()
-        runs: list[tuple[float, Tensors]] = []
+        """Measure how far float32 may round the step that `one` has of these micro-batches."""
+        self._load(state)
+        exact = Computed(one.loss, one.gradients, one.outputs)
+        with self._loads.aside():
+            return rounding_of_float32(self.model, self._compute(step, one.targets), parts, exact)
 
-        def repeat(model: nn.Module) -> None:
-            runs.append(self._gradients(model, step, parts, counted))
-            for key, value in self._outputs.items():
-                outputs[key] = max(outputs.get(key, 0.0), apart(value, exact[key]))
-
-        low = self.model
-        if dtype != torch.float32:
-            low = lowered(self.model, dtype, self._layout.float8)
-            repeat(low)
-            groups = [[part] for part in parts] if self.adds_up else [parts]
-            alone = [self._gradients(low, step, some, counted) for some in groups]
-            summed = {
-                name: torch.stack([of[name] for _, of in alone if name in of]).sum(0)
-                for name in runs[0][1]
-            }
-            runs.append((sum(loss for loss, _ in alone), summed))
+    def _rounding(
+        self, step: int, parts: list[MicroBatch], counted: int, exact: Computed
+    ) -> Rounding:
+        groups = [[part] for part in parts] if self.adds_up else [parts]
         repeats = REPEATS if step < CLIPPED_STEPS else FEWER
-        for seed in range(repeats if self._layout.float8 != "none" else 0):
-            repeat(shaken(low, seed))
-        return rounding_of((loss, own), runs, outputs, dtype)
+        compute = self._compute(step, counted)
+        return rounding_of_low_precision(self.model, compute, groups, exact, self._layout, repeats)
+
+    def _compute(self, step: int, counted: int) -> Compute:
+        def compute(model: nn.Module, parts: Sequence[MicroBatch]) -> Computed:
+            loss, gradients = self._gradients(model, step, parts, counted)
+            return Computed(loss, gradients, self._outputs)
+
+        return compute
 
     # Samples
 
@@ -297,7 +294,7 @@ class Reference(ABC):
         parts = self._samples(step, data_rank)
         return [MicroBatch(data_rank, i, *self._collated(part)) for i, part in enumerate(parts)]
 
-    def _whole_step(self, step: int) -> list[MicroBatch]:
+    def whole_step(self, step: int) -> list[MicroBatch]:
         """List all micro-batches, in the order in which running statistics include them."""
         ranks = range(self._layout.data_ranks)
         parts = [part for rank in ranks for part in self._micro_batches(step, rank)]

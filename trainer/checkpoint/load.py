@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from safetensors import safe_open
 
@@ -54,7 +53,7 @@ def load(
         wanted = _kept(wanted, stored, position)
     ranks.on_each(check)
     with ExitStack() as files:
-        opened: dict[str, Any] = {}
+        opened: dict[str, safe_open] = {}
         for entry in wanted:
             location = _location(entry, stored)
             name, _ = stored[location]

@@ -18,7 +18,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from safetensors import SafetensorError, safe_open
 
@@ -111,14 +111,25 @@ def kind_of(digest: str) -> str:
     return "blake3" if digest.startswith("blake3:") else "sha256"
 
 
-def new_hash(kind: str) -> Any:
+class Hash(Protocol):
+    """A hash that is being computed, of `hashlib` or `blake3`."""
+
+    @property
+    def name(self) -> str: ...
+    def update(self, content: bytes | memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+def new_hash(kind: str) -> Hash:
     """Return a hash of no bytes yet. Raises ConfigError without the package of BLAKE3."""
     if kind == "blake3":
-        return required("blake3.blake3", "checkpoints hashed by BLAKE3", "blake3").blake3()
+        return required(
+            "blake3.blake3", "checkpoints hashed by BLAKE3", "meshloom[blake3]"
+        ).blake3()
     return hashlib.sha256()
 
 
-def digest_of(content: Any) -> str:
+def digest_of(content: Hash) -> str:
     """Return the digest of a hash, as a manifest has it."""
     return f"{'blake3:' if content.name == 'blake3' else ''}{content.hexdigest()}"
 
@@ -183,7 +194,7 @@ class SharedFile:
         self._threads = threads
         self._kind = kind
         self._file: Any = None
-        self._hashes: list[tuple[Span, object]] = []
+        self._hashes: list[tuple[Span, Hash]] = []
 
     def write(self, place: Span, content: bytes | memoryview) -> None:
         """Write the bytes of a part, without the gaps between its runs."""
@@ -198,7 +209,7 @@ class SharedFile:
             begin_writing(self._file.fileno(), place)
         hashed.result()
 
-    def _hash(self, place: Span) -> Any:
+    def _hash(self, place: Span) -> Hash:
         """Return the hash of a part, which continues where the last one ended."""
         last, digest = self._hashes[-1] if self._hashes else (place, None)
         if digest and (last.end, last, place) == (place.start, span(*last[:2]), span(*place[:2])):

@@ -1,4 +1,4 @@
-"""`meshloom COMMAND`, which is also `python -m trainer.command COMMAND`."""
+"""`meshloom COMMAND`, which is also `python -m meshloom COMMAND`."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     text = "file for the page (default: report.html in the run's folder)"
     parser.add_argument("--output", type=Path, metavar="FILE", help=text)
     options = parser.parse_intermixed_args(arguments)
-    required("matplotlib", name, "report")
+    required("matplotlib", name, "matplotlib")
     from trainer.tools.report.page import write
     from trainer.tools.report.run_record import read
 

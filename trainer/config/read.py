@@ -223,5 +223,6 @@ def shipped(name: str) -> Path | None:
 
 
 def _paths() -> dict[str, Path]:
-    folder = next(filter(Path.is_dir, _FOLDERS), _FOLDERS[0])
+    # in a checkout the first is a link to the second
+    folder = next(filter(Path.is_dir, _FOLDERS), _FOLDERS[0]).resolve()
     return {path.stem: path for path in folder.glob("*.json")}

@@ -88,7 +88,7 @@ def check_alike(ranks: Ranks, samples: object, place: str) -> None:
         raise DataError(Problem(place, actual, f"{same}, on every machine"))
 
 
-def _fingerprint(data: Any) -> tuple[str, tuple[str, ...]]:
+def _fingerprint(data: Source) -> tuple[str, tuple[str, ...]]:
     """Hash the number of samples and some of them, which shows most changes; return notes, too."""
     unknown: set[str] = set()
     # not evenly spaced: that would see one digit of what is counted

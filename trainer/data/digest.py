@@ -1,4 +1,4 @@
-"""Digests of files: the same content has the same digest under any name and of any time."""
+"""Digests of files: the same content has the same digest, whatever its name and time."""
 
 from __future__ import annotations
 

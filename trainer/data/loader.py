@@ -189,9 +189,15 @@ def collated(
     made = _Collated(source, collate, blank)
     if not workers:
         return map(made.batch, parts)
-    options: dict[str, Any] = {"num_workers": workers, "worker_init_fn": _quiet}
-    # a generator of its own: the default one belongs to the steps
-    return _Made(DataLoader(made, None, sampler=parts, generator=torch.Generator(), **options))
+    loader = DataLoader(
+        made,
+        None,
+        sampler=parts,
+        generator=torch.Generator(),  # the default one belongs to the steps
+        num_workers=workers,
+        worker_init_fn=_quiet,
+    )
+    return _Made(loader)
 
 
 class _Made:

@@ -11,7 +11,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -101,7 +101,7 @@ class Numbered(Sequence[int]):
     def __len__(self) -> int:
         return self._below(self._size)
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: int) -> int:  # type: ignore[override]
         if not 0 <= index < len(self):
             raise IndexError(index)
         return bisect_right(range(self._size), index, key=lambda number: self._below(number + 1))

@@ -1,4 +1,4 @@
-"""Folders whose every byte is known: hashed when written, compared when found, a part first."""
+"""Folders whose every byte is known: hashed when written, compared when opened, a part first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from trainer.storage import flush, write_file
 
@@ -57,7 +56,7 @@ def flaw(folder: Path, progress: Report = lambda done, all: None, rest: bool = F
         known = json.loads(content)
         files = _files(folder)
         if differing := known["sizes"].items() ^ _sizes(files).items():
-            return f"{min(differing)[0]} is not of the size that it had"
+            return f"{min(differing)[0]} no longer has the size that it was written with"
         chunks = _chunks(known["sizes"])
         if rest or known.get("times") == _times(files):
             first = _looked_at_first(chunks)
@@ -121,7 +120,7 @@ def _digests(
     sizes = _sizes(files)
     lengths = [min(_CHUNK, sizes[name] - number * _CHUNK) for name, number in chunks]
     with ThreadPoolExecutor(threads) as pool:
-        apply: Any = pool.map if threads > 1 else map  # a pool would read on after an early end
+        apply = pool.map if threads > 1 else map  # a pool would read on after an early end
         digests = apply(lambda chunk: _hash(files[chunk[0]], chunk[1] * _CHUNK), chunks)
         done = 0
         all = sum(lengths)

@@ -69,7 +69,7 @@ class Beside:
     It ends with this process.
     """
 
-    def __init__(self, work: Callable[[Any], Any]) -> None:
+    def __init__(self, work: Callable[[Any], object]) -> None:
         context = multiprocessing.get_context("fork")
         self._pool = ProcessPoolExecutor(1, context, _begin, (work, os.getpid(), 19))
 
@@ -103,7 +103,7 @@ def _killed() -> Iterator[None]:
         raise RuntimeError(actual) from error
 
 
-def _begin(work: Callable[[Any], Any], parent: int, nice: int = 0) -> None:
+def _begin(work: Callable[[Any], object], parent: int, nice: int = 0) -> None:
     """Set up a worker before its first input."""
     os.nice(nice)
     signal.set_wakeup_fd(-1)  # else a signal to a worker would be taken for one to its parent

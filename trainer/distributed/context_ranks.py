@@ -228,7 +228,7 @@ class ContextRanks:
         self,
         forward: Callable[..., object],
         hidden: torch.Tensor,
-        position_ids: Any,
+        position_ids: torch.Tensor,
         *more: object,
         **kinds: object,
     ) -> object:

@@ -15,13 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trainer.distributed.exchange import Exchange
 
 Lengths = Sequence[Sequence[int]]
 """The lengths of the documents of each row of a micro-batch; they fill the row."""
-Places = np.ndarray[Any, np.dtype[np.int64]]
+Places = NDArray[np.int64]
 
 
 class DocumentPlace(NamedTuple):
@@ -73,7 +74,7 @@ class WholeDocuments:
         """True if each row is one document, which no other rank shares."""
         return self.exchange is None and all(len(own) == 1 for own in self.lengths)
 
-    def computed(self, compute: Compute, parts: Sequence[torch.Tensor], number: int = 0) -> Any:
+    def computed(self, compute: Compute, parts: Sequence[torch.Tensor], number: int = 0) -> object:
         """Return what is computed for each of this rank's tokens, from whole documents. Collective.
 
         `parts`: [rows or 1, tokens of this rank, ...]. `number`: that of the layer, by which long

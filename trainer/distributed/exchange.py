@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -129,14 +129,21 @@ def _exchanged(tensor: torch.Tensor, forward: Move, backward: Move) -> torch.Ten
     return _Exchanged.apply(tensor, forward, backward)  # type: ignore[no-any-return]
 
 
+class _ExchangeContext(Protocol):
+    move: Move
+    """The move of the backward pass."""
+
+
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        ctx: _ExchangeContext, tensor: torch.Tensor, forward: Move, backward: Move
+    ) -> torch.Tensor:
         ctx.move = backward
         return forward(tensor).contiguous()  # models' code makes views of it
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: _ExchangeContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
         return ctx.move(gradient), None, None
 
 

@@ -16,7 +16,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from trainer.models.own import module
 from trainer.models.pretrained.weights import SafetensorsFolder
 from trainer.models.spec import MadeWeights, ModelSpec, Weights
 from trainer.storage import Json, parse_json, read_file
+
+if TYPE_CHECKING:
+    from torchvision.models import VisionTransformer, WeightsEnum
 
 DESCRIPTION = "module.json"
 """The file that describes a classifier in its folder: how to build it, its classes and input."""
@@ -50,7 +53,7 @@ class Tokens(nn.Module):
     Gives [batch, tokens, width].
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: VisionTransformer) -> None:
         super().__init__()
         self.conv_proj = model.conv_proj
         self.class_token = model.class_token
@@ -144,7 +147,7 @@ class Classifier:
         return _imported(self.name) if ":" in self.name else _of_torchvision(self.name)
 
     @property
-    def pretrained(self) -> Any:
+    def pretrained(self) -> WeightsEnum | None:
         """The entry of torchvision's weights, or None. Raises ConfigError for an unknown name."""
         if self.weights is None:
             return None

@@ -23,7 +23,9 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
     return float(counter.get_total_flops())
 
 
-def _convolution_backward(grad: Any, given: Any, weight: Any, *rest: Any, **_: Any) -> int:
+def _convolution_backward(
+    grad: list[int], given: list[int], weight: list[int], *rest: Any, **_: object
+) -> int:
     """Count forward's FLOPs for the input and for the weight; PyTorch's formula ignores groups."""
     transposed = rest[4]
     wanted = rest[7]

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError, Problem, refused
 from trainer.models import language_model
 from trainer.models.door import (
@@ -24,7 +24,7 @@ from trainer.models.door import (
     bounded,
     opening,
 )
-from trainer.models.language.auto_class import CAUSAL, WITH_IMAGES, auto_class
+from trainer.models.language.auto_class import CAUSAL, WITH_IMAGES, AutoClass, auto_class
 from trainer.models.language.blocks import blocks_by_run, blocks_like, stated_blocks
 from trainer.models.materialise import built_tensor
 from trainer.models.names import aliases_of
@@ -35,7 +35,6 @@ from trainer.models.pretrained.reader import ConvertedWeights
 from trainer.models.pretrained.whole import GENERATION, WholeBase
 from trainer.models.spec import (
     Building,
-    LanguageModel,
     ModelFiles,
     ModelSpec,
     NoWeights,
@@ -47,7 +46,11 @@ from trainer.models.tiny_config import KEPT, SIZES, Sizes, tiny_config
 
 
 def spec_of(
-    config: PreTrainedConfig, options: Any, *, weights: bool = True, kind: Any = None
+    config: PreTrainedConfig,
+    options: ModelSection,
+    *,
+    weights: bool = True,
+    kind: AutoClass | None = None,
 ) -> ModelSpec:
     """Build the spec of an architecture, with the weights of `trainer.model.name_or_path`, if any.
 
@@ -82,20 +85,16 @@ def spec_of(
         kept = tiny_config(config, KEPT, range(layers), len(spec.blocks))
         return _spec_without_weights(name, _builder(kept, options, kind), kind)
 
-    spec = replace(
-        spec,
-        language=_with_attention(spec.language, options),
-        tiny=replace(spec.tiny, first_blocks=first_blocks),
-        files=replace(spec.files, revision=options.revision),
-        notes=tuple(notes),
-    )
+    spec = _as_configured(spec, options, first_blocks, notes)
     if base is None or given is None:
         return spec
     whole = base.whole(given, model, stated) if options.keep_untrained else None
     return _of_base(spec, model, given, base.folder, whole)
 
 
-def _first_built(build: Callable[[], PreTrainedModel], kind: Any, place: str) -> PreTrainedModel:
+def _first_built(
+    build: Callable[[], PreTrainedModel], kind: AutoClass, place: str
+) -> PreTrainedModel:
     """Build a model for the first time. Raises ConfigError for whatever the family's own code
     raises for the config, and transformers for an architecture that it lacks."""
     known = "an architecture with a causal language model head"
@@ -109,10 +108,21 @@ def _first_built(build: Callable[[], PreTrainedModel], kind: Any, place: str) ->
         return build()
 
 
-def _with_attention(language: LanguageModel, options: Any) -> LanguageModel:
-    """Return the properties with the attention that the config asks for."""
-    sizes = replace(language.attention, requested=options.attention)
-    return replace(language, attention=sizes)
+def _as_configured(
+    spec: ModelSpec,
+    options: ModelSection,
+    first_blocks: Callable[[int], ModelSpec],
+    notes: Iterable[str],
+) -> ModelSpec:
+    """Return the spec with the attention and the revision that the config asks for."""
+    attention = replace(spec.language.attention, requested=options.attention)
+    return replace(
+        spec,
+        language=replace(spec.language, attention=attention),
+        tiny=replace(spec.tiny, first_blocks=first_blocks),
+        files=replace(spec.files, revision=options.revision),
+        notes=tuple(notes),
+    )
 
 
 def _of_base(
@@ -172,9 +182,9 @@ def _check_router(model: PreTrainedModel, place: str) -> None:
 
 
 def _tiny_copy(
-    config: PreTrainedConfig, options: Any, name: str, size: CopySize, kind: Any
+    config: PreTrainedConfig, options: ModelSection, name: str, size: CopySize, kind: AutoClass
 ) -> ModelSpec:
-    def spec_of_tiny(small: Any) -> ModelSpec:
+    def spec_of_tiny(small: PreTrainedConfig) -> ModelSpec:
         return _spec_without_weights(name, _builder(small, options, kind, on_cpu=True), kind)
 
     place = f"trainer.model: {name}"
@@ -190,7 +200,7 @@ def _tiny_copy(
 
 
 def _builder(
-    config: PreTrainedConfig, options: Any, kind: Any, on_cpu: bool = False
+    config: PreTrainedConfig, options: ModelSection, kind: AutoClass, on_cpu: bool = False
 ) -> Callable[[], PreTrainedModel]:
     runs = options.attention in ("eager", "sdpa") or not on_cpu
     attention = {"attn_implementation": options.attention} if options.attention and runs else {}
@@ -210,7 +220,9 @@ def _builder(
     return build
 
 
-def _spec_without_weights(name: str, build: Callable[[], PreTrainedModel], kind: Any) -> ModelSpec:
+def _spec_without_weights(
+    name: str, build: Callable[[], PreTrainedModel], kind: AutoClass
+) -> ModelSpec:
     return describe(build(), name, build, NoWeights(), kind=kind)
 
 
@@ -220,7 +232,7 @@ def describe(
     build: Callable[[], nn.Module],
     weights: Weights,
     tiny_copy: Callable[..., ModelSpec] | None = None,
-    kind: Any = None,
+    kind: AutoClass | None = None,
 ) -> ModelSpec:
     """Read a model's blocks, head, ties and sizes on the meta device; `kind` as in `spec_of`."""
     assert isinstance(model, PreTrainedModel)

@@ -259,7 +259,7 @@ class _BuiltOnHost(TorchFunctionMode):
         self,
         func: Callable[..., object],
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainer.config.sections.adapter import QuantizeSection
+    from trainer.models.language.auto_class import AutoClass
 
 EXPECTED = "runs/NAME/final, or a checkpoint such as runs/NAME/checkpoints/step-000100"
 
@@ -87,7 +88,7 @@ def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
 
 
 def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module:
-    required("peft", f"{place}: an adapter", "lora")
+    required("peft", f"{place}: an adapter", "peft")
     import peft
     from transformers import AutoConfig
 
@@ -100,7 +101,7 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
     base = _checked_class(name, trust, place)
     # without a task, the config names the class of the base's whole model
     whole = stated.get("task_type") is None and stated.get("auto_mapping")
-    kind: Any = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
+    kind = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
     with opening(place, EXPECTED):
         if (folder / "config.json").exists():  # of a head for labels, which the base may not have
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
@@ -130,7 +131,7 @@ def _on_four_bits(
         return opened_in_four_bits(folder, bits, trust, device, keep=on_gpu)
 
 
-def _checked_class(source: Any, trust: bool, place: str) -> Any:
+def _checked_class(source: object, trust: bool, place: str) -> AutoClass:
     """Return transformers' class for a folder or hub id.
 
     Raises ConfigError unless its config makes a model of a plausible size.

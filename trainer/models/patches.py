@@ -9,7 +9,7 @@ import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ def correct_prefix(model: PreTrainedModel) -> None:
         model.base_model_prefix = bodies[0]  # type: ignore[assignment]
 
 
-def skip_rescaling(model: Any) -> None:
+def skip_rescaling(model: PreTrainedModel) -> None:
     """Keep RWKV from dividing its weights in place in evaluation; its saved config stays as it is.
 
     Symptom: after an evaluation, other weights are saved. Can go when RWKV divides activations.
@@ -67,7 +67,7 @@ def as_class(module: nn.Module, kind: type[nn.Module], **attributes: object) -> 
 
 @contextmanager
 def with_tensors(
-    module: nn.Module, tensors: Mapping[str, Any], attributes: Mapping[str, object]
+    module: nn.Module, tensors: Mapping[str, torch.Tensor], attributes: Mapping[str, object]
 ) -> Iterator[None]:
     """Let a module have other tensors as its parameters, and other attributes, for a while.
 
@@ -75,7 +75,8 @@ def with_tensors(
     """
     before = dict(module._parameters)
     others = {name: vars(module)[name] for name in attributes}
-    module._parameters.update(tensors)
+    for name, value in tensors.items():
+        module._parameters[name] = cast(nn.Parameter, value)
     vars(module).update(attributes)
     try:
         yield

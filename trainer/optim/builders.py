@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from trainer.layout import Layout
 from trainer.plugins import NAMED
@@ -27,7 +27,7 @@ class Builder:
     """The arguments besides the parameters to train."""
     notes: tuple[str, ...] = ()
     """Notes on parameters of the config that have no effect here, a line each."""
-    build: Callable[..., Any] | None = None
+    build: Callable[..., Optimizer] | None = None
     """Makes the optimizer of parameter groups and the arguments, in place of the class."""
 
 
@@ -40,7 +40,7 @@ class Lack:
     """A parameter in the config's table that a class does not take."""
 
     why: str
-    harmless: Any = None
+    harmless: object = None
     """The value that has no effect, besides null; others are refused, or noted."""
     refused: bool = True
 

@@ -11,6 +11,9 @@ from torch import nn
 from trainer.models.spec import ModelSpec, Tuning
 from trainer.tasks.task import bare_name
 
+Group = dict[str, Any]
+"""A parameter group: its "params", and the optimizer's arguments for them."""
+
 _SPARED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 """Matches lower-case names that are spared, as in `Trainer.get_decay_parameter_names`."""
 
@@ -44,13 +47,13 @@ def groups_of(
     weight_decay: float,
     tuned: Mapping[str, Tuning],
     matrices: Collection[str] = (),
-) -> list[dict[str, Any]]:
+) -> list[Group]:
     """Group a `ModelWithLoss`'s trainable parameters by mesh, learning rate and weight decay.
 
     One call of DTensor's kernels takes tensors of one mesh. The schedule's rate is multiplied by a
     group's `lr_multiplier`. The groups of `matrices` have `muon`.
     """
-    groups: dict[Any, dict[str, Any]] = {}
+    groups: dict[tuple[object, ...], Group] = {}
     for name, parameter in named:
         if parameter.requires_grad:
             multiplier, decay = tuned.get(bare_name(name), Tuning())

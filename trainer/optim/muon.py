@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from trainer.distributed.dtensor import local, shard_at
 from trainer.models.spec import ModelSpec
+from trainer.optim.decay import Group
 from trainer.optim.on_shards import OnShards
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -82,7 +83,7 @@ class Muon(OnShards, torch.optim.AdamW):
 
     def __init__(
         self,
-        params: Iterable[dict[str, Any]],
+        params: Iterable[Group],
         shared: Shared,
         lr: float,
         muon_lr: float | None = None,
@@ -200,7 +201,7 @@ class Muon(OnShards, torch.optim.AdamW):
     def _apply(
         self,
         parameter: torch.Tensor,
-        group: dict[str, Any],
+        group: Group,
         update: torch.Tensor,
         found_inf: torch.Tensor | None,
     ) -> None:

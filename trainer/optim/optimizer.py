@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from inspect import signature
-from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +12,7 @@ from trainer.errors import ConfigError, Problem, named_line
 from trainer.models.spec import Tuning
 from trainer.optim import patches
 from trainer.optim.builders import Builder
-from trainer.optim.decay import groups_of
+from trainer.optim.decay import Group, groups_of
 from trainer.optim.lr_schedules import Update
 from trainer.optim.muon import Muon, Shared
 from trainer.optim.on_shards import OnShards, on_shards
@@ -53,7 +52,7 @@ def optimizer_of(
     return optimizer
 
 
-def set_update(groups: Iterable[dict[str, Any]], update: Update) -> None:
+def set_update(groups: Iterable[Group], update: Update) -> None:
     """Set the schedule's values in an optimizer's groups, scaled by each `lr_multiplier`."""
     for group in groups:
         group["lr"] = update.learning_rate * group.get("lr_multiplier", 1.0)

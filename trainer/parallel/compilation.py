@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any
+from traceback import FrameSummary
 
 import torch
 from torch import nn
@@ -27,7 +27,8 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
     Parameters are inputs of a graph, so that equal blocks share it. `tensor`: matrices are split,
-    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial` the compiler's errors raise.
+    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial`, errors of the compiler are
+    raised.
     """
     patches.prepare_compiler()
 
@@ -47,7 +48,7 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
 
 
 class _Compiled:
-    """A compiled function, which runs uncompiled from an error of the compiler on, with a note.
+    """A compiled function, which runs uncompiled once the compiler has failed, with a note.
 
     A graph is whole or not made: nothing has been computed when the compiler fails.
     """
@@ -107,7 +108,7 @@ def lacking(device: torch.device) -> str | None:
 
 def reason_of(error: Exception) -> str:
     """Return the compiler's error on one line, with the last place outside PyTorch's own code."""
-    stack: Sequence[Any] = getattr(error, "real_stack", None) or ()
+    stack: Sequence[FrameSummary] = getattr(error, "real_stack", None) or ()
     own = [f" ({f.filename}:{f.lineno})" for f in stack if torch.__path__[0] not in f.filename]
     return named_line(getattr(error, "inner_exception", error)) + "".join(own[-1:])
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ class Dropout:
         self._base = derive(step_seed, micro_batch)
         seed_generators(self._base)
 
-    def _seed_block(self, index: int) -> Any:
+    def _seed_block(self, index: int) -> Callable[[nn.Module, tuple[torch.Tensor, ...]], None]:
         def hook(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
             seed_generators((self._base + index + 1) % 2**63)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -51,7 +50,7 @@ class GradientSync:
         self._reduction = reduction
         self.parameters = [p for _, p in named]
         tied = {f"model.{name}" for name in spec.tied.values()} if layout.pipeline > 1 else set()
-        self._pair: Any = None
+        self._pair: dist.ProcessGroup | None = None
         self._tied: dict[str, list[nn.Parameter]] = {}
         for name, parameter in named:
             if name in tied:
@@ -133,13 +132,13 @@ class GradientNorm:
         return norm
 
 
-def ends(mesh: ParallelMesh) -> Any:
+def ends(mesh: ParallelMesh) -> dist.ProcessGroup | None:
     """Return the group of first and last stage; None on a stage in between. Collective."""
     pairs = mesh.device_mesh.mesh[[0, -1]].reshape(2, -1).T
     return group_of_rows([[int(rank) for rank in pair] for pair in pairs])
 
 
-def on_both(pair: Any, names: Iterable[str]) -> list[str]:
+def on_both(pair: dist.ProcessGroup | None, names: Iterable[str]) -> list[str]:
     """Return the `names` that both first and last stage have. Collective."""
     if pair is None:
         return []

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import torch
@@ -88,7 +87,7 @@ class ParallelMesh:
         """True if this rank holds the last stage, which computes the loss."""
         return self.layout.stages - 1 in self.stages
 
-    def dividing_rows(self) -> Any:
+    def dividing_rows(self) -> AbstractContextManager[None]:
         """Wrap forward and backward passes in which ranks that share rows have a part of each."""
         return self.context.dividing() if self.context is not None else nullcontext()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,7 +177,9 @@ def _schedule_class(name: str) -> Any:
     kind: Any = get_schedule_class(name)
 
     class Schedule(kind):  # type: ignore[misc]
-        def _split_inputs(self, args: object, kwargs: Any) -> tuple[list[object], list[object]]:
+        def _split_inputs(
+            self, args: object, kwargs: Mapping[str, list[object]]
+        ) -> tuple[list[object], list[object]]:
             return [()] * len(kwargs["micro_batches"]), kwargs["micro_batches"]
 
     return Schedule

@@ -29,6 +29,9 @@ from trainer.parallel.patches import sharding_by
 from trainer.parallel.splits.vocabulary import looks_up
 from trainer.tasks.task import ModelWithLoss
 
+FsdpOptions = dict[str, Any]
+"""Keyword arguments of PyTorch's `fully_shard`."""
+
 KEEPS_BYTES = "2.15"
 """The first version of PyTorch that was seen to gather bytes as they are under mixed precision."""
 
@@ -83,7 +86,7 @@ def kept_whole(module: nn.Module, layout: Layout) -> set[nn.Parameter]:
     return {weight.data for weight in weights_in_four_bits(module).values()}
 
 
-def check_bytes(module: nn.Module, options: dict[str, Any]) -> None:
+def check_bytes(module: nn.Module, options: FsdpOptions) -> None:
     """Raise ConfigError if FSDP would cast weights in four bits, which are bytes, as it gathers."""
     casts = options["mp_policy"].param_dtype is not None and torch.__version__ < KEEPS_BYTES
     gathered = weights_in_four_bits(module).values()
@@ -111,7 +114,7 @@ def apply(
     module: ModelWithLoss,
     spec: ModelSpec,
     ends: Ends,
-    options: dict[str, Any],
+    options: FsdpOptions,
     wrap_rest: Callable[[nn.Module], object] | None = None,
 ) -> None:
     """Make units of a model with its loss. Raises NumericsError if a block is none.
@@ -141,8 +144,8 @@ def apply(
 
 
 def _cast_inputs(
-    dtype: torch.dtype, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    dtype: torch.dtype, model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
     """Return the inputs of a model in the precision in which it computes."""
 
     def cast(value: object) -> object:
@@ -152,7 +155,7 @@ def _cast_inputs(
     return tree_map(cast, (args, kwargs))  # type: ignore[no-any-return]
 
 
-def _wrap_ends(model: nn.Module, ends: Ends, options: dict[str, Any]) -> None:
+def _wrap_ends(model: nn.Module, ends: Ends, options: FsdpOptions) -> None:
     """Make units of the tables, and of the last norm with the head, where this stage has them.
 
     The backward pass needs no table, and begins with the head: neither is gathered for it.

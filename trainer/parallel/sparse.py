@@ -7,7 +7,6 @@ each step the data ranks agree on the parameters that have a gradient on any of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,7 @@ class Used:
         self._flags = [False] * len(self._parameters)
         # on the host, of ranks with the same parameters and other samples
         rows = ranks_along(mesh.device_mesh, REDUCTIONS["batch"])
-        self._group: Any = group_of_rows(rows, backend="gloo")
+        self._group = group_of_rows(rows, backend="gloo")
         index = {parameter: i for i, parameter in enumerate(self._parameters)}
         units = [m for module in modules for m in module.modules() if isinstance(m, FSDPModule)]
         self._sharded = bool(units)

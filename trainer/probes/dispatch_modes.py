@@ -28,7 +28,7 @@ class Alone(ContextDecorator, TorchDispatchMode):
         self,
         func: OpOverload,
         types: object,
-        args: tuple[object, ...] = (),
+        args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if func.namespace in ("c10d", "_c10d_functional"):

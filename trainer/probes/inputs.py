@@ -33,6 +33,12 @@ class ProbeTask(Protocol):
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
 
 
+class TokenTask(ProbeTask, Protocol):
+    """The task of a language model, which also gives logits: [sequences, tokens, vocabulary]."""
+
+    def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor: ...
+
+
 def sequence_of(spec: ModelSpec) -> torch.Tensor:
     """Draw the ids of one sequence, [LENGTH], none of them 0, which is the padding."""
     generator = torch.Generator().manual_seed(2)

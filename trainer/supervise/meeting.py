@@ -8,7 +8,6 @@ import socket
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
 import torch.distributed as dist
 
@@ -34,10 +33,11 @@ def listening_socket(host: str, port: int) -> socket.socket:
     except OSError:
         family = socket.AF_INET
         address = ("", port)
-    options: Any = {"family": family, "backlog": 4096, "dualstack_ipv6": family == socket.AF_INET6}
     for target in (address, ("", port)):
         try:
-            return socket.create_server(target, **options)
+            return socket.create_server(
+                target, family=family, backlog=4096, dualstack_ipv6=family == socket.AF_INET6
+            )
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 actual = f"another program listens on {host}:{port}"
@@ -51,8 +51,15 @@ def serve(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
     """Serve the store from this process. Raises ConfigError as `listening_socket` does."""
     bound = listening_socket(host, port)
     port = bound.getsockname()[1]
-    options: Any = {"wait_for_workers": False, "master_listen_fd": bound.detach()}
-    return dist.TCPStore(host, port, None, is_master=True, timeout=timeout, **options)
+    return dist.TCPStore(
+        host,
+        port,
+        None,
+        is_master=True,
+        timeout=timeout,
+        wait_for_workers=False,
+        master_listen_fd=bound.detach(),
+    )
 
 
 def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say) -> dist.Store:
@@ -61,13 +68,14 @@ def reach(host: str, port: int, rank: int, timeout: datetime.timedelta, say: Say
     Raises ConfigError after a minute if a machine can't be reached; one that refuses may not have
     started its process yet, and gets as long as the other ranks.
     """
-    options: Any = {"is_master": False, "wait_for_workers": False, "timeout": timeout}
     here = f"rank {rank} on {socket.gethostname()} can't reach rank 0 at {host}:{port}"
     begun = reported = time.monotonic()
     while True:
         try:
             socket.create_connection((host, port), timeout=5).close()
-            return dist.TCPStore(host, port, None, **options)
+            return dist.TCPStore(
+                host, port, None, is_master=False, timeout=timeout, wait_for_workers=False
+            )
         except (OSError, dist.DistError) as error:
             actual = str(error)
             refused = isinstance(error, ConnectionRefusedError)

@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -106,7 +105,7 @@ def _crowded(actual: str, hint: str) -> ConfigError:
     return ConfigError(Problem("processes on this machine", actual, expected, hint))
 
 
-def _store(world: World, say: meeting.Say) -> Any:
+def _store(world: World, say: meeting.Say) -> dist.Store:
     """Return the store of this start once all ranks are there, else raise ConfigError."""
     if world.world_size == 1:
         return dist.HashStore()

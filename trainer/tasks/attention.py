@@ -7,7 +7,7 @@ cu_seqlens or blocks in the place of a mask.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from types import SimpleNamespace
@@ -209,7 +209,13 @@ def _in_blocks_with_sinks(
     return (output * kept.to(output.dtype)).transpose(1, 2)
 
 
-def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.device) -> BlockMask:
+MaskFunction = Callable[..., torch.Tensor]
+"""`function(row, head, query, key)` is true where a query sees a key, as in transformers."""
+
+
+def blocks(
+    function: MaskFunction, rows: int, section: tuple[int, int], device: torch.device
+) -> BlockMask:
     """Make a mask in blocks, for a section's queries and the keys up to its end.
 
     It is compiled on a GPU, as all entries are written otherwise.
@@ -217,7 +223,9 @@ def blocks(function: Any, rows: int, section: tuple[int, int], device: torch.dev
     make = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
     begin, end = section
 
-    def sees(row: object, head: object, q: torch.Tensor, k: torch.Tensor) -> Any:
+    def sees(
+        row: torch.Tensor, head: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor:
         return function(row, head, q + begin, k)
 
     return make(sees if begin else function, rows, None, end - begin, end, device=device)

@@ -19,7 +19,7 @@ from trainer.storage import Json, required
 
 def check_tasks(names: Sequence[str]) -> None:
     """Raise ConfigError without lm-eval, and for a task that can't be loaded with its data."""
-    tasks = required("lm_eval.tasks", "tasks", "evaluate")
+    tasks = required("lm_eval.tasks", "tasks", "meshloom[evaluate]")
     with _refusals(names):
         tasks.TaskManager().load([*names])
 

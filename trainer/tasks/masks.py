@@ -22,8 +22,11 @@ from transformers import PreTrainedConfig, masking_utils
 
 from trainer.distributed.context_ranks import ContextRanks
 from trainer.errors import ConfigError, Problem
-from trainer.tasks.attention import CuSeqlens, PackedDocuments, blocks
+from trainer.tasks.attention import CuSeqlens, MaskFunction, PackedDocuments, blocks
 from trainer.tasks.patches import masks_made_by
+
+MaskArguments = dict[str, Any]
+"""Keyword arguments with which transformers has a mask made; they differ between versions."""
 
 
 class _Rows(NamedTuple):
@@ -73,7 +76,9 @@ class Masks:
     def _once(self, make: Callable[..., torch.Tensor | None], rows: _Rows) -> Callable[..., object]:
         documents = rows.documents
 
-        def made(*, mask_function: Any, config: PreTrainedConfig = None, **wanted: Any) -> object:
+        def made(
+            *, mask_function: MaskFunction, config: PreTrainedConfig = None, **wanted: Any
+        ) -> object:
             if rows.length is not None:
                 wanted = _of_whole_rows(wanted, rows.length)
             window = wanted.get("local_size")
@@ -99,7 +104,7 @@ class Masks:
 
         return made
 
-    def _for_sdpa(self, function: object, rows: _Rows, wanted: dict[str, Any]) -> object:
+    def _for_sdpa(self, function: MaskFunction, rows: _Rows, wanted: MaskArguments) -> object:
         """Return what SDPA's layers get as a mask; None where rows are causal and whole."""
         count = wanted["batch_size"]
         length = wanted["kv_length"]
@@ -122,7 +127,7 @@ class Masks:
         return None if mask is None else self._seal(pattern, _added(mask, dtype))
 
 
-def _of_whole_rows(wanted: dict[str, Any], length: int) -> dict[str, object]:
+def _of_whole_rows(wanted: MaskArguments, length: int) -> MaskArguments:
     """Return a mask's arguments for whole rows, of which the model has a part."""
     whole = {**wanted, **dict.fromkeys({"kv_length", "q_length"} & wanted.keys(), length)}
     if "cache_position" in wanted:  # transformers before 5.4
@@ -138,7 +143,7 @@ def _added(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(written, zero, -math.inf).expand_as(mask)
 
 
-def _pattern(function: Any, window: int | None) -> str:
+def _pattern(function: MaskFunction, window: int | None) -> str:
     """Name a mask function's kind: causal, window (of `window` tokens), or other."""
     patterns = {"causal": masking_utils.causal_mask_function}
     if window is not None:
@@ -147,7 +152,7 @@ def _pattern(function: Any, window: int | None) -> str:
     return next((name for name, own in patterns.items() if _kind(own) == kind), "other")
 
 
-def _apart(mask_function: Any, documents: PackedDocuments | None) -> object:
+def _apart(mask_function: MaskFunction, documents: PackedDocuments | None) -> MaskFunction:
     """Restrict a mask function to each document, as if it were alone."""
     if documents is None:
         return mask_function
@@ -171,7 +176,7 @@ def _kind(function: object) -> tuple[object, ...] | None:
     """Identify a mask function by its code, numbers and functions; None if it holds more."""
     if not isinstance(function, FunctionType):
         return None
-    parts: list[Any] = [function.__code__]
+    parts: list[object] = [function.__code__]
     for cell in function.__closure__ or ():
         content = cell.cell_contents
         for value in content if isinstance(content, tuple) else (content,):

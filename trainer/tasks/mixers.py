@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import nn
@@ -40,15 +40,21 @@ def within(documents: WholeDocuments | None) -> Iterator[None]:
         DOCUMENTS.reset(token)
 
 
-def kept_apart(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a forward that knows the documents of now also when it runs again, in backward."""
+def kept_apart(forward: Callable[..., object]) -> Callable[..., object]:
+    """Return a forward that knows the documents of now also when it runs again, in backward.
+
+    A block that compiles has no layer that asks for them, and PyTorch before 2.15 does not compile
+    the question.
+    """
+    if torch.compiler.is_compiling():
+        return forward
     documents = DOCUMENTS.get()
     return forward if documents is None else partial(_among, documents, forward)
 
 
 def _among(
-    documents: WholeDocuments, forward: Callable[..., Any], *args: Any, **kwargs: Any
-) -> Any:
+    documents: WholeDocuments, forward: Callable[..., object], *args: object, **kwargs: object
+) -> object:
     with within(documents):
         return forward(*args, **kwargs)
 
@@ -89,7 +95,9 @@ def runs_by_document(module: nn.Module) -> bool:
 
 
 @torch.compiler.disable
-def _by_document(forward: Callable[..., Any], number: int, *args: Any, **kwargs: Any) -> Any:
+def _by_document(
+    forward: Callable[..., object], number: int, *args: object, **kwargs: object
+) -> object:
     documents = DOCUMENTS.get()
     if documents is None or documents.are_rows:
         return forward(*args, **kwargs)
@@ -121,7 +129,7 @@ def _check(output: object, shape: tuple[int, int]) -> None:
             raise ValueError(f"a layer with state returns a tensor of shape {list(value.shape)}")
 
 
-def _has_tokens(value: Any, documents: WholeDocuments) -> bool:
+def _has_tokens(value: object, documents: WholeDocuments) -> bool:
     """Return True for a tensor with something for each of this rank's tokens: hidden states,
     positions. Raises ValueError for a tensor with another place for tokens, and for a mask that is
     no tensor.
@@ -142,7 +150,7 @@ def _is_mask(value: torch.Tensor, documents: WholeDocuments) -> bool:
     return value.ndim == 4 and value.shape[-2:] == (documents.row, documents.row)
 
 
-def _within(group: Sequence[DocumentPlace], value: Any, documents: WholeDocuments) -> Any:
+def _within(group: Sequence[DocumentPlace], value: object, documents: WholeDocuments) -> object:
     """Return a mask of whole rows for some documents, and all else as it is."""
     if not torch.is_tensor(value) or not _is_mask(value, documents):
         return value
@@ -179,9 +187,9 @@ class Call(NamedTuple):
     """The first call of a module: what it got, and what it gave."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
+    args: tuple[object, ...]
+    kwargs: dict[str, object]
+    output: object
 
 
 def _calls(
@@ -194,7 +202,13 @@ def _calls(
     for name, module in model.named_modules():
         if name.startswith(inside):
 
-            def note(module: Any, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            def note(
+                module: nn.Module,
+                args: tuple[object, ...],
+                kwargs: dict[str, object],
+                output: object,
+                name: str = name,
+            ) -> None:
                 calls.setdefault(name, Call(module, args, kwargs, output))
 
             handles.append(module.register_forward_hook(note, with_kwargs=True))
@@ -225,12 +239,12 @@ def _moves(call: Call, before: int, length: int) -> bool:
     return not bool(error <= TOLERANCE * result.abs().max())
 
 
-def _state(output: Any, length: int) -> torch.Tensor | None:
+def _state(output: object, length: int) -> torch.Tensor | None:
     """Return the first hidden state in an output."""
     return next((value for value in tree_flatten(output)[0] if _is_state(value, length)), None)
 
 
-def _is_state(value: Any, length: int) -> bool:
+def _is_state(value: object, length: int) -> TypeGuard[torch.Tensor]:
     if not torch.is_tensor(value) or not value.is_floating_point():
         return False
     return value.ndim == 3 and value.shape[:2] == (1, length)

@@ -9,11 +9,15 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from trainer.distributed.context_ranks import ATTRIBUTE, ContextRanks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 
 def replace_loss(model: nn.Module, mean: Callable[..., object]) -> None:
@@ -45,7 +49,8 @@ def attend_in_place_of_eager(model: nn.Module) -> None:
     Can go when transformers gives sinks to a kernel that trains.
     """
     copies: dict[int, Any] = {}
-    config: Any = copy.deepcopy(model.config, copies)  # other models may be built from this one
+    # other models may be built from this one
+    config: PreTrainedConfig = copy.deepcopy(model.config, copies)
     config._attn_implementation = "sdpa"
     for module in model.modules():
         if (own := copies.get(id(getattr(module, "config", None)))) is not None:
@@ -54,7 +59,7 @@ def attend_in_place_of_eager(model: nn.Module) -> None:
 
 def has_eager_alone(model: nn.Module) -> bool:
     """Return True for a model that runs its own eager attention and has no other."""
-    config: Any = getattr(model, "config", None)
+    config = getattr(model, "config", None)
     return getattr(config, "_attn_implementation", None) == "eager" and lacks_sdpa(model)
 
 
@@ -63,7 +68,7 @@ def lacks_sdpa(model: nn.Module) -> bool:
     return not getattr(type(model), "_supports_sdpa", True)
 
 
-def replace_mixer(module: nn.Module, forward: Callable[..., Any]) -> None:
+def replace_mixer(module: nn.Module, forward: Callable[..., object]) -> None:
     """Replace the forward of a layer with state along the sequence.
 
     Symptom: the state of one packed document continues into the next. Without kernels on a GPU,
@@ -73,6 +78,8 @@ def replace_mixer(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.forward = forward  # type: ignore[method-assign,assignment]
 
 
+MakeMask = Callable[..., torch.Tensor | None]
+"""A function of transformers that makes a mask from keyword arguments."""
 GROWING = {"dynamic", "longrope"}
 """Kinds of rotary embeddings that depend on the length of the row."""
 
@@ -86,8 +93,8 @@ def divide_rows(model: nn.Module, ranks: ContextRanks) -> None:
     for module in model.modules():
         vars(module)[ATTRIBUTE] = ranks
         if isinstance(module, nn.Dropout):
-            replaced: Any = partial(ranks.dropped, module, module.forward)
-            module.forward = replaced  # type: ignore[method-assign]
+            replaced = partial(ranks.dropped, module, module.forward)
+            module.forward = replaced  # type: ignore[method-assign,assignment]
         kinds = getattr(module, "rope_type", "")
         if ({*kinds.values()} if isinstance(kinds, dict) else {kinds}) & GROWING:
             module.forward = partial(ranks.rotated, module.forward)  # type: ignore[method-assign]
@@ -95,7 +102,7 @@ def divide_rows(model: nn.Module, ranks: ContextRanks) -> None:
 
 @contextmanager
 def masks_made_by(
-    wrapped: Callable[[Callable[..., Any]], Callable[..., Any]], is_packed: Callable[..., bool]
+    wrapped: Callable[[MakeMask], Callable[..., object]], is_packed: Callable[..., bool]
 ) -> Iterator[None]:
     """Let `wrapped(make)` make the masks in place of each `make` of transformers, and `is_packed`
     say for flash attention that a row has several documents.

@@ -199,7 +199,12 @@ class Supervised:
         entered = dict[int, tuple[int, ...]]()
         for index, name in enumerate(self._blocks):
 
-            def note(module: nn.Module, args: Any, kwargs: Any, index: int = index) -> None:
+            def note(
+                module: nn.Module,
+                args: tuple[object, ...],
+                kwargs: dict[str, object],
+                index: int = index,
+            ) -> None:
                 given = args[0] if args else next(iter(kwargs.values()))
                 if isinstance(given, torch.Tensor):  # else a pipeline says that it has no shape
                     entered[index] = tuple(given.shape)
@@ -212,7 +217,7 @@ class Supervised:
             return self.output(model, batch), entered
 
 
-def _checked(result: Any, place: str = "loss") -> tuple[torch.Tensor, Any]:
+def _checked(result: Any, place: str = "loss") -> tuple[torch.Tensor, int | torch.Tensor]:
     total, number = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
     one = number.numel() == 1 if torch.is_tensor(number) else isinstance(number, Real)
     if not one or not torch.is_tensor(total) or total.ndim != 0:
@@ -237,7 +242,7 @@ def _flat(name: str, value: object) -> Batch:
     return {name: value}
 
 
-def _nested(name: str, batch: Batch) -> Any:
+def _nested(name: str, batch: Batch) -> torch.Tensor | Batch:
     if name in batch:
         return batch[name]
     start = f"{name}."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
@@ -60,17 +60,17 @@ class Callbacks:
     def check(callbacks: Sequence[Callback]) -> None:
         """Raise ConfigError for what is no callback, and for a misspelt event."""
         if not isinstance(callbacks, Sequence):
-            expected = "a list of objects of subclasses of trainer.Callback"
+            expected = "a list of objects of subclasses of meshloom.Callback"
             raise ConfigError(Problem("callbacks", type(callbacks).__name__, expected))
         for one in callbacks:
             odd = [name for name in dir(one) if name.startswith("on_") and name not in EVENTS]
             if odd or not isinstance(one, Callback):
                 actual = " with ".join([type(one).__name__, *odd[:1]])
                 events = ", ".join(EVENTS)
-                expected = f"an object of a subclass of trainer.Callback, with {events}"
+                expected = f"an object of a subclass of meshloom.Callback, with {events}"
                 raise ConfigError(Problem("callbacks", actual, expected))
 
-    def call(self, event: str, *values: Any) -> bool:
+    def call(self, event: str, *values: object) -> bool:
         """Call an event of each; return `ended`. Collective. Raises on all ranks if one does."""
         if self._any:
             called = lambda: [bool(getattr(one, event)(*values)) for one in self._callbacks]  # noqa: E731

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from functools import partial, partialmethod
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import ConfigError, Problem, named_line, refused
 from trainer.plugins import NAMED
@@ -32,7 +31,7 @@ class Service:
         run = folder.name
         # neither the console nor the code: both may hold what the user does not want to send
         off = {"console": "off", "silent": True, "disable_git": True, "disable_code": True}
-        options: dict[str, dict[str, Any]] = {
+        options: dict[str, dict[str, object]] = {
             "aim": {"run_name": run, "logging_dir": path, "capture_terminal_logs": False},
             "clearml": {"task_name": run, "auto_connect_streams": False},
             "dvclive": {"dir": f"{path}/dvclive"},

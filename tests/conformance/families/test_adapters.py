@@ -122,10 +122,10 @@ def assert_one_set(one: Adapted, wanted: set[str], whole: Iterable[str] = ()) ->
     weights = one.spec.files.merged(one.adapter).building.weights
     changed = set()
     for name, value in before.items():
-        found = weights.read(name)
-        assert found is not None, name
-        torch.testing.assert_close(found, merged[name], rtol=0, atol=1e-6)
-        if not torch.equal(found, value):
+        result = weights.read(name)
+        assert result is not None, name
+        torch.testing.assert_close(result, merged[name], rtol=0, atol=1e-6)
+        if not torch.equal(result, value):
             changed.add(name.removesuffix(".weight"))
     assert changed == {*wanted, *whole}
 
@@ -163,8 +163,8 @@ def test_what_is_adapted_is_what_is_said_saved_opened_and_merged(tmp_path, famil
     mlps = linear_layers(one, tuple(f".{name}" for name in MLPS))
     if mlps:
         (tmp_path / "mlps").mkdir()
-        found = [name for name in MLPS if any(layer.endswith(f".{name}") for layer in mlps)]
-        named = adapted_in(tmp_path / "mlps", base, targets=found)
+        results = [name for name in MLPS if any(layer.endswith(f".{name}") for layer in mlps)]
+        named = adapted_in(tmp_path / "mlps", base, targets=results)
         assert_one_set(named, mlps)
 
 
@@ -219,10 +219,10 @@ def other_tensor(folder: Path) -> None:
 
 def other_targets(folder: Path) -> None:
     file = folder / "adapter_config.json"
-    found = json.loads(file.read_text())
-    names = [name.removesuffix(".weight") for name in found.pop("target_parameters")]
-    found["target_modules"] += names
-    file.write_text(json.dumps(found))
+    result = json.loads(file.read_text())
+    names = [name.removesuffix(".weight") for name in result.pop("target_parameters")]
+    result["target_modules"] += names
+    file.write_text(json.dumps(result))
 
 
 @pytest.mark.parametrize(

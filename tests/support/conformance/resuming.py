@@ -75,15 +75,15 @@ def resume(case: Case, folders: dict[str, Path]) -> dict[str, Losses]:
     from trainer import checkpoint
 
     engine, ranks = started(case, seed=77)
-    found = {}
+    results = {}
     for name, folder in folders.items():
         path, _ = checkpoint.newest(folder)
         assert path is not None
         engine.restore(checkpoint.read_description(path)["position"]["engine"])
         assert checkpoint.load(path, engine.state_tensors(), ranks).samples == 2 * TRAIN_BATCH
-        found[name] = advance(engine, case, 2)
+        results[name] = advance(engine, case, 2)
     engine.close()
-    return found
+    return results
 
 
 def started(case: Case, seed: int = 5) -> Any:
@@ -125,8 +125,8 @@ def all_to_all(
         wanted = {before: folders[before] for before in cases if (before, after) in pairs}
         arguments: dict[str, Any] = {"train": resume, "case": case, "folders": wanted}
         for losses in pools[case.world_size].run(finely, **arguments):
-            for before, found in losses.items():
-                error = max(abs(a - b) / abs(b) for a, b in zip(found, whole[after], strict=True))
+            for before, result in losses.items():
+                error = max(abs(a - b) / abs(b) for a, b in zip(result, whole[after], strict=True))
                 table[before][after] = max(error, table[before].get(after, 0.0))
     return table
 

@@ -70,7 +70,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     },
 }
 LEFT_OUT: dict[str, str] = {}
-"""Families that fail, and are left out of the table until they are mended."""
+"""Families that fail, and are left out of the table until they are repaired."""
 
 
 def families() -> list[str]:
@@ -133,8 +133,8 @@ def main(names: list[str]) -> int:
     pool, layouts = Pool(2), [name for name in names if name in LAYOUTS]
     for family in [name for name in names if name not in LAYOUTS] or families():
         start = time.monotonic()
-        asked = layouts if layouts and family in known else LAYOUTS
-        rows = {layout: verdict(pool, family, layout) for layout in asked}
+        requested = layouts if layouts and family in known else LAYOUTS
+        rows = {layout: verdict(pool, family, layout) for layout in requested}
         known[family] = known.get(family, {}) | rows
         print(f"{family:<26} {time.monotonic() - start:5.1f} s  {known[family]}", flush=True)
         TABLE.write_text(json.dumps(dict(sorted(known.items())), indent=1) + "\n")

@@ -15,7 +15,7 @@ from trainer.tasks.task import IGNORED
 def packed_samples(step: int, count: int = TRAIN_BATCH) -> list[dict[str, np.ndarray]]:
     """Rows of one to four ragged documents, some with a single target."""
     rng = np.random.default_rng(100 + step)
-    found = []
+    results = []
     for _ in range(count):
         lengths = rng.integers(1, 11, int(rng.integers(1, 5)))
         ids = [rng.integers(1, VOCABULARY, n) for n in lengths]
@@ -23,14 +23,14 @@ def packed_samples(step: int, count: int = TRAIN_BATCH) -> list[dict[str, np.nda
             np.append(row[1:], IGNORED) if len(row) % 3 else np.full(len(row), row[0])
             for row in ids
         ]
-        found.append(
+        results.append(
             {
                 "input_ids": np.concatenate(ids),
                 "targets": np.concatenate(targets),
                 "documents": np.array(lengths),
             }
         )
-    return found
+    return results
 
 
 def loss_alone(model: Any, samples: list[dict[str, np.ndarray]]) -> torch.Tensor:
@@ -52,10 +52,10 @@ def loss_alone(model: Any, samples: list[dict[str, np.ndarray]]) -> torch.Tensor
 def samples_of(lengths: list[list[int]]) -> list[dict[str, np.ndarray]]:
     """Draw a packed sample for each row of documents of these lengths."""
     rng = np.random.default_rng(0)
-    found = []
+    results = []
     for row in lengths:
         ids = [rng.integers(1, VOCABULARY, n) for n in row]
         targets = [np.append(own[1:], own[0] if len(own) == 1 else IGNORED) for own in ids]
         sample = {"input_ids": np.concatenate(ids), "targets": np.concatenate(targets)}
-        found.append(sample | {"documents": np.array(row)})
-    return found
+        results.append(sample | {"documents": np.array(row)})
+    return results

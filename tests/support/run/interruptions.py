@@ -1,4 +1,4 @@
-"""Real runs that are held in a phase, so that a test can interrupt them there."""
+"""Real runs that wait in a phase, so that a test can interrupt them there."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ rank, folder = int(os.environ["RANK"]), Path({folder!r})
 
 def slow(module, name, when=lambda *arguments: True):
     real = getattr(module, name)
-    def held(*arguments, **options):
+    def paused(*arguments, **options):
         if when(*arguments) and not (folder / f"reached-{{rank}}").exists():
             (folder / f"reached-{{rank}}").touch()
             time.sleep(2)
         return real(*arguments, **options)
-    setattr(module, name, held)
+    setattr(module, name, paused)
 
 {code}
 runpy.run_path({train!r}, run_name="__main__")
@@ -74,7 +74,7 @@ def environment(cache: Path) -> dict[str, str]:
 
 
 def nothing_left(folder: Path) -> bool:
-    found = subprocess.run(
+    result = subprocess.run(
         ["pgrep", "-f", str(folder)], capture_output=True, text=True, check=False
     )
-    return found.stdout.split() == []
+    return result.stdout.split() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -122,28 +121,3 @@ def largest_value(values: torch.Tensor) -> float:
 
 def norm_of(gradients: Tensors) -> float:
     return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())
-
-
-def rounding_of(
-    exact: tuple[float, Tensors],
-    runs: Sequence[tuple[float, Tensors]],
-    outputs: dict[tuple[int, int, str], float],
-    dtype: torch.dtype,
-) -> Rounding:
-    """Return how far the loss and the gradients of `runs` in a dtype are from the exact ones.
-
-    `outputs`: the differences of modules' outputs.
-    """
-    loss, own = exact
-    gradients = {
-        n: max(float((of[n] - value).abs().max()) for _, of in runs) for n, value in own.items()
-    }
-    return Rounding(
-        max(abs(low_loss - loss) for low_loss, _ in runs) / loss,
-        max(abs(norm_of(of) - norm_of(own)) for _, of in runs) / norm_of(own),
-        gradients,
-        outputs,
-        torch.finfo(dtype).eps / 2,
-        tuple(of for _, of in runs),
-        dtype != torch.float32,
-    )

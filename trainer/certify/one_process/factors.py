@@ -57,11 +57,11 @@ def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
     return low
 
 
-def shaken(model: nn.Module, seed: int) -> nn.Module:
-    """Copy the model, with weights that differ by SHAKEN, so that factors round to other sides."""
+def shaken(model: nn.Module, seed: int, change: float = SHAKEN) -> nn.Module:
+    """Copy the model with weights that differ by a relative `change`, and so round another way."""
     generator = torch.Generator().manual_seed(seed)
     moved = copy.deepcopy(model)
     for parameter in moved.parameters():
         noise = torch.randn(parameter.shape, generator=generator).to(parameter)
-        parameter.data *= 1 + SHAKEN * noise
+        parameter.data *= 1 + change * noise
     return moved

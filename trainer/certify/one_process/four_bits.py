@@ -1,6 +1,6 @@
 """A base in four bits, quantised and read again in plain NumPy, from the format's description.
 
-Written from docs/finetuning.md and from bitsandbytes' definition of its two data types.
+Written from docs/qlora.md and from bitsandbytes' definition of its two data types.
 """
 
 from __future__ import annotations
@@ -49,16 +49,28 @@ def rounded(value: torch.Tensor, double: bool) -> torch.Tensor:
     return torch.from_numpy(values).view(value.shape)
 
 
-def read(data: torch.Tensor, shape: Sequence[int], double: bool) -> torch.Tensor:
+def read(
+    data: torch.Tensor, shape: Sequence[int], double: bool, dim: int = 0, parts: int = 1
+) -> torch.Tensor:
     """Return the weight, in float32, that a run has in these bytes: [mean] scales codes.
 
-    A stack has such bytes for each of its matrices.
+    Of equal parts along `dim` each has the mean and scales of the whole, and its own codes. A stack
+    has such bytes for each of its matrices.
     """
     if data.ndim == 2:
         return torch.stack([read(matrix, shape[1:], double) for matrix in data])
     count = int(np.prod(shape))
-    blocks = -(-count // 64)
-    raw = data.numpy().tobytes()
+    places = np.split(np.arange(count).reshape(shape), parts, dim)
+    whole = np.empty(count, np.float32)
+    for own, raw in zip(places, np.split(data.numpy(), parts), strict=True):
+        scales, codes = _scales_and_codes(raw.tobytes(), -(-count // 64), double)
+        indices = np.stack([codes // 16, codes % 16], 1).ravel()[: own.size]
+        whole[own.ravel()] = NF4[indices] * scales[own.ravel() // 64]
+    return torch.from_numpy(whole).view(*shape)
+
+
+def _scales_and_codes(raw: bytes, blocks: int, double: bool) -> tuple[Floats, Any]:
+    """Return the scales, and the bytes of the codes."""
     at = 4 if double else 0
     mean = np.frombuffer(raw[:at], np.float32)
     floats = -(-blocks // 256) if double else blocks
@@ -68,10 +80,7 @@ def read(data: torch.Tensor, shape: Sequence[int], double: bool) -> torch.Tensor
         codes = np.frombuffer(raw[at : at + blocks], np.uint8)
         scales = dynamic()[codes] * np.repeat(scales, 256)[:blocks] + mean
         at += blocks
-    pairs = np.frombuffer(raw[at:], np.uint8)
-    indices = np.stack([pairs // 16, pairs % 16], 1).ravel()[:count]
-    values = NF4[indices] * np.repeat(scales, 64)[:count]
-    return torch.from_numpy(values).view(*shape)
+    return scales, np.frombuffer(raw[at:], np.uint8)
 
 
 def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> None:

@@ -96,7 +96,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
         return None
     if section.type[0].isupper():  # transformers' names are in lower case
         place = f"scheduler.type: {section.type}, compared with DeepSpeed's own"
-        lr_schedules = required("deepspeed.runtime.lr_schedules", place, "deepspeed")
+        lr_schedules = required("deepspeed.runtime.lr_schedules", place, "meshloom[deepspeed]")
         return getattr(lr_schedules, section.type)(optimizer, **section.params)
     steps = (section.params.get(f"{which}_num_steps", 0) for which in ("warmup", "total"))
     least = {"min_lr_rate": rate} if (rate := section.params.get("cos_min_ratio")) else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -33,7 +33,7 @@ ROWS = "rows"
 HELD_OUT = "data to evaluate on"
 
 
-def _no_flag(value: Any) -> Any:
+def _no_flag(value: object) -> object:
     if isinstance(value, bool):  # pydantic reads true as 1
         raise ValueError("a number")
     return value

@@ -52,7 +52,7 @@ def _axis(value: int) -> int:
     return value
 
 
-def _interval(value: Any) -> Any:
+def _interval(value: Any) -> int | float:
     if type(value) in (int, float) and (
         0 < value < 1 or (1 <= value <= 1e9 and value == int(value))
     ):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-from typing import Any
 
 import yaml
 
@@ -80,7 +79,7 @@ def _no_yaml(place: str, line: int, reason: str) -> ConfigError:
 
 
 def _examine(
-    node: Any, path: str, known: dict[object, int], problems: list[Problem], at: str
+    node: yaml.Node, path: str, known: dict[object, int], problems: list[Problem], at: str
 ) -> int:
     """Count the values below a node, and note those that JSON does not have."""
     line = f"{at}:{node.start_mark.line + 1}"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from trainer.data.images.image_sets import Labelled
@@ -22,8 +20,10 @@ def read(samples: Labelled, number: int, wanted: str, mode: str) -> tuple[torch.
 
     start = "can't be read: "
     hint = 'Remove it, or set trainer.images.corrupt="skip"'
-    more: Any = {"start": start, "hint": hint, "raises": DataError}
-    with refused(samples.name(number), "an image", named=True, **more):  # whatever decoders raise
+    # whatever decoders raise
+    with refused(
+        samples.name(number), "an image", named=True, start=start, hint=hint, raises=DataError
+    ):
         image, label = samples.load(number)
         if torch.is_tensor(image):
             return _of_tensor(image, mode), int(label)

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from trainer.config import AugmentSection, DataSection, ImagesSection
 from trainer.data.dataset import Pairs, notes_on
 from trainer.data.images import image_sets, transforms
 from trainer.data.images.image_reading import GREY, read
-from trainer.data.images.image_sets import KNOWN, Labelled
+from trainer.data.images.image_sets import KNOWN, Labelled, Picture
 from trainer.data.order import split
 from trainer.data.values import digest_of_samples, seeded
 from trainer.distributed.ranks import Ranks
@@ -246,7 +245,7 @@ def _readable(
             yield number, pixels
 
 
-def _kind(image: Any) -> str:
+def _kind(image: Picture) -> str:
     if torch.is_tensor(image):
         return "L" if image.shape[0] == 1 else "RGB"
     return str(image.mode)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from filelock import FileLock
@@ -17,6 +17,11 @@ from trainer.data.dataset import check_data_set
 from trainer.data.sources.location import locate
 from trainer.errors import DataError, Problem, listed, refused
 
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+Picture = Any
+"""An image: Pillow's, or a tensor [channels, height, width]."""
 PATIENCE = 20.0
 """The seconds without progress after which a download fails."""
 
@@ -29,7 +34,7 @@ class Labelled:
     labels: Sequence[int] | None
     """The class of each image; None if only reading the image tells it."""
     count: int
-    load: Callable[[int], tuple[Any, Any]]
+    load: Callable[[int], tuple[Picture, Any]]
     """Returns the image (Pillow's, or a tensor [channels, height, width]) and its label."""
     name: Callable[[int], str]
     """Names an image for the user: the file, or the table and the row."""
@@ -116,7 +121,7 @@ def _torchvision(name: str, root: Path, train: bool) -> Labelled:
 
 
 @contextmanager
-def _alone(root: Path) -> Any:
+def _alone(root: Path) -> Iterator[None]:
     """Look and download in one process at a time; a download without progress fails."""
     root.mkdir(parents=True, exist_ok=True)
     before = socket.getdefaulttimeout()
@@ -187,7 +192,7 @@ def _table(path: str | list[str], data: DataSection, images: ImagesSection) -> L
     return _rows(rows, str(location), images)
 
 
-def _rows(rows: Any, table: str, images: ImagesSection) -> Labelled:
+def _rows(rows: Dataset, table: str, images: ImagesSection) -> Labelled:
     """Open a table of `datasets` with an image and a label in each row."""
     from datasets import Image
 

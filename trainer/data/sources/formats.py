@@ -13,11 +13,15 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from gzip import GzipFile
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from trainer.errors import DataError, Problem, refused
 from trainer.storage import parse_json
+
+if TYPE_CHECKING:
+    from pyarrow import RecordBatch
 
 OFTEN = 1024
 """The number of rows between reports of progress."""
@@ -64,7 +68,7 @@ def _decoded(file: Path, progress: Report) -> Iterator[tuple[int, str | DataErro
             offset += len(line)
 
 
-def _opened(file: Path, raw: BinaryIO) -> Any:
+def _opened(file: Path, raw: BinaryIO) -> BinaryIO | GzipFile:
     """Open a stream of the decompressed bytes."""
     if file.suffix.lower() == ".gz":
         return gzip.open(raw)
@@ -165,7 +169,9 @@ def _arrow(file: Path, columns: Sequence[str], progress: Report) -> Iterator[Row
     return _table(file, batches, "an Arrow file")
 
 
-def _table(file: Path, batches: Callable[[], Iterator[Any]], expected: str) -> Iterator[Row]:
+def _table(
+    file: Path, batches: Callable[[], Iterator[RecordBatch]], expected: str
+) -> Iterator[Row]:
     import pyarrow as pa
 
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -183,7 +183,7 @@ def _saved_by_datasets(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _listed(path: Path, names_in: Callable[[Any], Any]) -> list[str]:
+def _listed(path: Path, names_in: Callable[[Any], Iterable[str]]) -> list[str]:
     """Read the names that a JSON file of `datasets` lists. Raises DataError if it is damaged."""
     expected = "what Dataset.save_to_disk writes"
     hint = "Save the data set again, or name its files in trainer.data.path"

@@ -22,6 +22,8 @@ from trainer.errors import DataError, Problem, refused
 from trainer.storage import ensure_writable
 
 if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
+
     from trainer.config import DataSection
 
 EXPECTED = "an address of fsspec with files that can be read, such as s3://bucket/*.jsonl"
@@ -35,7 +37,7 @@ class Listing(NamedTuple):
     """The files at an address: a file, those below a folder, or those of a glob."""
 
     address: str
-    system: Any
+    system: AbstractFileSystem
     files: dict[str, int | None]
     """The paths, and their bytes if they are known."""
     folder: str

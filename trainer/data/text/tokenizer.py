@@ -16,7 +16,7 @@ from trainer.models.door import check_folder
 from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import BatchEncoding, PreTrainedTokenizerBase
 
     from trainer.config.sections.trainer import TrainerSection
     from trainer.distributed.ranks import Ranks
@@ -26,7 +26,7 @@ END_OF_TEXT = "<|endoftext|>"
 
 def tokens_of(
     tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], offsets: bool = False
-) -> Any:
+) -> BatchEncoding:
     """Tokenise texts without special tokens: `input_ids`, and `offset_mapping` if `offsets`.
 
     Takes about 160 bytes of memory per character.

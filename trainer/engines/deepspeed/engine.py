@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.metadata import version
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -120,7 +119,7 @@ def _gather_once(model: nn.Module, spec: ModelSpec, tiled: bool) -> None:
             module.register_forward_pre_hook(_with_gradient)
 
 
-def _with_gradient(module: nn.Module, inputs: tuple[Any, ...]) -> object:
+def _with_gradient(module: nn.Module, inputs: tuple[torch.Tensor, ...]) -> object:
     """Let a module's input have a gradient, by which ZeRO-3 sees when those of its parameters end.
 
     Behind frozen layers there is none, and parameters outside an `nn.Linear` are taken apart early.

@@ -173,7 +173,7 @@ def tie_stages(
     module: Any,
     optimizer: ZeROOptimizer,
     copies: Sequence[nn.Parameter],
-    group: Any,
+    group: dist.ProcessGroup | None,
     *,
     is_copy: bool,
 ) -> None:

@@ -33,6 +33,9 @@ from trainer.tasks.task import bare_name
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
 
+ZeroParameter = Any
+"""A parameter, to which ZeRO-3 has added `ds_tensor`, its partition, and more."""
+
 
 class MasterState:
     """Reads and writes the training state of all pipeline stages of a DeepSpeed engine."""
@@ -172,7 +175,7 @@ class MasterState:
                 write(torch.zeros(shape))
         return entries
 
-    def _parts(self, states: Any, key: str, owner: int) -> list[Part]:
+    def _parts(self, states: ZeroParameter, key: str, owner: int) -> list[Part]:
         """Return what this rank writes of a parameter, of its state, or of a buffer."""
         value, start = self._own(states, key)
         split = self._split if value.ndim and states in self._split else None
@@ -187,7 +190,7 @@ class MasterState:
         place = split.place(states) if split else (0, None)
         return [Part(value, *place)] if start is None else ranges(value, start, states, *place)
 
-    def _own(self, states: Any, key: str) -> tuple[torch.Tensor, int | None]:
+    def _own(self, states: ZeroParameter, key: str) -> tuple[torch.Tensor, int | None]:
         """Return this rank's values, and where in the flat tensor they begin; None: all it has."""
         if key == WEIGHT and not (self._partitioned and isinstance(states, nn.Parameter)):
             return states.detach(), None
@@ -203,7 +206,7 @@ class MasterState:
         value = fragment.get_hp_fragment(None if key == MASTER else key)
         return value.detach(), fragment.lp_fragment_address.start
 
-    def _partition(self, states: Any, key: str) -> torch.Tensor:
+    def _partition(self, states: ZeroParameter, key: str) -> torch.Tensor:
         """Return this rank's partition under ZeRO-3, with the padding at its end."""
         if key == WEIGHT:
             own: torch.Tensor = states.ds_tensor
@@ -228,7 +231,7 @@ class MasterState:
         else:
             _copy(self._inner.state[parameter][key], value)
 
-    def _write_weight(self, parameter: Any, value: torch.Tensor) -> None:
+    def _write_weight(self, parameter: ZeroParameter, value: torch.Tensor) -> None:
         if not self._partitioned:
             _copy(parameter, value)
         elif _is_apart(parameter):
@@ -282,7 +285,7 @@ _FLAT = (
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-def _is_apart(parameter: Any) -> bool:
+def _is_apart(parameter: ZeroParameter) -> bool:
     """Return True if each rank has its partition alone, in memory, and not quantized."""
     own = parameter.ds_tensor
     apart = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
@@ -290,7 +293,7 @@ def _is_apart(parameter: Any) -> bool:
     return apart and here and not hasattr(own, "ds_quant_scale")
 
 
-def _partition_of(parameter: Any, value: torch.Tensor) -> torch.Tensor:
+def _partition_of(parameter: ZeroParameter, value: torch.Tensor) -> torch.Tensor:
     """Return this rank's partition under ZeRO-3 of whole values, in float32, zeros at its end.
 
     Of a mapped file only that part is read.

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -73,7 +73,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
         raise ConfigError(Problem(place, actual, f"one of {', '.join(_KINDS)}", hint))
 
 
-def groups(layout: Layout) -> Any:
+def groups(layout: Layout) -> ModuleType:
     """Make DeepSpeed's groups of data and tensor ranks, equal to the layout's. Collective."""
     from deepspeed.utils import groups
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -24,6 +24,9 @@ from trainer.parallel.patches import steady_buckets
 from trainer.parallel.probes import fsdp_units
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
 def refusal(layout: Layout) -> str | None:
@@ -95,7 +98,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 KIND = EngineKind(refusal, in_torch, build, check, mesh_engine.ready)
 
 
-def _accelerator(job: Job) -> Any:
+def _accelerator(job: Job) -> Accelerator:
     from accelerate import Accelerator, state, utils
 
     layout = job.layout

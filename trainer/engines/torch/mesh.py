@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import nn
@@ -168,9 +167,13 @@ def _check_sparse(job: Job) -> None:
 def _replicated(module: ModelWithLoss, job: Job) -> nn.Module:
     index = job.machine.device.index
     # all ranks have the same buffers already: `RunningStatistics` keeps them so
-    options: Any = {"device_ids": None if index is None else [index], "broadcast_buffers": False}
     with steady_buckets():
-        replica = DistributedDataParallel(module, gradient_as_bucket_view=True, **options)
+        replica = DistributedDataParallel(
+            module,
+            device_ids=None if index is None else [index],
+            broadcast_buffers=False,
+            gradient_as_bucket_view=True,
+        )
     if job.reduction == torch.bfloat16:
         replica.register_comm_hook(None, bf16_compress_hook)
     return replica

@@ -2,7 +2,8 @@
 
 A linear layer keeps its weight as bytes (`nf4.py`), one frozen parameter. To engines it is one of
 any other dtype: they place, shard and gather it. A weight is quantised whole, as it is read, before
-any of that, and dequantised whole where it multiplies. Routed experts are in `four_bit_experts.py`.
+any of that, and dequantised where it multiplies: whole, or a tensor rank's part. Routed experts are
+in `four_bit_experts.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, Problem
 from trainer.models.finetuning import nf4
 from trainer.models.names import aliases_of
@@ -31,6 +33,8 @@ class Form(NamedTuple):
     """True if its scales are in 8 bits."""
     stacked: bool = False
     """True for a stack over its first dimension, whose matrices are quantised each by itself."""
+    part: nf4.MatrixPart = nf4.WHOLE
+    """The part of the weight that this rank multiplies by."""
 
     @property
     def values(self) -> int:
@@ -43,29 +47,34 @@ class Form(NamedTuple):
         return torch.empty(self.shape, device="meta")
 
     def empty(self, device: torch.device) -> nn.Parameter:
-        """Make the frozen parameter for the bytes, [bytes] or [matrices, bytes]."""
+        """Make the frozen parameter for the bytes of the whole, [bytes] or [matrices, bytes]."""
         stack = self.shape[:1] if self.stacked else ()
         size = sum(nf4.sizes(math.prod(self.shape[len(stack) :]), self.double))
         data = torch.empty(*stack, size, dtype=torch.uint8, device=device)
         return nn.Parameter(data, requires_grad=False)
 
     def stored(self, value: torch.Tensor) -> torch.Tensor:
-        """Quantise a whole weight; return its bytes."""
-        if not self.stacked:
-            return nf4.quantise(value, self.double)
-        return torch.stack([nf4.quantise(matrix, self.double) for matrix in value])
+        """Quantise a whole weight; return its bytes, those of all parts."""
+        if self.stacked:
+            return torch.stack([nf4.quantise(matrix, self.double) for matrix in value])
+        data = nf4.quantise(value, self.double)
+        return self.divided(data) if self.part.of > 1 else data
+
+    def divided(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of all parts of a matrix, one after the other; `data`: of the whole."""
+        return nf4.divided(data, self.shape, self.double, self.part.dim, self.part.of)
 
     def dequantised(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight of its bytes; of a stack, of the matrices whose bytes are given."""
+        """Return the rank's part of the weight; of a stack, the matrices whose bytes are given."""
         if data.dtype != torch.uint8:  # of an engine that casts all that it gathers
             raise TypeError(f"a weight in four bits has become {data.dtype}")
         if not self.stacked:
-            return nf4.dequantise(data, self.shape, self.double, dtype)
+            return nf4.dequantise(data, self.shape, self.double, dtype, self.part)
         matrix = self.shape[1:]
         stack = torch.empty(len(data), *matrix, dtype=dtype, device=data.device)
         size = max(1, CHUNK // math.prod(matrix))
-        for part, bytes_of in zip(stack.split(size), data.split(size), strict=True):
-            part.copy_(nf4.dequantise(bytes_of, part.shape, self.double, dtype))
+        for matrices, rows in zip(stack.split(size), data.split(size), strict=True):
+            matrices.copy_(nf4.dequantise(rows, matrices.shape, self.double, dtype))
         return stack
 
 
@@ -84,15 +93,28 @@ class FourBitLinear(FourBits):
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.form = Form((self.out_features, self.in_features), double)
-        self.forms = {"weight": self.form}
+        self.forms = {"weight": Form((self.out_features, self.in_features), double)}
         self.weight = self.form.empty(linear.weight.device)
         self.bias = linear.bias
 
+    @property
+    def form(self) -> Form:
+        """The form of the weight."""
+        return self.forms["weight"]
+
+    def divide(self, part: nf4.MatrixPart) -> None:
+        """Let the layer multiply by a part; its weight, of all parts, is still to be divided."""
+        self.forms = {"weight": self.form._replace(part=part)}
+        self.weight = nn.Parameter(self.form.divided(self.weight.data), requires_grad=False)
+
     def forward(self, given: torch.Tensor) -> torch.Tensor:
+        return self.product(given, self.bias)
+
+    def product(self, given: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Return x W^T + b, with this rank's part of W."""
         given = given.to(dtype_for(given))
-        bias = None if self.bias is None else self.bias.to(given.dtype)
-        return _Product.apply(given, self.weight, bias, self.form)  # type: ignore[no-any-return]
+        bias = None if bias is None else bias.to(given.dtype)
+        return _Product.apply(given, local(self.weight), bias, self.form)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         kind = "nf4, scales in 8 bits" if self.form.double else "nf4"

@@ -48,7 +48,8 @@ def stack_in_four_bits(experts: nn.Module, double: bool) -> None:
         return
     for key, form in frozen.items():
         experts.register_parameter(key, form.empty(experts.get_parameter(key).device))
-    as_class(experts, _kind(type(experts)), forms=frozen)
+    kind = _kind(type(experts))  # type: ignore[arg-type]  # a class can be hashed
+    as_class(experts, kind, forms=frozen)
 
 
 @cache
@@ -74,7 +75,7 @@ def _computed(
     What the module has now is what it has then, though engines may have taken it out since.
     """
     dtype = dtype_for(args[0] if args else next(iter(kwargs.values())))
-    tensors = dict(experts._parameters)
+    tensors = dict(experts.named_parameters(recurse=False))
     counts = {name: vars(experts)[name] for name in _COUNTS if name in vars(experts)}
 
     def run(*args: Any) -> object:

@@ -70,7 +70,7 @@ def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
     """
     if options is None:
         return spec
-    required("peft", "trainer.adapter", "lora")
+    required("peft", "trainer.adapter", "peft")
     options = completed(options)
     whole = WholeNames.of(spec.files.base)
     options = _in_the_part(options, whole)

@@ -5,7 +5,9 @@ A tensor is divided into blocks of 64 values, row after row. Each value is store
 the scales, less their mean, are stored in 8 bits each, by blocks of 256 scales.
 
 All that a tensor needs is one row of bytes: the scales, then the codes. So it can be sharded
-anywhere, and gathered bytes give the same values under every layout.
+anywhere, and gathered bytes give the same values under every layout. A matrix that is split over
+tensor ranks is a row of bytes for each: the scales of the whole, then the codes of its part. So a
+split may go through a block.
 """
 
 from __future__ import annotations
@@ -46,10 +48,28 @@ class PartSizes(NamedTuple):
     codes: int
 
 
-def sizes(values: int, double: bool) -> PartSizes:
-    """Return the bytes that a tensor of so many values takes."""
+class MatrixPart(NamedTuple):
+    """A part of a matrix along a dimension: that with a `number`, `of` so many equal ones."""
+
+    dim: int = 0
+    number: int = 0
+    of: int = 1
+
+    def places(self, shape: Sequence[int], device: torch.device) -> torch.Tensor:
+        """Return where the part's values are in the whole, row after row: int32 [rows, columns]."""
+        rows, columns = shape
+        of_dims = [torch.arange(size, dtype=torch.int32, device=device) for size in (rows, columns)]
+        of_dims[self.dim] = of_dims[self.dim].chunk(self.of)[self.number]
+        return of_dims[0][:, None] * columns + of_dims[1]
+
+
+WHOLE = MatrixPart()
+
+
+def sizes(values: int, double: bool, parts: int = 1) -> PartSizes:
+    """Return the bytes that a tensor of so many values takes, or one of its equal parts."""
     blocks = -(-values // BLOCK)
-    codes = -(-values // 2)
+    codes = -(-(values // parts) // 2)
     if double:
         return PartSizes(FLOAT, FLOAT * -(-blocks // SCALES), blocks, codes)
     return PartSizes(0, FLOAT * blocks, 0, codes)
@@ -60,9 +80,7 @@ def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
     flat = values.detach().flatten().float()
     blocks = _blocks(flat, BLOCK)
     scales = blocks.abs().amax(1)
-    codes = _nearest(blocks, scales, _codes(flat.device)).flatten()[: len(flat)]
-    codes = pad(codes, (0, len(codes) % 2), value=_CODES.index(0.0)).view(-1, 2)
-    packed = codes[:, 0] << 4 | codes[:, 1]
+    packed = _packed(_nearest(blocks, scales, _codes(flat.device)).flatten()[: len(flat)])
     if not double:
         return torch.cat([scales.view(torch.uint8), packed])
     # the exact sum: another would depend on the device, and on the number of threads
@@ -74,20 +92,43 @@ def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
     return torch.cat(parts)
 
 
+def divided(
+    data: torch.Tensor, shape: tuple[int, ...], double: bool, dim: int, parts: int
+) -> torch.Tensor:
+    """Return the bytes of a matrix's equal parts along `dim`, one after the other.
+
+    `data`: those of the whole.
+    """
+    values = math.prod(shape)
+    of_whole = sizes(values, double)
+    scales, codes = data.split([sum(of_whole) - of_whole.codes, of_whole.codes])
+    pieces = _unpacked(codes)[:values].view(shape).chunk(parts, dim)
+    return torch.cat([row for piece in pieces for row in (scales, _packed(piece.flatten()))])
+
+
 def dequantise(
-    data: torch.Tensor, shape: Sequence[int], double: bool, dtype: torch.dtype
+    data: torch.Tensor,
+    shape: Sequence[int],
+    double: bool,
+    dtype: torch.dtype,
+    part: MatrixPart = WHOLE,
 ) -> torch.Tensor:
     """Return the tensor of the bytes [bytes]: in float32, then rounded to `dtype`.
 
-    Of a stack, [tensors, bytes], the first of `shape` is the number of its tensors.
+    `shape` is that of the whole; the tensor and the bytes are those of a `part` of it. Of a stack,
+    [tensors, bytes], the first of `shape` is the number of its tensors.
     """
     values = math.prod(shape[data.ndim - 1 :])
-    offset, floats, scales, codes = data.split(sizes(values, double), -1)
+    offset, floats, scales, codes = data.split(sizes(values, double, part.of), -1)
     of_blocks = _floats(floats)
     if double:
         groups = _dynamic(data.device)[_blocks(scales.int(), SCALES)] * of_blocks[..., None]
         of_blocks = groups.flatten(-2)[..., : scales.shape[-1]] + _floats(offset)
-    pairs = torch.stack([codes >> 4, codes & 15], -1).flatten(-2)[..., :values]
+    pairs = _unpacked(codes)[..., : values // part.of]
+    if part.of > 1:
+        places = part.places(shape, data.device)
+        own = _codes(data.device)[pairs.int()].view(places.shape) * of_blocks[places // BLOCK]
+        return own.to(dtype)
     blocks = _codes(data.device)[_blocks(pairs.int(), BLOCK)] * of_blocks[..., None]
     return blocks.flatten(-2)[..., :values].reshape(tuple(shape)).to(dtype)
 
@@ -95,6 +136,17 @@ def dequantise(
 def _floats(data: torch.Tensor) -> torch.Tensor:
     """Return bytes as the float32 that they are; a view of them would need an aligned place."""
     return data.clone(memory_format=torch.contiguous_format).view(torch.float32)
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """Return two codes a byte."""
+    pairs = pad(codes, (0, len(codes) % 2), value=_CODES.index(0.0)).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1]
+
+
+def _unpacked(data: torch.Tensor) -> torch.Tensor:
+    """Return the codes of bytes, one more than there are if their number is odd."""
+    return torch.stack([data >> 4, data & 15], -1).flatten(-2)
 
 
 def _blocks(flat: torch.Tensor, size: int) -> torch.Tensor:
@@ -115,8 +167,7 @@ def _codes(device: torch.device) -> torch.Tensor:
     return torch.tensor(_CODES, device=device)
 
 
-@cache
-def _dynamic(device: torch.device) -> torch.Tensor:
+def _dynamic_numbers() -> tuple[float, ...]:
     """Return the 256 numbers of the 8-bit dynamic type (arXiv 1511.04561), in order.
 
     Those with exponent e, from 0 to 6, are the middles of 2^e equal parts of 0.1 to 1, times
@@ -127,4 +178,13 @@ def _dynamic(device: torch.device) -> torch.Tensor:
         edges = torch.linspace(0.1, 1, 2**exponent + 1, device="cpu")
         middles = (10 ** (exponent - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         numbers += [*middles, *(-middle for middle in middles)]
-    return torch.tensor(sorted(numbers), device=device)
+    return tuple(sorted(numbers))
+
+
+_DYNAMIC = _dynamic_numbers()
+"""Made here: code that is compiled can't make them."""
+
+
+@cache
+def _dynamic(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_DYNAMIC, device=device)

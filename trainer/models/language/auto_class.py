@@ -5,7 +5,6 @@ one with a head for labels or for masked tokens, or a body without a head.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from transformers import (
     AutoModel,
@@ -17,6 +16,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.auto_factory import _BaseAutoModelClass
 
 CAUSAL = AutoModelForCausalLM
 WITH_IMAGES = AutoModelForImageTextToText
@@ -24,9 +24,11 @@ SEQUENCES = AutoModelForSequenceClassification
 TOKENS = AutoModelForTokenClassification
 MASKED = AutoModelForMaskedLM
 BODIES = AutoModel
+AutoClass = type[_BaseAutoModelClass]
+"""A class of transformers that builds and opens models of many architectures."""
 
 
-def auto_class(config: PreTrainedConfig) -> Any:
+def auto_class(config: PreTrainedConfig) -> AutoClass:
     """Return the class that builds and opens the model of a config.
 
     It is AutoModelForCausalLM wherever that knows the config or the model brings its own code;
@@ -38,25 +40,25 @@ def auto_class(config: PreTrainedConfig) -> Any:
     return WITH_IMAGES if type(config) in WITH_IMAGES._model_mapping else CAUSAL
 
 
-def class_in_folder(config: PreTrainedConfig) -> Any:
+def class_in_folder(config: PreTrainedConfig) -> AutoClass:
     """Return the class that opens the trained model whose folder has this config."""
     stated = (getattr(config, "architectures", None) or [""])[0]
     return _not_causal(config, stated) or auto_class(config)
 
 
-def class_named(config: PreTrainedConfig, names: Sequence[str]) -> Any:
+def class_named(config: PreTrainedConfig, names: Sequence[str]) -> AutoClass:
     """Return the class that opens the first of the models of these names that predicts no next
     token; that of the config's own model if none does."""
     others = (_not_causal(config, name) for name in names)
     return next((kind for kind in others if kind), None) or auto_class(config)
 
 
-def opening_class(model: PreTrainedModel) -> Any:
+def opening_class(model: PreTrainedModel) -> AutoClass:
     """Return the class that opens the folder of a model."""
     return _not_causal(model.config, type(model).__name__) or auto_class(model.config)
 
 
-def _not_causal(config: PreTrainedConfig, name: str) -> Any:
+def _not_causal(config: PreTrainedConfig, name: str) -> AutoClass | None:
     """Return the auto class that opens the class of this name, if it predicts no next token."""
     for kind in (SEQUENCES, TOKENS, MASKED, BODIES):
         known = kind._model_mapping.get(type(config), None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -61,7 +61,9 @@ def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
     calls: dict[str, list[int]] = {name: [] for name in lists}
 
     def observe(name: str, index: int) -> Callable[..., None]:
-        def hook(module: nn.Module, args: Any, kwargs: Any, output: object) -> None:
+        def hook(
+            module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object
+        ) -> None:
             given = args[0] if args else next(iter(kwargs.values()), None)
             result = output[0] if isinstance(output, tuple) else output
             before = getattr(given, "shape", ())

@@ -41,8 +41,9 @@ _OF_HEADS = re.compile(r"(^|\.)(w?[qkv]|query|key|value)(_proj|_lin)?$", re.IGNO
 
 def widths(layer: nn.Module) -> tuple[int, int]:
     """Return the widths of what a linear layer takes and gives."""
-    rows, columns = layer.weight.shape  # type: ignore[union-attr,misc]
-    return (rows, columns) if isinstance(layer, Conv1D) else (columns, rows)
+    if isinstance(layer, Conv1D):
+        return layer.weight.shape[0], layer.weight.shape[1]
+    return layer.in_features, layer.out_features  # type: ignore[return-value]
 
 
 def _guessed_plan(block: nn.Module, heads: int) -> dict[str, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -20,6 +20,9 @@ from trainer.models.pretrained.quantised import (
     is_scale,
 )
 
+if TYPE_CHECKING:
+    from transformers.quantizers.base import HfQuantizer
+
 
 class CarriedTensors:
     """Tensors of a base's files that are not trained: byte for byte, or the values of codes.
@@ -28,7 +31,7 @@ class CarriedTensors:
     """
 
     def __init__(
-        self, stored: StoredTensors, names: Iterable[str], quantiser: Any, place: str
+        self, stored: StoredTensors, names: Iterable[str], quantiser: HfQuantizer | None, place: str
     ) -> None:
         """`quantiser`: transformers' own of the base, or None.
 

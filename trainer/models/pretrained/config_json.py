@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
 from trainer.models.pretrained.quantised import KEY
+from trainer.storage import Json
 
 NOT_ARCHITECTURE = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Config keys that may differ while the architecture is the same."""
@@ -18,13 +17,13 @@ _DTYPES = ("torch_dtype", "dtype")
 """The keys of a config's dtype, the older one first."""
 
 
-def architecture(config: PreTrainedConfig) -> dict[str, Any]:
+def architecture(config: PreTrainedConfig) -> Json:
     """Return what a config says of the architecture, as JSON has it."""
     values = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
 
 
-def _set_dtype(values: dict[str, Any], name: str) -> None:
+def _set_dtype(values: Json, name: str) -> None:
     """Set the dtype of a config, and of its parts that state one."""
     for key, value in values.items():
         if key in _DTYPES and value is not None:
@@ -44,11 +43,11 @@ def path_to_part(config: PreTrainedConfig, kind: type) -> tuple[str, ...] | None
 
 
 def changed(
-    stated: Mapping[str, Any],
+    stated: Json,
     before: PreTrainedConfig,
     after: PreTrainedConfig,
     dtype: torch.dtype | None,
-) -> dict[str, Any]:
+) -> Json:
     """Return a base's config, as its file states it, with what training has changed.
 
     `before`: the config as transformers reads it; `after`: that of the trained model, which may be
@@ -57,7 +56,7 @@ def changed(
     place = path_to_part(before, type(after))
     if place is None:
         raise ValueError(f"no {type(after).__name__} in it")
-    result: dict[str, Any] = json.loads(json.dumps(stated))
+    result: Json = json.loads(json.dumps(stated))
     whole = before
     part = result
     for key in place:
@@ -76,7 +75,7 @@ def changed(
     return result
 
 
-def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _changes(before: Json, after: Json) -> Json:
     """Return what is new or other in `after`, in sections as deep as it goes."""
     changes = {}
     for key, value in after.items():
@@ -91,7 +90,7 @@ def _changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
     return changes
 
 
-def _update(values: dict[str, Any], changes: Mapping[str, Any]) -> None:
+def _update(values: Json, changes: Json) -> None:
     for key, value in changes.items():
         if isinstance(value, dict) and isinstance(values.get(key), dict):
             _update(values[key], value)

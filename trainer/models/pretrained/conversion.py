@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,6 +21,9 @@ from transformers.core_model_loading import (
 
 from trainer.models.pretrained.files import StoredTensors
 from trainer.models.pretrained.quantised import is_scale
+
+if TYPE_CHECKING:
+    from transformers.quantizers.base import HfQuantizer
 
 
 @dataclass
@@ -51,7 +54,7 @@ class Conversion:
 
 
 def plan(
-    keys: Iterable[str], model: PreTrainedModel, quantiser: Any
+    keys: Iterable[str], model: PreTrainedModel, quantiser: HfQuantizer | None
 ) -> tuple[dict[str, Conversion], dict[str, str]]:
     """Return the conversions of a model by their first tensors, by transformers' own rules.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -13,6 +13,9 @@ from safetensors import SafetensorError
 from trainer.errors import ConfigError, Problem, refused
 from trainer.models.pretrained.weights import SafetensorsFolder, indexed
 from trainer.storage import REFUSED_PICKLE
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 ADAPTER = "adapter_config.json"
@@ -78,7 +81,7 @@ def _unpickled(path: Path) -> dict[str, torch.Tensor]:
     return {str(name): value.detach() for name, value in values.items()}
 
 
-def stored_tensors(folder: Path, config: Any) -> StoredTensors:
+def stored_tensors(folder: Path, config: PreTrainedConfig) -> StoredTensors:
     """Open the files with a folder's weights; `config`: that of the folder.
 
     One file comes before an index, and safetensors before pickles, as in transformers. Raises

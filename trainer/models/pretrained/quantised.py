@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, first_line, refused
 from trainer.models.pretrained.files import StoredTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+    from transformers.quantizers.base import HfQuantizer
 
 KEY = "quantization_config"
 METHODS = ("fp8", "mxfp8", "mxfp4", "compressed-tensors")
@@ -32,21 +37,21 @@ CODES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8
 """Dtypes of fewer than 16 bits."""
 
 
-def stored_config(config: Any) -> Mapping[str, Any] | None:
+def stored_config(config: PreTrainedConfig) -> Mapping[str, object] | None:
     """Return the `quantization_config` of a model's config, or of the part that is its text."""
     text = config.get_text_config(decoder=True)
     stored = getattr(config, KEY, None) or getattr(text, KEY, None)
     return stored if stored is None or isinstance(stored, Mapping) else stored.to_dict()
 
 
-def remove_config(config: Any) -> None:
+def remove_config(config: PreTrainedConfig) -> None:
     """Remove the `quantization_config`, in place: what is built and saved is not quantised."""
     for part in (config, config.get_text_config(decoder=True)):
         if hasattr(part, KEY):
             delattr(part, KEY)
 
 
-def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
+def dequantiser(values: Mapping[str, object] | None, place: str) -> HfQuantizer | None:
     """Return transformers' quantiser that gives each stored weight its value; None for no values.
 
     Raises ConfigError for a method whose weights transformers cannot dequantise as it reads them.
@@ -86,7 +91,7 @@ def dequantiser(values: Mapping[str, Any] | None, place: str) -> Any:
     return quantizer
 
 
-def _mixed(parsed: Any) -> str:
+def _mixed(parsed: object) -> str:
     """Return what transformers ignores of compressed-tensors; empty if nothing.
 
     It takes one scheme for all experts, and one for all other layers.
@@ -113,7 +118,10 @@ def check_read(stored: StoredTensors, key: str, like: torch.Tensor, place: str) 
 
 
 def check_scaled(
-    stored: StoredTensors, sources: Sequence[tuple[str, str]], quantiser: Any, place: str
+    stored: StoredTensors,
+    sources: Sequence[tuple[str, str]],
+    quantiser: HfQuantizer | None,
+    place: str,
 ) -> tuple[int, int] | None:
     """Raise ConfigError unless each code that is dequantised has its own scale, and fits to it.
 
@@ -124,7 +132,8 @@ def check_scaled(
     """
     scales = {key.rpartition(".")[0]: key for key, pattern in sources if is_scale(pattern)}
     codes = [key for key, pattern in sources if _leaf(pattern).endswith(VALUES)]
-    size = getattr(quantiser.quantization_config, "weight_block_size", None)
+    stated = getattr(quantiser, "quantization_config", None)
+    size = getattr(stated, "weight_block_size", None)
     whole = None
     for key in codes:
         like = stored.like(key)
@@ -138,7 +147,7 @@ def check_scaled(
                 raise ConfigError(Problem(place, actual, expected, "Take the base in 16 bits"))
         elif scale is None and is_code(like):
             actual = f"{key} is stored as {like.dtype}, without its scale"
-            raise ConfigError(Problem(place, actual, f"a base whose {KEY} is true of its files"))
+            raise ConfigError(Problem(place, actual, f"a base whose {KEY} describes its files"))
     return whole
 
 
@@ -186,7 +195,11 @@ def stray_companions(
 
 
 def check_unread(
-    unread: Mapping[str, str], read: Collection[str], model: nn.Module, quantiser: Any, place: str
+    unread: Mapping[str, str],
+    read: Collection[str],
+    model: nn.Module,
+    quantiser: HfQuantizer | None,
+    place: str,
 ) -> None:
     """Raise ConfigError if a scale or other companion of a weight would be left out.
 
@@ -201,6 +214,6 @@ def check_unread(
         raise ConfigError(Problem(place, actual, f"a base in {SUPPORTED}, whose {KEY} is complete"))
 
 
-def conversion_errors(place: str, name: str) -> Any:
+def conversion_errors(place: str, name: str) -> AbstractContextManager[None]:
     """Turn what transformers raises for a tensor that it cannot convert into ConfigError."""
     return refused(f"{place}: {name}", "a tensor that transformers converts", named=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from transformers import PreTrainedModel
@@ -23,6 +23,9 @@ from trainer.models.pretrained.way_back import pieces_of, values_of
 from trainer.models.spec import Weights
 from trainer.state import FileTensor
 
+if TYPE_CHECKING:
+    from transformers.quantizers.base import HfQuantizer
+
 
 class ConvertedWeights(Weights):
     """The weights of a base: transformers' `from_pretrained`, a tensor at a time.
@@ -32,7 +35,11 @@ class ConvertedWeights(Weights):
     """
 
     def __init__(
-        self, stored: StoredTensors, model: PreTrainedModel, quantiser: Any, place: str
+        self,
+        stored: StoredTensors,
+        model: PreTrainedModel,
+        quantiser: HfQuantizer | None,
+        place: str,
     ) -> None:
         """Plan what each tensor of `model`, on the meta device, is read from.
 
@@ -109,7 +116,7 @@ class ConvertedWeights(Weights):
         return [key for key in keys if not (quantised and ACTIVATIONS.search(key))]
 
     @property
-    def quantiser(self) -> Any:
+    def quantiser(self) -> HfQuantizer | None:
         """Transformers' quantiser of the files; None if they are not quantised."""
         return self._quantiser
 

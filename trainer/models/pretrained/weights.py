@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 from safetensors import safe_open
@@ -32,7 +32,7 @@ class SafetensorsFolder(Weights):
     ) -> None:
         self._folder = folder
         self.renamed = renamed or {}
-        self._opened: dict[str, Any] = {}
+        self._opened: dict[str, safe_open] = {}
         whole = f"{stem}.safetensors"
         index = folder / f"{stem}.safetensors.index.json"
         one = (folder / whole).is_file() or not index.is_file()
@@ -63,9 +63,9 @@ class SafetensorsFolder(Weights):
         self._opened = {}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        return self._file(self._file_of[name]).get_tensor(name)  # type: ignore[no-any-return]
+        return self._file(self._file_of[name]).get_tensor(name)
 
-    def _file(self, name: str) -> Any:
+    def _file(self, name: str) -> safe_open:
         """Open a file once: a mixture of experts has thousands of tensors in each."""
         if name not in self._opened:
             self._opened[name] = safe_open(self._folder / name, "pt")
@@ -85,7 +85,13 @@ def indexed(index: Path, ending: str) -> list[str]:
     return files
 
 
-def fingerprint(weights: Any, names: Iterable[str]) -> str:
+class Reads(Protocol):
+    """Tensors by name."""
+
+    def read(self, name: str) -> torch.Tensor | None: ...
+
+
+def fingerprint(weights: Reads, names: Iterable[str]) -> str:
     """Return the SHA-256 of names, shapes, dtypes, and each tensor's first, middle and last values.
 
     It distinguishes bases without reading them whole; it misses a single value changed by hand in

@@ -126,7 +126,11 @@ class _Recorded(ContextRanks):
         return self.division.in_order(torch.cat(parts, dim), dim) if len(parts) > 1 else parts[0]
 
     def attended(
-        self, compute: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+        self,
+        compute: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
     ) -> tuple[torch.Tensor, object]:
         heads = query, key, value
         if len(self._ranks) > 1:
@@ -162,7 +166,7 @@ class _Recorded(ContextRanks):
         """Return for this rank's tokens what a layer with state gave for whole rows."""
         return tree_map_only(torch.Tensor, self.part, self._recorded(parts, 1))
 
-    def _recorded(self, given: Sequence[torch.Tensor], dim: int) -> Any:
+    def _recorded(self, given: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """Return what was given for whole rows, of which this rank has a part along `dim`."""
         if self._next == len(self._calls):
             raise Differs("a part of a sequence attends more often than a whole one")

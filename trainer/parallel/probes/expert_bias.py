@@ -30,7 +30,12 @@ def _compare(plain: nn.Module, raised: nn.Module, spec: ModelSpec) -> Finding | 
     missed: list[str] = []
     for stack, bias in biases_of(spec, raised).items():
 
-        def see(experts: nn.Module, args: object, kwargs: object, bias: str = bias) -> None:
+        def see(
+            experts: nn.Module,
+            args: tuple[torch.Tensor, ...],
+            kwargs: dict[str, torch.Tensor],
+            bias: str = bias,
+        ) -> None:
             if not bool((chosen_by(args, kwargs) == 0).any(1).all()):
                 missed.append(bias)
 

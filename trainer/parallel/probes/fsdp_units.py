@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -36,7 +36,7 @@ def ends_of(spec: ModelSpec, layout: Layout) -> tuple[Ends, tuple[str, ...]]:
 
 
 def _reason(finding: Finding) -> str:
-    """Return why they are in the root: an error, as where a weight is empty, says the same."""
+    """Return why the ends stay in the root; an error means that a weight was needed elsewhere."""
     elsewhere = "the model uses their weights elsewhere"
     return f"{elsewhere} ({finding.actual:.80})" if finding.raised else finding.actual
 
@@ -125,8 +125,13 @@ def _uses_weights_outside(spec: ModelSpec, trial: Trial) -> bool:
     return isinstance(observe(run), Finding)
 
 
+Parts = Sequence[tuple[nn.Module, Mapping[str, Any]]]
+"""Modules, with the parameters that are set in each."""
+
+
 def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: Any) -> None:
-    """Take the parameters of these modules away but while each runs: empty ones stand there.
+    """Leave these modules without their parameters except while each runs: empty ones take
+    their place.
 
     `kind`: options of the empty ones.
     """
@@ -138,7 +143,7 @@ def _have_weights_while_running(model: nn.Module, names: Iterable[str], **kind: 
             for inner, of in own
         ]
 
-        def put(*_: Any, parts: Any) -> None:
+        def put(*_: object, parts: Parts) -> None:
             for inner, parameters in parts:
                 inner._parameters.update(parameters)
 

@@ -61,7 +61,7 @@ def difference(
     names = [name for name, _ in (*model.named_modules(), *model.named_parameters())]
     plan = {name: styles[pattern_of(name)] for name in names if pattern_of(name) in styles}
     small = replace(small, language=replace(small.language, tensor_plan=plan))
-    slots = [None] * size
+    slots: list[object] = [None] * size
     barrier = Barrier(size)
     with own_randomness(), ThreadPoolExecutor(size) as threads:
         whole, *parts = (_Pass(small, _RankThread(n, slots, barrier)) for n in (0, *range(size)))
@@ -81,7 +81,7 @@ class _RankThread(Exchange):
 
     group: Any
 
-    def __init__(self, rank: int, slots: list[Any], barrier: Barrier) -> None:
+    def __init__(self, rank: int, slots: list[object], barrier: Barrier) -> None:
         def all_of(own: object) -> list[object]:
             slots[rank] = own
             barrier.wait(SECONDS)

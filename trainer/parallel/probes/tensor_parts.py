@@ -75,13 +75,9 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         if style == "colwise" and name in parameters:
             what = "size"
             width = len(parameters[name])
-        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D):
+        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D | FourBitLinear):
             what = "in_features" if rows else "out_features"
             width = widths(layer)[not rows]
-        elif isinstance(layer, FourBitLinear):
-            actual = "layers whose weight is in four bits (trainer.adapter.quantize) are not split"
-            yield actual, "ZeRO-3, a pipeline or context parallelism, or a base in 16 bits"
-            continue
         else:
             actual = f"{name} is to be split as {style!r}"
             yield actual, f"linear layers, split as one of {', '.join(STYLES)}"

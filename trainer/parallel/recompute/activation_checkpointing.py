@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    SelectiveCheckpointContext,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -89,7 +90,9 @@ def _selective(every: int, written: set[str] | None) -> object:
     """
     products: Counter[bool] = Counter()
 
-    def policy(context: Any, operator: object, *_: object, **__: object) -> CheckpointPolicy:
+    def policy(
+        context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
+    ) -> CheckpointPolicy:
         kept = is_kept(operator) and not tiles.COMPUTES.get()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
@@ -109,7 +112,9 @@ def _selective(every: int, written: set[str] | None) -> object:
 class _Within(ExitStack):
     """Enters contexts if `applies()`, each time that it is entered itself."""
 
-    def __init__(self, applies: Callable[[], bool], *contexts: Any) -> None:
+    def __init__(
+        self, applies: Callable[[], bool], *contexts: AbstractContextManager[object]
+    ) -> None:
         super().__init__()
         self._applies = applies
         self._contexts = contexts
@@ -124,8 +129,8 @@ class _Results(TorchDispatchMode):
     """Gives a model copies of what some operators return, as it writes into them, not what is kept.
 
     Routers divide the weights of chosen experts in place; transformers adds experts' biases so.
-    PyTorch does not see it if a view was taken before. Operators whose kept results are written
-    over all the same are added to `written`.
+    PyTorch does not see it if a view was taken before. Operators whose kept results are
+    written over nevertheless are added to `written`.
     """
 
     supports_higher_order_operators = True  # flex attention
@@ -145,7 +150,7 @@ class _Results(TorchDispatchMode):
         self,
         func: OpOverload,
         types: object,
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
@@ -167,7 +172,7 @@ class _Results(TorchDispatchMode):
 
 
 @cache
-def _written_over(operator: Any) -> list[tuple[int, str]]:
+def _written_over(operator: OpOverload) -> list[tuple[int, str]]:
     """Return the places and names of the arguments that an operator writes over.
 
     Collectives in place do not say which; it may be any.
@@ -186,14 +191,14 @@ def _tensors(values: object) -> list[torch.Tensor]:
 
 
 @cache
-def is_product(operator: Any) -> bool:
+def is_product(operator: OpOverload) -> bool:
     """Return True for a matrix product, also that of all experts at once."""
     name = getattr(operator, "_opname", "")  # flex attention's operator has none
     return operator.namespace == "aten" and (name in PRODUCTS or name.endswith("grouped_mm"))
 
 
 @cache
-def is_kept(operator: Any) -> bool:
+def is_kept(operator: OpOverload) -> bool:
     """Return True for what `selective` keeps; it recomputes all else.
 
     These are matrix products, attention of any library by its name, what other ranks sent, and the

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -33,13 +32,13 @@ def _keep(tensor: torch.Tensor) -> object:
     return tensor.device, host
 
 
-def _restore(kept: Any) -> torch.Tensor:
+def _restore(kept: torch.Tensor | tuple[torch.device, torch.Tensor]) -> torch.Tensor:
     if isinstance(kept, torch.Tensor):
         return kept
     device, host = kept
     if device.type == "cuda":
         torch.cuda.current_stream(device).wait_stream(_stream(device))
-    return host.to(device, non_blocking=True)  # type: ignore[no-any-return]
+    return host.to(device, non_blocking=True)
 
 
 def host_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ of the step count, without padding, so that the biases are the same in every lay
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
 from trainer.parallel.splits.expert_ranks import stacks
+from trainer.tasks.task import Batch
 
 KEY = "trainer.router_bias_update_rate"
 
@@ -103,10 +104,16 @@ class ExpertLoads:
         experts.register_forward_pre_hook(partial(self._count, load), with_kwargs=True)
         self._loads.append((bias, load))
 
-    def _start(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+    def _start(self, module: nn.Module, args: tuple[Batch, ...], kwargs: dict[str, Batch]) -> None:
         self._real = self._task.real(kwargs["batch"] if "batch" in kwargs else args[0])
 
-    def _count(self, load: torch.Tensor, experts: nn.Module, args: object, kwargs: object) -> None:
+    def _count(
+        self,
+        load: torch.Tensor,
+        experts: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, torch.Tensor],
+    ) -> None:
         compiled = torch.compiler.is_compiling()
         if not experts.training or not (compiled or torch._C._current_graph_task_id() == -1):
             return  # computed again, in a backward pass
@@ -119,7 +126,7 @@ class ExpertLoads:
         load.scatter_add_(0, chosen.flatten(), real.reshape(-1, 1).expand_as(chosen).flatten())
 
 
-def chosen_by(args: Any, kwargs: Any) -> torch.Tensor:
+def chosen_by(args: Sequence[torch.Tensor], kwargs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Return the experts of each token, [tokens, experts of a token], as a stack is called."""
     chosen: torch.Tensor = [*args, *kwargs.values()][1]
     return chosen.flatten(0, -2)

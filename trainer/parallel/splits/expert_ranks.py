@@ -22,7 +22,7 @@ from trainer.models.names import stacks_experts
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
-from trainer.parallel.shard import placement
+from trainer.parallel.shard import FsdpOptions, placement
 from trainer.parallel.splits.experts import Part, own_count
 
 
@@ -106,7 +106,7 @@ def split_sizes(
     return sent, received
 
 
-def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: dict[str, Any]) -> None:
+def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOptions) -> None:
     """Make an FSDP unit of each stack of experts, over the ranks that have the same ones.
 
     Their gradients are sums over the tokens of all ranks that share the experts, as the means of

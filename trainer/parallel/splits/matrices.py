@@ -22,6 +22,8 @@ from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import listed
 from trainer.layout import Layout
+from trainer.models.finetuning import nf4
+from trainer.models.finetuning.four_bit_base import FourBitLinear
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
@@ -101,10 +103,15 @@ def split(
 
 def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry) -> None:
     style = style._replace(width=widths(layer)[1])
-    for key, parameter in list(layer.named_parameters(recurse=False)):
-        if style.dim == 0 or key == "weight":
-            turned = isinstance(layer, Conv1D) and key == "weight"
-            layer.register_parameter(key, part(parameter, style.dim ^ turned))
+    dim_of_weight = style.dim
+    if isinstance(layer, Conv1D):
+        dim_of_weight = 1 - style.dim
+    elif isinstance(layer, FourBitLinear):  # the bytes of one part after the other
+        dim_of_weight = 0
+        layer.divide(nf4.MatrixPart(style.dim, ranks.group.rank(), ranks.group.size()))
+    layer.register_parameter("weight", part(layer.weight, dim_of_weight))
+    if style.dim == 0 and layer.bias is not None:
+        layer.register_parameter("bias", part(layer.bias, 0))
     forward = _by_columns if style.dim == 0 else _by_rows
     replace_forward(layer, partial(forward, layer, style, ranks, entry))
 
@@ -136,8 +143,12 @@ def _by_rows(
 
 
 def _product(
-    layer: nn.Linear, given: torch.Tensor, bias: torch.Tensor | None = None
+    layer: nn.Linear | Conv1D | FourBitLinear,
+    given: torch.Tensor,
+    bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
+    if isinstance(layer, FourBitLinear):
+        return layer.product(given, bias)
     weight = local(layer.weight)
     return F.linear(given, weight.T if isinstance(layer, Conv1D) else weight, bias)
 
@@ -155,7 +166,7 @@ class _Entry:
         self._given: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
 
-    def enter(self, module: nn.Module, args: object, kwargs: object) -> object:
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
         def entering(hidden: torch.Tensor) -> torch.Tensor:
             if self.sequence is not None:
                 hidden = self.sequence.gather(hidden, self._terms)

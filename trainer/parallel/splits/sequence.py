@@ -19,10 +19,12 @@ from trainer.distributed.exchange import Exchange
 from trainer.parallel.patches import replace_forward
 
 
-def with_first(change: Callable[[torch.Tensor], torch.Tensor], args: Any, kwargs: Any) -> object:
+def with_first(
+    change: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a module with its hidden state, the first one, changed."""
     named = kwargs.get("hidden_states", next(iter(kwargs.values()), None))
-    first = args[0] if args else named
+    first: Any = args[0] if args else named
     changed = change(first)
     values = (changed if value is first else value for value in (*args, *kwargs.values()))
     return tuple(islice(values, len(args))), dict(zip(kwargs, values, strict=True))
@@ -52,7 +54,9 @@ class TokenParts:
         gather = self._ranks.gather_to if terms else self._ranks.gather
         return gather(part, 1, self._length)
 
-    def _divided(self, module: nn.Module, args: object, kwargs: object) -> Any:
+    def _divided(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def divide(hidden: torch.Tensor) -> torch.Tensor:
             self._length = hidden.shape[1]
             return self._ranks.scatter(hidden, 1)

@@ -2,7 +2,7 @@
 1909.08053, section 3).
 
 Each rank's shard has the same size, the last a smaller one if they do not divide. Only this rank's
-rows are looked up, and the ranks' vectors summed; `tasks/cross_entropy.py` has the loss.
+rows are looked up, and the ranks' vectors summed; `tasks/losses/cross_entropy.py` has the loss.
 """
 
 from __future__ import annotations

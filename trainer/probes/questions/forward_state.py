@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -41,8 +41,8 @@ class Pass(NamedTuple):
     training: bool
     number: int
     """The number of the input."""
-    before: dict[str, Any]
-    after: dict[str, Any]
+    before: dict[str, str]
+    after: dict[str, str]
     values: dict[str, torch.Tensor]
     """The output, and in training the norm of each gradient: backward hooks may leave things."""
 
@@ -127,11 +127,11 @@ def _compare(first: Pass, later: Pass) -> None:
             raise Differs(f"{actual}. Ranks run different sequences")
 
 
-def _changed(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+def _changed(before: dict[str, str], after: dict[str, str]) -> list[str]:
     return [key for key in {**before, **after} if before.get(key) != after.get(key)]
 
 
-def _shown(places: Sequence[str], before: dict[str, Any], after: dict[str, Any]) -> str:
+def _shown(places: Sequence[str], before: dict[str, str], after: dict[str, str]) -> str:
     values = {key: (before.get(key, "nothing"), after.get(key, "nothing")) for key in places}
     tensors = {key for key, pair in values.items() if pair[1].startswith("a tensor")}
     shown = [key if key in tensors else f"{key} ({' -> '.join(values[key]):.80})" for key in places]

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -64,7 +64,7 @@ def watched_pass(model: nn.Module, spec: ModelSpec, drawn: float | None = None) 
         nonlocal place
         place = "block"
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         nonlocal place, left
         left += 1
         place = "between" if left < len(spec.blocks) else "after"

@@ -24,7 +24,7 @@ HINT = "Set pipeline.stages to 1."
 EXPECTED = "the same logits and gradients"
 RULE = (
     "Each stage runs the whole forward pass, but for other stages' modules: what follows the "
-    "blocks belongs in a module without children, and embeddings are to be called (docs/models.md)"
+    "blocks belongs in a module without children, and embeddings are to be called (docs/python.md)"
 )
 """The rule that a model's own code most often breaks."""
 

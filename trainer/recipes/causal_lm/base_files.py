@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -11,6 +13,8 @@ from torch import nn
 from trainer.certify.finding import CheckResult
 from trainer.errors import refused
 from trainer.models import huggingface
+from trainer.models.finetuning.four_bit_base import weights_in_four_bits
+from trainer.models.finetuning.four_bit_experts import in_four_bits
 from trainer.models.language import model_config
 from trainer.models.language.auto_class import auto_class
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS
@@ -19,6 +23,7 @@ from trainer.models.spec import ModelSpec
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from trainer.config.sections.adapter import QuantizeSection
     from trainer.config.sections.model_and_data import ModelSection
 
 CHECK = "base"
@@ -30,46 +35,52 @@ class BaseFiles(NamedTuple):
     """The comparison of a base's values, or why there is none."""
 
     finding: CheckResult | None = None
-    note: str = ""
+    notes: tuple[str, ...] = ()
     untied: bool = False
     """True if the files untie what the config ties."""
 
 
-def compare_base(architecture: PreTrainedConfig, options: ModelSection) -> BaseFiles:
+def compare_base(
+    architecture: PreTrainedConfig,
+    options: ModelSection,
+    quantize: QuantizeSection | None = None,
+) -> BaseFiles:
     """Compare each tensor that a run reads of a local base with what transformers loads.
 
-    Of a large base, the first blocks are compared. Raises ConfigError for a base that cannot be
-    read.
+    Of a large base, the first blocks are compared. If a run is to `quantize` it, a note says how
+    far that moves the values. Raises ConfigError for a base that cannot be read.
     """
     if not options.name_or_path:
         return BaseFiles()
     folder = Path(options.name_or_path)
     if not any((folder / name).is_file() for name in (*SAFETENSORS, *PICKLES)):
         note = f"the weights of {options.name_or_path} are not in a local folder"
-        return BaseFiles(note=f"{note}: how they are read is not compared")
+        return BaseFiles(notes=(f"{note}: how they are read is not compared",))
     ties = _ties(architecture)
     spec = huggingface.spec_of(architecture, options)
     untied = ties and not _ties(architecture)
     layers = _affordable(spec)
     if layers is None:
         note = f"{options.name_or_path} is too large here: how it is read is not compared"
-        return BaseFiles(None, note, untied)
+        return BaseFiles(None, (note,), untied)
     theirs = _loaded(options, layers, len(spec.blocks))
     finding = _worst(spec, theirs)
-    spec.building.weights.release()
-    note = ""
+    notes = []
     if layers < len(spec.blocks):
-        note = f"of the base, the first {layers} of {len(spec.blocks)} blocks are compared"
-    return BaseFiles(finding, note, untied)
+        notes.append(f"of the base, the first {layers} of {len(spec.blocks)} blocks are compared")
+    if quantize is not None:
+        notes.append(_quantising_error(spec, theirs, quantize))
+    spec.building.weights.release()
+    return BaseFiles(finding, tuple(notes), untied)
 
 
 def _ties(architecture: PreTrainedConfig) -> bool:
-    """Return what the text's config says of ties; some families have no word of them."""
+    """Return what the text's config says of ties; some families do not state them."""
     return bool(getattr(architecture.get_text_config(decoder=True), "tie_word_embeddings", False))
 
 
 def _affordable(spec: ModelSpec) -> int | None:
-    """Return how many blocks can be read with all that is outside of them; None if not even one."""
+    """Return how many blocks can be read with all that is outside of them; None: not even one."""
     model = spec.build()
     sizes = [_size(model.get_submodule(block)) for block in spec.blocks]
     room = MOST_VALUES - (_size(model) - sum(sizes))
@@ -104,6 +115,31 @@ def _worst(spec: ModelSpec, theirs: dict[str, torch.Tensor]) -> CheckResult:
         if error > worst.error:
             worst = CheckResult(CHECK, 0, error, 0.0, name)
     return worst
+
+
+def _quantising_error(
+    spec: ModelSpec, values: Mapping[str, torch.Tensor], quantize: QuantizeSection
+) -> str:
+    """Say how far the values in four bits are from those of the base, relative to their size."""
+    model = spec.build().requires_grad_(False)
+    stored = weights_in_four_bits(in_four_bits(model, spec.blocks, quantize.double_quant))
+    forms = {name: weight.form for name, weight in stored.items() if name in values}
+    squares = [0.0, 0.0]
+    shares = dict[str, float]()
+    for name, form in forms.items():
+        value = values[name].float()
+        rounding = form.dequantised(form.stored(value), torch.float32) - value
+        own = [float(each.double().square().sum()) for each in (rounding, value)]
+        squares = [total + more for total, more in zip(squares, own, strict=True)]
+        shares[name] = math.sqrt(own[0] / max(own[1], 1e-300))
+    if not shares:
+        return "no weight of the base is in four bits"
+    whole = math.sqrt(squares[0] / max(squares[1], 1e-300))
+    worst = max(shares, key=lambda name: shares[name])
+    return (
+        f"four bits move {len(shares)} tensors of the base by {whole:.1%} of their size (root mean "
+        f"square), most {worst}: {shares[worst]:.1%}"
+    )
 
 
 def _error(ours: torch.Tensor | None, theirs: torch.Tensor) -> float:

@@ -60,11 +60,13 @@ class LanguageCase:
         """Make the copy, and in `folder` its weights if a run would read them. Collective."""
         architecture = model_config.read_config(small.config.trainer.model)
         named = small.config.trainer.model
-        files = machine.ranks.await_first(lambda: compare_base(architecture, named))
+        adapter = small.config.trainer.adapter
+        quantize = None if adapter is None else adapter.quantize
+        files = machine.ranks.await_first(lambda: compare_base(architecture, named, quantize))
         if files.untied:
             untie(architecture)
         self.base = files.finding
-        small = small.noting(files.note) if files.note else small
+        small = small.noting(*files.notes)
         small = self._arranged(small, architecture, machine)
         if small.packed:
             architecture, section = without_dropout(architecture, small.config.trainer)

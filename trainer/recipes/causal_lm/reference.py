@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,15 +15,18 @@ from trainer.certify.one_process.edges import Edge, rows_at
 from trainer.certify.one_process.expected import IGNORED, Judged, MicroBatch
 from trainer.certify.one_process.factors import lowered
 from trainer.certify.parameters import Learner
-from trainer.certify.recording import Sources, State, Tensors
+from trainer.certify.recording import Sources, State, Targets, Tensors
 from trainer.certify.reference import Reference
 from trainer.certify.rounding import STEPS, rows_of
 from trainer.certify.tiny_run import LONGEST, Tiny
+from trainer.data.mixture import Source
 from trainer.data.text.token_files import Encoded
 from trainer.models.spec import ModelSpec
 
 Sample = tuple[list[int], list[int]]
 """Inputs and targets: at each position the token that follows, if it counts."""
+Noise = Callable[[nn.Module, tuple[torch.Tensor, ...], torch.Tensor], torch.Tensor]
+"""A hook that adds noise to the output of the embedding table."""
 
 
 class Documents(NamedTuple):
@@ -119,7 +122,7 @@ class LanguageReference(Reference):
         """Return a micro-batch of rows of one document each."""
         return [MicroBatch(rank, number, *self._collated([row[0] for row in rows]))]
 
-    def _prepared(self, documents: list[Encoded], longest: int) -> list[Any]:
+    def _prepared(self, documents: list[Encoded], longest: int) -> Source:
         """Return the samples of documents."""
         return [sample_of(document, longest) for document in documents]
 
@@ -136,25 +139,27 @@ class LanguageReference(Reference):
         """Return the width of the rows that ranks divide: of a step's longest in a pipeline."""
         return longest if self._layout.pipeline > 1 else 0
 
-    def _collated(
-        self, samples: Sequence[Sample], width: int = 0
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def _collated(self, samples: Sequence[Any], width: int = 0) -> tuple[torch.Tensor, Targets]:
         width = max(width, *(len(inputs) for inputs, _ in samples))
         inputs = [row + [0] * (width - len(row)) for row, _ in samples]
         targets = [row + [IGNORED] * (width - len(row)) for _, row in samples]
         return torch.tensor(inputs, device=self._device), torch.tensor(targets, device=self._device)
 
-    def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+    def _output(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return model(input_ids=inputs, use_cache=False).logits  # type: ignore[no-any-return]
 
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: torch.Tensor, targets: Targets) -> torch.Tensor:
         """Return the model's own mean loss, with all that it adds, times the number of targets."""
         smoothing = self._smoothing if model.training else 0.0
 
         def plain(logits: torch.Tensor, smoothing: float) -> torch.Tensor:
-            options: Any = {"ignore_index": IGNORED, "label_smoothing": smoothing}
-            logits = logits.float().flatten(0, 1)
-            return F.cross_entropy(logits, targets.flatten(), reduction="sum", **options)
+            return F.cross_entropy(
+                logits.float().flatten(0, 1),
+                targets.flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=smoothing,
+            )
 
         counted = self._counted(inputs, targets)
         if not self._has_own_loss or not counted:
@@ -165,7 +170,7 @@ class LanguageReference(Reference):
             total = total + plain(own.logits, smoothing) - plain(own.logits, 0.0)
         return total
 
-    def _counted(self, inputs: object, targets: Any) -> int:
+    def _counted(self, inputs: torch.Tensor, targets: Targets) -> int:
         return int((targets != IGNORED).sum())
 
     def _example(self) -> torch.Tensor:
@@ -215,7 +220,7 @@ class LanguageReference(Reference):
                 moved = max(moved, float((short - long[:, :length]).abs().max()))
         return moved > 1e-5 * float(long.abs().max())
 
-    def _adding_noise(self, alpha: float) -> Any:
+    def _adding_noise(self, alpha: float) -> Noise:
         """Build NEFTune's hook; ids of documents are never 0, the padding."""
 
         def hook(
@@ -238,7 +243,7 @@ class PackedReference(LanguageReference):
         packs = self._evaluated_samples()
         return self._judged([document for pack in packs for document in pack], 1)
 
-    def _prepared(self, documents: list[Encoded], longest: int) -> list[object]:
+    def _prepared(self, documents: list[Encoded], longest: int) -> Source:
         packs = best_fit(documents, longest)
         return [[sample_of(document, longest) for document in pack] for pack in packs]
 

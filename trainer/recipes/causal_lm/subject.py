@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 
@@ -68,10 +68,10 @@ class LanguageSubject(Subject):
         watched = task.watching(len(section.data.sources)) if section.log.by_source else task
         return replace(self, spec=spec, task=watched)
 
-    def reading(self, place: Sequence[Any]) -> AbstractContextManager[object]:
+    def reading(self, place: Sequence[object]) -> AbstractContextManager[object]:
         if not isinstance(stream := self.data.train, Stream):
             return nullcontext()
-        stream.begin(Place(*place))
+        stream.begin(Place._make(place))
         return closing(stream)
 
     def lines(self, workers: int) -> Iterator[str]:
@@ -86,13 +86,14 @@ class LanguageSubject(Subject):
     def amount(self, samples: int, section: TrainerSection) -> str:
         tokens = samples * section.data.sequence_length
         flops = self.flops(section) or 0.0
-        return f", at most {tokens / 1e6:,.1f} M tokens, {flops / 1e6:,.0f} MFLOP a token"
+        amount = f"{tokens / 1e6:,.1f} M" if tokens >= 1e5 else f"{tokens:,}"
+        return f", at most {amount} tokens, {flops / 1e6:,.0f} MFLOP a token"
 
     def flops(self, section: TrainerSection) -> float | None:
         return flops_per_token(self.spec, section.data.sequence_length)
 
-    def samples(self, numbers: list[int], **options: Any) -> str:
-        return preview(self.data.train, self.tokenizer, numbers, **options)
+    def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
+        return preview(self.data.train, self.tokenizer, numbers, width, in_full)
 
     def is_named(self, section: TrainerSection) -> bool:
         return True
@@ -211,7 +212,7 @@ def _tokenizer(context: RunContext, chat_template: str | None = None) -> PreTrai
 
 
 def _longrope_notes(sequence: int, architecture: PreTrainedConfig) -> tuple[str, ...]:
-    """Warn if rotary embeddings depend on the longest row, which a tiny copy has not."""
+    """Warn if rotary embeddings depend on the longest row, which a tiny copy lacks."""
     rope = getattr(architecture.get_text_config(), "rope_parameters", None) or {}
     kinds = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     long = (kind for kind in kinds if kind.get("rope_type") == "longrope")

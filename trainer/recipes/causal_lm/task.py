@@ -20,7 +20,9 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import LanguageModel, ModelSpec
 from trainer.recipes.causal_lm.embedding_noise import EmbeddingNoise, has_table
 from trainer.tasks.attention import Attention, attend, documents_of
-from trainer.tasks.cross_entropy import (
+from trainer.tasks.kernel_probes import attention_of
+from trainer.tasks.kernels import kernel_chooser
+from trainer.tasks.losses.cross_entropy import (
     NO_OPTIONS,
     LossBySource,
     LossHead,
@@ -28,8 +30,6 @@ from trainer.tasks.cross_entropy import (
     count_correct,
     logits_cross_entropy,
 )
-from trainer.tasks.kernel_probes import attention_of
-from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.masks import Masks
 from trainer.tasks.mixers import Mixers, lengths_of, mixers_of, run_by_document, within
 from trainer.tasks.patches import (
@@ -40,7 +40,7 @@ from trainer.tasks.patches import (
     register_attention,
     replace_loss,
 )
-from trainer.tasks.task import IGNORED, Batch, WholeStep, changed
+from trainer.tasks.task import IGNORED, Batch, Sample, WholeStep, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -152,7 +152,7 @@ class CausalLM:
         """Return the head that stands in the place of the model's `own`."""
         return LossHead(own, self._options)
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pad samples to `input_ids` and `targets`, [batch, longest], int64.
 
         `lengths` [batch, 1] are those of the rows. Packed samples add `documents` [batch, most],
@@ -217,7 +217,7 @@ class CausalLM:
         return self._run(model, model.base_model, batch)[0]  # type: ignore[arg-type,no-any-return]
 
     def logits(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Return the logits of this rank's words, [batch, sequence, words]."""
+        """Return logits, [batch, sequence, entries of this rank's vocabulary shard]."""
         return self._run(model, model, batch).logits  # type: ignore[no-any-return]
 
     def loss_sum(self, model: nn.Module, batch: Batch) -> torch.Tensor:

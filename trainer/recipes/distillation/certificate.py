@@ -7,7 +7,7 @@ computes it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,7 +36,7 @@ from trainer.recipes.distillation.one_process import (
     shifted,
 )
 from trainer.recipes.distillation.task import DistillationTask
-from trainer.tasks.task import IGNORED, Batch
+from trainer.tasks.task import IGNORED, Batch, Sample
 
 NO_ROUNDING = (
     "in low precision, what is known of the teacher is taken from the run, up to rounding, and a "
@@ -45,14 +45,14 @@ NO_ROUNDING = (
 
 
 class CertifiedTask(DistillationTask):
-    """The task, which gives sequences at edges a invented teacher."""
+    """The task, which gives sequences at edges an invented teacher."""
 
-    def collate(self, samples: Sequence[Mapping[str, Any]]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         if not {"teacher", "place"} & samples[0].keys():
             samples = [{**sample, "teacher": self._made_up(sample)} for sample in samples]
         return super().collate(samples)
 
-    def _made_up(self, sample: Mapping[str, Any]) -> LikelyTokens:
+    def _made_up(self, sample: Sample) -> LikelyTokens:
         targets = np.asarray(sample["targets"])
         return LikelyTokens(
             *invented(targets[targets != IGNORED], self.keys.top_k, self.vocabulary)

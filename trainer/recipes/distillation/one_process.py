@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,12 @@ from trainer.certify.tiny_run import Tiny
 from trainer.config.sections.distillation import DistillationSection
 from trainer.data.text.token_files import PreparedSource
 from trainer.models.spec import ModelSpec
-from trainer.recipes.causal_lm.reference import Documents, LanguageReference, PackedReference
+from trainer.recipes.causal_lm.reference import (
+    Documents,
+    LanguageReference,
+    PackedReference,
+    Sample,
+)
 from trainer.recipes.distillation.column import LikelyTokens, TeacherColumn
 
 ALIKE = 1e-4
@@ -110,14 +115,14 @@ class _Distilled(LanguageReference):
         finally:
             self._at_edge = False
 
-    def _collated(self, samples: Sequence[Any], width: int = 0) -> tuple[torch.Tensor, Any]:
+    def _collated(self, samples: Sequence[Sample], width: int = 0) -> tuple[torch.Tensor, Pupil]:
         inputs, targets = super()._collated(samples, width)
         return inputs, Pupil(targets, self._at_edge)
 
-    def _counted(self, inputs: object, targets: Any) -> int:
+    def _counted(self, inputs: torch.Tensor, targets: Pupil) -> int:
         return int((targets.targets != IGNORED).sum())
 
-    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: torch.Tensor, targets: Pupil) -> torch.Tensor:
         """Return the summed loss, and what the model adds to a micro-batch's, for each target."""
         keys = self._keys
         hard, soft, _ = self._sums(model, inputs, targets)
@@ -131,7 +136,9 @@ class _Distilled(LanguageReference):
         plain = F.cross_entropy(own.logits.float().flatten(0, 1), labels.flatten())
         return total + (own.loss - plain) * counted  # type: ignore[no-any-return]
 
-    def _sums(self, model: nn.Module, inputs: torch.Tensor, pupil: Pupil) -> tuple[Any, Any, Any]:
+    def _sums(
+        self, model: nn.Module, inputs: torch.Tensor, pupil: Pupil
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return the summed cross-entropy and divergence, and the teacher's share of its likeliest
         tokens: float64."""
         counted = pupil.targets != IGNORED

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from trainer.distributed.exchange import vocabulary_shard_of_head
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.tasks.attention import Attention
-from trainer.tasks.cross_entropy import NO_OPTIONS, LossHead
+from trainer.tasks.losses.cross_entropy import NO_OPTIONS, LossHead
 from trainer.tasks.losses.divergences import (
     Likeliest,
     Mixed,
@@ -26,7 +26,7 @@ from trainer.tasks.losses.divergences import (
     logits_divergence,
     logits_likeliest,
 )
-from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.tasks.task import IGNORED, Batch, Sample, changed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,17 +45,15 @@ class DistillationTask(CausalLM):
     they follow one another, [targets, ...], and `places` [batch, longest] has each token's row.
     """
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self.keys = DistillationSection()
-        self.vocabulary = 0
-        """The number of ids that teacher and student share."""
-        self.measures = FIGURES
-        self.figures: torch.Tensor | None = None
-        """The sums of FIGURES in training since they were last taken, and the targets' number."""
-        self._column = 0
-        self._batch: Batch = {}
-        self._sums: torch.Tensor | None = None
+    keys: DistillationSection = DistillationSection()
+    vocabulary = 0
+    """The number of ids that teacher and student share."""
+    measures: tuple[str, ...] = FIGURES
+    figures: torch.Tensor | None = None
+    """The sums of FIGURES in training since they were last taken, and the targets' number."""
+    _column = 0
+    _batch: Batch = {}
+    _sums: torch.Tensor | None = None
 
     def distilling(self, keys: DistillationSection, vocabulary: int) -> DistillationTask:
         """Return the same task with the config's loss, over so many shared ids."""
@@ -88,7 +86,7 @@ class DistillationTask(CausalLM):
     def _loss_head(self, own: nn.Linear) -> LossHead:
         return DistillationHead(own)
 
-    def collate(self, samples: Sequence[Any]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pad samples as `CausalLM` does; `places` [batch, longest] int64, and `teacher_ids`
         [targets, k] and `teacher_logs` [targets, k + 1], at least a row, where they are known.
         """
@@ -111,7 +109,7 @@ class DistillationTask(CausalLM):
             batch["teacher_logs"] = torch.from_numpy(np.pad(logs, missing))
         return batch
 
-    def blank(self, sample: Any) -> Mapping[str, object]:
+    def blank(self, sample: Sample) -> Mapping[str, object]:
         nothing = {"teacher": sample["teacher"].none()} if "teacher" in sample else {}
         return {**super().blank(sample), **nothing}
 

@@ -170,7 +170,7 @@ def open_texts(
     """
     folders: list[Path] = []
 
-    def opened(path: Any, fraction: float) -> Path:
+    def opened(path: object, fraction: float) -> Path:
         given = data.model_copy(update={"path": path})
         quiet = progress if ranks.first else Progress(moves=progress.moves)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,22 @@ from trainer.tasks.task import Sample
 Text = list[int]
 Row = tuple[list[Text], list[int]]
 """The tokens of a sample's texts, and their numbers: equal ones for equal texts."""
+
+
+Numbers = list[list[int]]
+"""The numbers of the texts of each sample; equal texts have one number."""
+
+
+class TextInputs(TypedDict):
+    """The texts of a micro-batch, those of a sample beside each other."""
+
+    input_ids: torch.Tensor
+    """[samples x texts, longest], int64; 0 is the padding."""
+    lengths: list[int]
+    """The number of tokens of each text."""
+    skips: list[int]
+    """The tokens at the start of each that are not pooled: those of a prompt."""
+    samples: int
 
 
 class EmbeddingReference(Reference):
@@ -142,14 +158,14 @@ class EmbeddingReference(Reference):
             for number, part in enumerate(parts)
         ]
 
-    def _collated(self, samples: Sequence[Sample], width: int = 0) -> tuple[Any, Any]:
+    def _collated(self, samples: Sequence[Sample], width: int = 0) -> tuple[TextInputs, Numbers]:
         rows = [[int(token) for token in text] for one in samples for text in one["tokens"]]
         skips = [
             self._skipped[column > 0] for one in samples for column in range(len(one["texts"]))
         ]
         width = max(width, *map(len, rows))
         ids = [row + [0] * (width - len(row)) for row in rows]
-        given: dict[str, Any] = {
+        given: TextInputs = {
             "input_ids": torch.tensor(ids, device=self._device),
             "lengths": [len(row) for row in rows],
             "skips": skips,
@@ -157,7 +173,7 @@ class EmbeddingReference(Reference):
         }
         return given, [one["texts"].tolist() for one in samples]
 
-    def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
+    def _output(self, model: nn.Module, inputs: TextInputs) -> torch.Tensor:
         """Return the vector of each text, [samples, texts, width]."""
         ids = inputs["input_ids"]
         hidden = model(input_ids=ids, attention_mask=(ids != 0).long())
@@ -170,11 +186,11 @@ class EmbeddingReference(Reference):
             vectors.append(F.normalize(vector, dim=0) if self._options.normalize else vector)
         return torch.stack(vectors).unflatten(0, (inputs["samples"], -1))
 
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: TextInputs, targets: Numbers) -> torch.Tensor:
         return self._loss_of(self._output(model, inputs), targets)
 
-    def _counted(self, inputs: object, targets: Any) -> int:
+    def _counted(self, inputs: TextInputs, targets: Numbers) -> int:
         return len(targets)
 
-    def _example(self) -> Any:
+    def _example(self) -> TextInputs:
         return self._collated([self._data.training[0]])[0]

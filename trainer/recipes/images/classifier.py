@@ -49,7 +49,7 @@ def expected(section: TrainerSection, cache: Path) -> Images:
     mode = known[1]
     size = options.size or known[2]
     if size is None or type(count) is not int or not 1 <= count <= MOST_CLASSES:
-        actual = f"not said, and images of {path} can't be looked at here"
+        actual = f"not set, and images of {path} can't be looked at here"
         hint = "Set both, such as trainer.images.size=224 trainer.images.classes=1000"
         expected = f"numbers, and at most {MOST_CLASSES:,} classes"
         place = "trainer.images.size, trainer.images.classes"
@@ -97,7 +97,7 @@ def spec_of(
         text = classifiers.describe(classifier, images)
         (Path(folder) / classifiers.DESCRIPTION).write_text(text)
 
-    files = replace(spec.files, save_config=save, opens="trainer.open_classifier")
+    files = replace(spec.files, save_config=save, opens="meshloom.open_classifier")
     return replace(spec, files=files)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import nn
@@ -72,9 +71,10 @@ class ImageClassification(Supervised):
 
 
 def class_loss(
-    output: Any, target: torch.Tensor, smoothing: float = 0.0
+    output: torch.Tensor, target: torch.Tensor, smoothing: float = 0.0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the summed loss of `output` [batch, classes], and the number of targets [batch]."""
-    how: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": smoothing}
-    total = cross_entropy(output.float(), target, reduction="sum", **how)
+    total = cross_entropy(
+        output.float(), target, ignore_index=IGNORED, reduction="sum", label_smoothing=smoothing
+    )
     return total, (target != IGNORED).sum()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+from transformers import BatchEncoding
 
 from trainer.data.text.chats.chat import Template
 from trainer.data.text.chats.turns import Chat
@@ -40,7 +42,7 @@ class Encoder:
     too_long: str
 
     @property
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """A value that two encoders share only if they make the same tokens of every text."""
         special = self.tokenizer("")["input_ids"]
         return [
@@ -92,7 +94,7 @@ class Encoder:
 
     def _words(self, texts: Sequence[LabelledText]) -> list[EncodedText]:
         """Tokenise words; the first token of each has its label."""
-        options: dict[str, Any] = {"is_split_into_words": True}
+        options: dict[str, object] = {"is_split_into_words": True}
         whole = self._tokenised([text.text for text in texts], **options)
         options |= {"truncation": True, "max_length": self.longest}
         cut = self._tokenised([text.text for text in texts], **options)
@@ -123,5 +125,5 @@ class Encoder:
             rows = self._tokenised(ended)["input_ids"]
         return [EncodedText(rows[at : at + 2], [], [], False) for at in range(0, len(rows), 2)]
 
-    def _tokenised(self, *texts: object, **options: object) -> Any:
+    def _tokenised(self, *texts: object, **options: object) -> BatchEncoding:
         return self.tokenizer(*texts, verbose=False, return_attention_mask=False, **options)

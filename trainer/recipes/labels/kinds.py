@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
@@ -35,7 +36,7 @@ class LabelKind(ABC):
     def __init__(self, count: int) -> None:
         self.count = count
 
-    def sequences(self, sample: Labelled) -> list[Any]:
+    def sequences(self, sample: Labelled) -> list[np.ndarray]:
         """Return the sequences of a sample, each a row of a micro-batch."""
         return [sample["input_ids"]]
 
@@ -81,9 +82,13 @@ class Single(LabelKind):
         return (batch["labels"] != IGNORED).sum()
 
     def loss(self, logits: torch.Tensor, batch: Batch, smoothing: float = 0.0) -> torch.Tensor:
-        options: dict[str, Any] = {"ignore_index": IGNORED, "label_smoothing": smoothing}
-        logits = logits.flatten(0, -2)
-        return F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum", **options)
+        return F.cross_entropy(
+            logits.flatten(0, -2),
+            batch["labels"].flatten(),
+            ignore_index=IGNORED,
+            reduction="sum",
+            label_smoothing=smoothing,
+        )
 
     @property
     def measures(self) -> tuple[str, ...]:
@@ -130,7 +135,7 @@ class _Outputs(LabelKind):
 
 
 class Multi(_Outputs):
-    """Any number of classes: binary cross entropy of each."""
+    """Several classes or none: binary cross entropy of each."""
 
     name = "multi"
     problem = "multi_label_classification"
@@ -189,7 +194,7 @@ class Reward(LabelKind):
         super().__init__(count)
         self._centring = centring
 
-    def sequences(self, sample: Labelled) -> list[Any]:
+    def sequences(self, sample: Labelled) -> list[np.ndarray]:
         return [sample["chosen"], sample["rejected"]]
 
     def collated(self, samples: Sequence[Labelled], width: int) -> Batch:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import ConfigError, Problem, listed
 from trainer.models import huggingface
-from trainer.models.language.auto_class import SEQUENCES, TOKENS
+from trainer.models.language.auto_class import SEQUENCES, TOKENS, AutoClass
 from trainer.models.language.forward import without_cache
 from trainer.models.spec import ModelSpec, Weights
 from trainer.models.tiny_config import SIZES
@@ -28,7 +29,7 @@ LENGTHS = (12, 5, 9, 1)
 """The tokens of the sequences on which a copy is tried."""
 
 
-def auto_class_of(kind: LabelKind) -> Any:
+def auto_class_of(kind: LabelKind) -> AutoClass:
     return TOKENS if kind.name == "tokens" else SEQUENCES
 
 
@@ -91,14 +92,21 @@ def spec_of(
 
 def task_of(spec: ModelSpec, kind: LabelKind) -> LabelTask:
     """Build the task of training this model."""
-    model: Any = spec.build()
+    model = built(spec)
     padding = model.config.get_text_config().pad_token_id
     return LabelTask(kind, padding, spec.language.hidden_size, without_cache(model))
 
 
+def built(spec: ModelSpec) -> PreTrainedModel:
+    """Build the model of a spec, which is of a class of transformers."""
+    model = spec.build()
+    assert isinstance(model, PreTrainedModel)
+    return model
+
+
 def with_trial(spec: ModelSpec, kind: LabelKind) -> ModelSpec:
     """Return the spec with the samples on which its tiny copies are tried: their padding is 0."""
-    model: Any = spec.build()
+    model = built(spec)
     task = LabelTask(kind, 0, spec.language.hidden_size, without_cache(model))
     ids = min(spec.language.vocabulary, SIZES.vocabulary)  # of a tiny copy
     return spec.tried_on(task.trial(made_up(kind, LENGTHS, ids)))
@@ -116,13 +124,13 @@ def made_up(
     def ids(length: int) -> np.ndarray:
         return rng.integers(1, vocabulary, length).astype(np.int32)
 
-    def sample(length: int) -> dict[str, Any]:
+    def sample(length: int) -> Labelled:
         if kind.name == "reward":
             other = int(rng.integers(1, length + 1))
             sides = {"chosen": ids(length), "rejected": ids(other)}
             return {**sides, "margin": float(rng.random())}
         tokens = ids(length)
-        labels: Any = int(rng.integers(kind.count))
+        labels: int | np.ndarray = int(rng.integers(kind.count))
         if kind.name == "tokens":
             labels = rng.integers(0, kind.count, length).astype(np.int32)
             labels[1:][rng.random(length - 1) < 1 / 3] = IGNORED
@@ -162,7 +170,7 @@ def with_new_head(spec: ModelSpec, new_head: bool) -> ModelSpec:
 
     What may be new: modules outside of the body, and a pooler in it.
     """
-    model: Any = spec.build()
+    model = built(spec)
     body = f"{model.base_model_prefix}."
     weights = spec.building.weights
     names = [name for name, _ in model.named_parameters()]
@@ -187,7 +195,7 @@ def with_trained_head(section: TrainerSection, spec: ModelSpec) -> TrainerSectio
     adapter = section.adapter
     if adapter is None or adapter.path is not None:
         return section
-    model: Any = spec.build()
+    model = built(spec)
     inside = f"{model.base_model_prefix}."
     named = [name for name, _ in model.named_parameters()]
     whole = dict.fromkeys(name.partition(".")[0] for name in named if not name.startswith(inside))

@@ -11,9 +11,12 @@ import numpy as np
 from trainer.data.sources.formats import short
 from trainer.errors import DataError, Problem, listed
 from trainer.recipes.labels.kinds import Name
+from trainer.recipes.labels.rows import Label
 from trainer.tasks.task import IGNORED
 
 MOST_CLASSES = 100_000
+Stored = int | float | list[int] | np.ndarray
+"""A label as it is stored: a class, the classes of tokens, one value for each class, a margin."""
 
 
 class Numbering:
@@ -25,7 +28,7 @@ class Numbering:
         self.names = tuple(names)
         self.count = len(names) or (1 if kind == "reward" else count)
 
-    def learn(self, labels: Iterable[tuple[str, Any]]) -> None:
+    def learn(self, labels: Iterable[tuple[str, Label]]) -> None:
         """Learn classes, or the count of numbers, from all labels, each with its place.
 
         Raises DataError for a label of another kind than the first.
@@ -55,17 +58,17 @@ class Numbering:
         if self.kind != "multi":
             self.count = max(self.count, 2)
 
-    def _learn_width(self, labels: Iterable[tuple[str, Any]]) -> None:
+    def _learn_width(self, labels: Iterable[tuple[str, Label]]) -> None:
         for _, label in labels:
             self.count = len(label) if isinstance(label, list) else 1
             return
 
-    def number(self, place: str, label: Any) -> Any:
+    def number(self, place: str, label: Label) -> Any:
         """Return the label as it is stored. Raises DataError."""
         return self._numbering()(place, label)
 
-    def _numbering(self) -> Callable[[str, Any], Any]:
-        known: dict[Name, Callable[[str, Any], Any]] = {
+    def _numbering(self) -> Callable[[str, Label], Stored]:
+        known: dict[Name, Callable[[str, Label], Stored]] = {
             "single": self._class,
             "tokens": self._classes,
             "multi": self._set,
@@ -74,7 +77,7 @@ class Numbering:
         }
         return known[self.kind]
 
-    def _class(self, place: str, label: Any) -> int:
+    def _class(self, place: str, label: Label) -> int:
         if isinstance(label, str):
             if label in self.names:
                 return self.names.index(label)
@@ -88,11 +91,11 @@ class Numbering:
             raise DataError(Problem(place, actual, expected, hint))
         return int(label)
 
-    def _classes(self, place: str, labels: list[Any]) -> list[int]:
+    def _classes(self, place: str, labels: Label) -> list[int]:
         free = (None, IGNORED)
         return [IGNORED if one in free else self._class(place, one) for one in labels]
 
-    def _set(self, place: str, label: Any) -> np.ndarray:
+    def _set(self, place: str, label: Label) -> np.ndarray:
         row = np.zeros(self.count, np.float32)
         if _is_hot(label):
             if len(label) != self.count or not {*label} <= {0.0, 1.0}:
@@ -104,7 +107,7 @@ class Numbering:
             row[self._class(place, one)] = 1.0
         return row
 
-    def _numbers(self, place: str, label: Any) -> np.ndarray:
+    def _numbers(self, place: str, label: Label) -> np.ndarray:
         values = label if isinstance(label, list) else [label]
         numbers = [one for one in values if type(one) in (int, float) and math.isfinite(one)]
         if len(numbers) != len(values) or len(values) != self.count:
@@ -119,6 +122,6 @@ class Numbering:
         return float(margin)
 
 
-def _is_hot(label: Any) -> bool:
+def _is_hot(label: Label) -> bool:
     """Return True for a number for each class, which JSON writes as 0.0 or 1.0."""
     return isinstance(label, list) and bool(label) and all(type(one) is float for one in label)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
+from torch import nn
 
 from trainer.models.spec import ModelSpec
 from trainer.probes.probe import TOLERANCE, Finding, observe, own_loss_difference, probe
@@ -20,7 +19,7 @@ def check_own_loss(spec: ModelSpec, kind: LabelKind) -> None:
     Rewards have no loss in transformers.
     """
 
-    def compare(own: Any, ours: Any, small: ModelSpec) -> Finding | None:
+    def compare(own: nn.Module, ours: nn.Module, small: ModelSpec) -> Finding | None:
         finding = _padding(own.eval(), small, kind)
         if finding is not None or kind.name == "reward":
             return finding
@@ -40,7 +39,7 @@ def check_own_loss(spec: ModelSpec, kind: LabelKind) -> None:
         raise finding.error(place, EXPECTED, start="a tiny copy of it does not run: ")
 
 
-def _padding(model: Any, small: ModelSpec, kind: LabelKind) -> Finding | None:
+def _padding(model: nn.Module, small: ModelSpec, kind: LabelKind) -> Finding | None:
     """Compare the scores of sequences in a padded micro-batch with those of each alone."""
     task = task_of(small, kind)
     samples = made_up(kind, LENGTHS, small.language.vocabulary)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -16,7 +17,7 @@ from trainer.certify.reference import Reference
 from trainer.certify.tiny_run import Tiny
 from trainer.models.language.forward import without_cache
 from trainer.models.spec import ModelSpec
-from trainer.recipes.labels.kinds import LabelKind
+from trainer.recipes.labels.kinds import LabelKind, Labelled
 
 
 class LabelsReference(Reference):
@@ -47,10 +48,10 @@ class LabelsReference(Reference):
         longest = max(len(row) for part in parts for sample in part for row in self._rows(sample))
         return [MicroBatch(data_rank, i, *self._padded(p, longest)) for i, p in enumerate(parts)]
 
-    def _collated(self, samples: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _collated(self, samples: Sequence[Labelled]) -> tuple[torch.Tensor, torch.Tensor]:
         return self._padded(samples, 0)
 
-    def _padded(self, samples: Sequence[Any], width: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _padded(self, samples: Sequence[Labelled], width: int) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [row for sample in samples for row in self._rows(sample)]
         width = max(width, *map(len, rows))
         ids = [[*row.tolist(), *[0] * (width - len(row))] for row in rows]
@@ -63,19 +64,21 @@ class LabelsReference(Reference):
         targets = torch.tensor(values, dtype=torch.int64 if whole else torch.float32)
         return torch.tensor(ids, device=self._device), targets.to(self._device)
 
-    def _rows(self, sample: Any) -> list[Any]:
+    def _rows(self, sample: Labelled) -> list[np.ndarray]:
         if self._kind.name == "reward":
             return [sample["chosen"], sample["rejected"]]
         return [sample["input_ids"]]
 
-    def _run(self, model: nn.Module, ids: Any, **labels: torch.Tensor) -> Any:
+    def _run(self, model: nn.Module, ids: torch.Tensor, **labels: torch.Tensor) -> Any:
         mask = (ids != 0).long()
         return model(input_ids=ids, attention_mask=mask, **labels, **self._options)
 
-    def _output(self, model: nn.Module, inputs: object) -> torch.Tensor:
+    def _output(self, model: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return self._run(model, inputs).logits  # type: ignore[no-any-return]
 
-    def _loss_sum(self, model: nn.Module, inputs: object, targets: Any) -> torch.Tensor:
+    def _loss_sum(
+        self, model: nn.Module, inputs: torch.Tensor, targets: torch.Tensor
+    ) -> torch.Tensor:
         """Return the model's own mean loss times the number of targets; of rewards TRL's."""
         counted = self._counted(inputs, targets)
         if self._kind.name == "reward":
@@ -85,14 +88,18 @@ class LabelsReference(Reference):
             losses = F.softplus(-(better - worse - targets))
             return (losses + self._centring * (better + worse) ** 2).sum()
         if self._smoothing and model.training:
-            options: Any = {"ignore_index": IGNORED, "label_smoothing": self._smoothing}
-            logits = self._output(model, inputs).float().flatten(0, -2)
-            return F.cross_entropy(logits, targets.flatten(), reduction="sum", **options)
+            return F.cross_entropy(
+                self._output(model, inputs).float().flatten(0, -2),
+                targets.flatten(),
+                ignore_index=IGNORED,
+                reduction="sum",
+                label_smoothing=self._smoothing,
+            )
         if not counted:
             return self._output(model, inputs).sum() * 0.0
         return self._run(model, inputs, labels=targets).loss * counted  # type: ignore[no-any-return]
 
-    def _counted(self, inputs: object, targets: Any) -> int:
+    def _counted(self, inputs: torch.Tensor, targets: torch.Tensor) -> int:
         whole = self._kind.name in ("single", "tokens")
         return int((targets != IGNORED).sum()) if whole else int(targets.numel())
 

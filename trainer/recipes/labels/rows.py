@@ -22,6 +22,8 @@ SEQUENCE_LABELS = ("label", "labels")
 TOKEN_LABELS = ("ner_tags", "pos_tags", "tags", "labels")
 WORDS = "tokens"
 
+Label = Any
+"""A label as it stands in the data; nothing is known of it before it is numbered."""
 Given = str | Chat | list[str]
 """A text, a chat, or the words of a text."""
 
@@ -31,7 +33,7 @@ class LabelledText(NamedTuple):
     text: Given
     other: Given | None
     """The second text of a pair, or the answer that was rejected."""
-    label: Any
+    label: Label
     """As in the data; of two answers the margin."""
 
 
@@ -145,7 +147,7 @@ def _text(row: Row, column: str) -> str:
     return checked_text(row.place, value, f'column "{column}" holds ')
 
 
-def _value(row: Row, column: str) -> Any:
+def _value(row: Row, column: str) -> Label:
     there: Mapping[str, object] = row.columns
     if there.get(column) is not None:
         value = there[column]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -24,9 +24,9 @@ from trainer.data.sources.location import Location, locate
 from trainer.distributed.ranks import Ranks
 from trainer.errors import NoSamples, Problem
 from trainer.recipes.labels.encoded import Encoder
-from trainer.recipes.labels.kinds import Name
+from trainer.recipes.labels.kinds import Labelled, Name
 from trainer.recipes.labels.numbered import Numbering
-from trainer.recipes.labels.rows import read_rows
+from trainer.recipes.labels.rows import Label, read_rows
 from trainer.storage import Json
 from trainer.supervise.process import cache_folder
 
@@ -59,13 +59,13 @@ class LabelledSource:
     def __len__(self) -> int:
         return int(self.summary["samples"])
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Labelled:
         if self.kind == "reward":
             better, worse = (self._row(2 * index + side) for side in range(2))
             margin = float(self._labels[index])
             return {"chosen": better[0], "rejected": worse[0], "margin": margin}
         ids, span = self._row(index)
-        sample: dict[str, Any] = {"input_ids": ids}
+        sample: dict[str, np.ndarray] = {"input_ids": ids}
         sample["labels"] = self._labels[span] if self.kind == "tokens" else self._labels[index]
         if self._types is not None:
             sample["token_type_ids"] = self._types[span]
@@ -215,7 +215,7 @@ class _Preparing:
         tokens = array("i")
         types = array("B")
         edges = array("q", [0])
-        labels: list[tuple[str, Any]] = []
+        labels: list[tuple[str, Label]] = []
         places: list[list[int]] = []
         lost = {"dropped": 0, "truncated": 0}
         rows = read_rows(where, self.data, self.labels, kind)
@@ -245,7 +245,7 @@ class _Preparing:
             arrays["types"] = np.frombuffer(types, np.uint8)
         _save(folder, numbering, arrays, len(labels), lost)
 
-    def _numbering(self, labels: list[tuple[str, Any]]) -> Numbering:
+    def _numbering(self, labels: list[tuple[str, Label]]) -> Numbering:
         kind = self.known.kind
         if self.like is not None:
             return Numbering(kind, self.like.summary["names"], int(self.like.summary["count"]))
@@ -254,7 +254,7 @@ class _Preparing:
         return numbering
 
     def _stored(
-        self, numbering: Numbering, labels: list[tuple[str, Any]], places: list[list[int]]
+        self, numbering: Numbering, labels: list[tuple[str, Label]], places: list[list[int]]
     ) -> np.ndarray:
         """Return the labels of samples; of tokens one for each token."""
         if numbering.kind != "tokens":

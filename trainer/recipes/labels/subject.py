@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -28,6 +28,7 @@ from trainer.recipes.labels.encoded import Encoder
 from trainer.recipes.labels.kinds import KINDS, LabelKind, Name, Regression, Reward
 from trainer.recipes.labels.model import (
     BaseClasses,
+    built,
     labelled_config,
     padding_of,
     spec_of,
@@ -145,7 +146,7 @@ def tokenizer_of(context: RunContext, words: bool, **more: str) -> PreTrainedTok
 
     `words`: its texts are words that are given apart.
     """
-    options: dict[str, Any] = dict(more)
+    options: dict[str, object] = dict(more)
     section = context.section
     if words and tokenizer_name(section) is not None:
         # some tokenizers have to be told that a space is before each word
@@ -198,8 +199,8 @@ def _check_classes(
 
 def _check_fit(spec: ModelSpec, data: LabelData) -> None:
     """Raise unless the model has an id for each token, and a position."""
-    table: Any = spec.build()
-    check_ids(spec.name, len(table.get_input_embeddings().weight), data.largest_token_id)
+    table = built(spec).get_input_embeddings()
+    check_ids(spec.name, len(table.weight), data.largest_token_id)
     positions = spec.language.positions
     if positions is not None and data.longest > positions:
         expected = f"at most the model's {positions} positions"

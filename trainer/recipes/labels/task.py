@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ class LabelTask:
     whole_step: WholeStep | None = None
 
     def __init__(
-        self, kind: LabelKind, padding: int, hidden_size: int | None, options: dict[str, Any]
+        self, kind: LabelKind, padding: int, hidden_size: int | None, options: Mapping[str, object]
     ) -> None:
         """`options`: arguments of the model's forward that are the same in each."""
         self.kind = kind
@@ -151,7 +151,7 @@ class LabelTask:
             [batch, *alone],
         )
 
-    def _inputs(self, batch: Batch) -> dict[str, Any]:
+    def _inputs(self, batch: Batch) -> dict[str, object]:
         names = [
             name for name in ("input_ids", "attention_mask", "token_type_ids") if name in batch
         ]
@@ -171,7 +171,7 @@ def _wide(logits: torch.Tensor) -> torch.Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
-def _stacked(rows: Sequence[Any], width: int, fill: int) -> torch.Tensor:
+def _stacked(rows: Sequence[np.ndarray], width: int, fill: int) -> torch.Tensor:
     stacked = np.full((len(rows), width), fill, dtype=np.int64)
     for row, values in enumerate(rows):
         stacked[row, : len(values)] = values

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from trainer.data.mixture import Source, sample_of
 from trainer.distributed.seeding import derive
-from trainer.tasks.task import IGNORED
+from trainer.tasks.task import IGNORED, Sample
 
 HELD_OUT = -1
 """The epoch of an evaluation, whose masks are always the same."""
@@ -33,7 +31,7 @@ class MaskRule:
     """The tokens that are never predicted."""
 
     @property
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """A value that two rules share only if they mask alike."""
         shares = [self.probability, self.masked, self.random]
         return [*shares, self.mask_token, self.vocabulary, sorted(self.special)]
@@ -81,14 +79,14 @@ class Masked:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         """Return a sample as in an evaluation."""
         return self._masked(self._source[index], index, HELD_OUT)
 
-    def in_epoch(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def in_epoch(self, index: int, epoch: int) -> Sample:
         return self._masked(sample_of(self._source, index, epoch), index, epoch)
 
-    def _masked(self, sample: Mapping[str, Any], index: int, epoch: int) -> Mapping[str, Any]:
+    def _masked(self, sample: Sample, index: int, epoch: int) -> Sample:
         generator = np.random.default_rng(derive("mask", self._seed, index, epoch))
         inputs, targets = self._rule.apply(sample["input_ids"], generator)
         return {"input_ids": inputs, "labels": targets}
@@ -109,13 +107,13 @@ class WholeTexts:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         return self._whole(self._source[index])
 
-    def in_epoch(self, index: int, epoch: int) -> Mapping[str, Any]:
+    def in_epoch(self, index: int, epoch: int) -> Sample:
         return self._whole(sample_of(self._source, index, epoch))
 
-    def _whole(self, sample: Mapping[str, Any]) -> Mapping[str, Any]:
+    def _whole(self, sample: Sample) -> Sample:
         tokens = np.append(sample["input_ids"], sample["targets"][-1])
         if len(tokens) == self._length:
             tokens[-1] = self._end

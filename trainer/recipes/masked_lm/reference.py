@@ -13,6 +13,7 @@ from trainer.certify.tiny_run import Tiny
 from trainer.models.spec import ModelSpec
 from trainer.recipes.labels.kinds import OfTokens
 from trainer.recipes.labels.reference import LabelsReference
+from trainer.tasks.task import Sample
 
 
 class MaskedReference(LabelsReference):
@@ -24,7 +25,7 @@ class MaskedReference(LabelsReference):
         kind = OfTokens(spec.language.vocabulary)
         super().__init__(small, spec, own, data, kind, device)
 
-    def _samples(self, step: int, data_rank: int) -> list[list[Any]]:
+    def _samples(self, step: int, data_rank: int) -> list[list[Sample]]:
         """Return the samples of each micro-batch, with the masks of their epoch."""
         layout = self._layout
         shape = layout.accumulation, layout.data_ranks, layout.micro_batch

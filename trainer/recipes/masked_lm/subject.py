@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -37,6 +37,7 @@ from trainer.recipes.masked_lm.model import (
 from trainer.recipes.masked_lm.task import MaskedTask
 from trainer.storage import Json
 from trainer.supervise.process import cache_folder
+from trainer.tasks.task import Sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -103,8 +104,8 @@ class MaskedSubject(Subject):
         whole = flops_of(self.spec, section.masked, section.data.sequence_length)
         return whole / section.masked.probability
 
-    def samples(self, numbers: list[int], **options: Any) -> str:
-        return preview(_Shown(self.data.train), self.tokenizer, numbers, **options)
+    def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
+        return preview(_Shown(self.data.train), self.tokenizer, numbers, width, in_full)
 
     def measures(self, loss: float) -> dict[str, float]:
         return {"perplexity": math.exp(min(loss, 700.0))}
@@ -123,7 +124,7 @@ class _Shown:
     def __len__(self) -> int:
         return len(self._source)
 
-    def __getitem__(self, index: int) -> Mapping[str, Any]:
+    def __getitem__(self, index: int) -> Sample:
         sample = self._source[index]
         return {"input_ids": sample["input_ids"], "targets": sample["labels"]}
 

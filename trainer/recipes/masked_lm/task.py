@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from trainer.distributed.exchange import vocabulary_shard_of_head
+from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of_head
 from trainer.errors import ConfigError, Problem
 from trainer.models.language.forward import without_cache
 from trainer.models.language.head import ends_in_head
 from trainer.models.spec import ModelSpec
 from trainer.recipes.labels.kinds import Labelled, OfTokens
 from trainer.recipes.labels.task import LabelTask
-from trainer.tasks.cross_entropy import (
+from trainer.tasks.losses.cross_entropy import (
     NO_OPTIONS,
     LossHead,
     LossOptions,
@@ -65,7 +65,7 @@ class MaskedTask(LabelTask):
     kind: OfTokens
 
     def __init__(self, spec: ModelSpec, padding: int) -> None:
-        model: Any = spec.build()
+        model = spec.build()
         kind = OfTokens(spec.language.vocabulary)
         super().__init__(kind, padding, spec.language.hidden_size, without_cache(model))
 
@@ -143,7 +143,7 @@ class MaskedTask(LabelTask):
         targets = chosen(batch["labels"], batch["places"])
         return logits_cross_entropy(logits, targets, options, self._shard(model))
 
-    def _shard(self, model: nn.Module) -> Any:
+    def _shard(self, model: nn.Module) -> VocabularyShard | None:
         head = head_of(model)
         return None if head is None else vocabulary_shard_of_head(head)
 

@@ -76,10 +76,10 @@ class PreferenceReference(LanguageReference):
         judged = super().held_out(state)
         return judged._replace(figures=self._figures(self._evaluated_samples()))
 
-    def _prepared(self, documents: Any, longest: int) -> list[Any]:
+    def _prepared(self, documents: Drawn, longest: int) -> list[Pair]:  # type: ignore[override]
         """Return the pairs that were drawn, without their reference."""
-        drawn: Drawn = documents
-        sides = zip(drawn.chosen, drawn.rejected, drawn.margins.tolist(), strict=True)
+        margins = documents.margins.tolist()
+        sides = zip(documents.chosen, documents.rejected, margins, strict=True)
         nothing = np.zeros(2)
         return [
             Pair(sample_of(chosen, longest), sample_of(rejected, longest), nothing, nothing, margin)
@@ -101,7 +101,9 @@ class PreferenceReference(LanguageReference):
         known = zip(pairs, exact, low, strict=True)
         return [pair._replace(reference=one, low=other) for pair, one, other in known]
 
-    def _references(self, model: nn.Module, pairs: Any, drawn: Drawn) -> list[np.ndarray]:
+    def _references(
+        self, model: nn.Module, pairs: Sequence[Pair], drawn: Drawn
+    ) -> list[np.ndarray]:
         """Return both log-probabilities of each pair, with what is added to them."""
         model.eval()
         with torch.no_grad():
@@ -117,7 +119,7 @@ class PreferenceReference(LanguageReference):
         each = torch.log_softmax(logits, -1).gather(-1, wanted)[..., 0]
         return each.where(counted, 0.0).sum(1)
 
-    def _blank(self, sample: Any) -> Any:
+    def _blank(self, sample: Pair) -> Pair:
         blank = super()._blank
         return sample._replace(chosen=blank(sample.chosen), rejected=blank(sample.rejected))
 
@@ -136,16 +138,15 @@ class PreferenceReference(LanguageReference):
         own = [row[0] for row in rows]
         both = zip(own, [*own[1:], own[0]], strict=True)
         nothing = np.zeros(2)
-        pairs: Any = [Pair(chosen, rejected, nothing, nothing, 0.0) for chosen, rejected in both]
+        pairs = [Pair(chosen, rejected, nothing, nothing, 0.0) for chosen, rejected in both]
         return [MicroBatch(rank, number, *self._collated(pairs))]
 
-    def _collated(self, samples: Sequence[Any], width: int = 0) -> tuple[torch.Tensor, Any]:
-        pairs: Sequence[Pair] = samples
-        sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    def _collated(self, samples: Sequence[Pair], width: int = 0) -> tuple[torch.Tensor, Compared]:
+        sides = [pair.chosen for pair in samples] + [pair.rejected for pair in samples]
         inputs, targets = super()._collated(sides, width)
-        exact = np.array([pair.reference for pair in pairs])
-        low = np.array([pair.low for pair in pairs])
-        margins = np.array([pair.margin for pair in pairs])
+        exact = np.array([pair.reference for pair in samples])
+        low = np.array([pair.low for pair in samples])
+        margins = np.array([pair.margin for pair in samples])
         numbers = map(torch.from_numpy, (exact, low, margins))
         return inputs, Compared(targets, *(values.to(self._device) for values in numbers))
 
@@ -155,19 +156,18 @@ class PreferenceReference(LanguageReference):
         known = [*sums.chunk(2), *reference.unbind(1), *tokens.chunk(2)]
         return Answers._make([*known, compared.margins])
 
-    def _loss_sum(self, model: nn.Module, inputs: Any, targets: Any) -> torch.Tensor:
+    def _loss_sum(self, model: nn.Module, inputs: torch.Tensor, targets: Compared) -> torch.Tensor:
         """Return the loss of the pairs, the chosen answers' cross-entropy in training, and what
         the model adds to a micro-batch's loss, for each pair."""
-        compared: Compared = targets
-        counted = self._has_targets(compared)
-        sums = self._sums(model, inputs, compared)
-        answers = self._answers(model, sums, compared)
+        counted = self._has_targets(targets)
+        sums = self._sums(model, inputs, targets)
+        answers = self._answers(model, sums, targets)
         total = self._kind.compute(answers, self._keys)[counted].sum()
         if model.training and self._sft:
             total = total - self._share * answers.chosen[counted].sum()
-        return total + self._added(model, inputs, compared) if self._adds_to_loss else total
+        return total + self._added(model, inputs, targets) if self._adds_to_loss else total
 
-    def _added(self, model: nn.Module, inputs: Any, compared: Compared) -> torch.Tensor:
+    def _added(self, model: nn.Module, inputs: torch.Tensor, compared: Compared) -> torch.Tensor:
         """Return what the model's own loss has beside the mean of its tokens, for each pair."""
         targets = compared.targets
         own = model(input_ids=inputs, labels=targets, shift_labels=targets, use_cache=False)
@@ -177,7 +177,7 @@ class PreferenceReference(LanguageReference):
     def _has_targets(self, compared: Compared) -> torch.Tensor:
         return (compared.targets != IGNORED).any(1).chunk(2)[0]
 
-    def _counted(self, inputs: object, targets: Any) -> int:
+    def _counted(self, inputs: torch.Tensor, targets: Compared) -> int:
         return int(self._has_targets(targets).sum())
 
     def _count(self, parts: Iterable[MicroBatch]) -> int:
@@ -189,7 +189,7 @@ class PreferenceReference(LanguageReference):
         self._share = self._sft * pairs / max(tokens, 1)
         return pairs
 
-    def _figures(self, samples: Sequence[Any]) -> tuple[Figure, ...]:
+    def _figures(self, samples: Sequence[Pair]) -> tuple[Figure, ...]:
         """Return the sums of the task's measures over the held-out pairs, in its order."""
         self.model.eval()
         rows = []

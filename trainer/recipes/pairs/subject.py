@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
@@ -52,14 +52,14 @@ class PairsSubject(LanguageSubject):
     def amount(self, samples: int, section: TrainerSection) -> str:
         return super().amount(2 * samples, section)
 
-    def samples(self, numbers: list[int], **options: Any) -> str:
+    def samples(self, numbers: list[int], width: int = 100, in_full: bool = False) -> str:
         """Return both answers of some pairs, each behind its prompt."""
         lines = []
         for number in numbers:
             sample = self.data.train[number]
             margin = f", margin {sample['margin']:g}" if sample["margin"] else ""
             for side in ("chosen", "rejected"):
-                shown = preview([sample[side]], self.tokenizer, [0], **options)
+                shown = preview([sample[side]], self.tokenizer, [0], width, in_full)
                 lines.append(shown.replace("sample 0:", f"pair {number}, {side}{margin}:", 1))
         return "\n".join(lines)
 

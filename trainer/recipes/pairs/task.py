@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +14,9 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.spec import ModelSpec
 from trainer.recipes.causal_lm.task import CausalLM, head_of
 from trainer.recipes.pairs.losses import LOSSES, Answers, PairLossKind
-from trainer.tasks.cross_entropy import LossHead
+from trainer.tasks.losses.cross_entropy import LossHead
 from trainer.tasks.losses.token_losses import TokenLossHead, logits_token_losses
-from trainer.tasks.task import IGNORED, Batch, changed
+from trainer.tasks.task import IGNORED, Batch, Sample, changed
 
 FIGURES = (
     "rewards/chosen",
@@ -38,19 +37,17 @@ class PairsTask(CausalLM):
     has the reference's log-probabilities, once they are known.
     """
 
-    def __init__(self, *given: Any, **more: Any) -> None:
-        super().__init__(*given, **more)
-        self.keys = PairsSection()
-        self._kind: PairLossKind = LOSSES["sigmoid"]
-        self._sft = 0.0
-        self._share: torch.Tensor | float = 0.0
-        """The pairs of the step for each token of its chosen answers, times the weight of these."""
-        self._batch: Batch = {}
-        self._pairs: Answers | None = None
-        self._column = 0
-        self.measures = FIGURES
-        self.figures: torch.Tensor | None = None
-        """The sums of FIGURES in training since they were last taken, and the number of pairs."""
+    keys: PairsSection = PairsSection()
+    _kind: PairLossKind = LOSSES["sigmoid"]
+    _sft: float = 0.0
+    _share: torch.Tensor | float = 0.0
+    """The pairs of the step for each token of its chosen answers, times the weight of these."""
+    _batch: Batch = {}
+    _pairs: Answers | None = None
+    _column = 0
+    measures: tuple[str, ...] = FIGURES
+    figures: torch.Tensor | None = None
+    """The sums of FIGURES in training since they were last taken, and the number of pairs."""
 
     def comparing(self, keys: PairsSection) -> PairsTask:
         """Return the same task with the config's loss."""
@@ -95,7 +92,7 @@ class PairsTask(CausalLM):
     def _loss_head(self, own: nn.Linear) -> LossHead:
         return TokenLossHead(own)
 
-    def collate(self, samples: Sequence[Any]) -> Batch:
+    def collate(self, samples: Sequence[Sample]) -> Batch:
         """Pad both answers of each pair, the chosen ones first: `input_ids` and `targets`
         [2 x pairs, longest], `scored` as `scored_in` has it; `margins` [pairs], and `reference` and
         `places` where a sample has them.
@@ -118,7 +115,7 @@ class PairsTask(CausalLM):
             batch["sources"] = torch.tensor([[sample["source"]] for sample in samples])
         return batch
 
-    def blank(self, sample: Any) -> Mapping[str, object]:
+    def blank(self, sample: Sample) -> Mapping[str, object]:
         both = {side: super(PairsTask, self).blank(sample[side]) for side in ("chosen", "rejected")}
         return {**sample, **both}
 

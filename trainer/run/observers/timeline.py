@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.config.sections.trainer import ProfileSection
 from trainer.errors import DiskError
@@ -15,6 +15,7 @@ from trainer.trackers import JsonLines
 
 if TYPE_CHECKING:
     import torch
+    from torch.profiler import profile
 
 NAME = "timeline.jsonl"
 PROFILE = "profile"
@@ -91,7 +92,7 @@ class StepProfiler:
         self._last = wanted.start + wanted.steps - 1
         self._folder = run_folder / PROFILE
         self._device = device
-        self._profile: Any = None
+        self._profile: profile | None = None
         self._phase = ExitStack()
 
     def at(self, phase: Phase, step: int) -> None:

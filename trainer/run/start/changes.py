@@ -67,7 +67,7 @@ def refuse_changed(source: Path, description: Json) -> list[str]:
     return [*notes, *(f"changed since the checkpoint: {line}" for line in changed)]
 
 
-def _comparable(saved: Any, here: Mapping[str, object]) -> tuple[object, list[str]]:
+def _comparable(saved: Json | None, here: Mapping[str, object]) -> tuple[object, list[str]]:
     """Return a checkpoint's description of its data, with what can be compared alone, and a note.
 
     Earlier versions hashed pickles of own data, which differ between processes.

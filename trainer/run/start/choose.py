@@ -8,7 +8,6 @@ from dataclasses import replace
 from enum import StrEnum
 from itertools import count
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from trainer import checkpoint
@@ -175,7 +174,7 @@ def _lock_everywhere(folder: Path, ranks: Ranks) -> bool:
     return all(ranks.each_node_first(lambda: locks.hold(folder)).values())
 
 
-def _state(folder: Path, raw: Any, request: Request) -> str:
+def _state(folder: Path, raw: object, request: Request) -> str:
     """Return the state of the run in a folder, by which this one resumes it or begins."""
     if request.fresh or request.path is not None:
         return Earlier.NONE

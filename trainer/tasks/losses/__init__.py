@@ -1,1 +1,1 @@
-"""Losses that a task may build on, beside the cross-entropy."""
+"""Losses that a task may build on."""

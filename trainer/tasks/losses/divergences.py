@@ -26,21 +26,21 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.cross_entropy import (
+from trainer.tasks.losses.chunks import (
+    AutogradContext,
     ChunkGradients,
-    LossObserver,
     chunk_logits,
-    chunk_loss,
     product_chunks,
     times,
 )
+from trainer.tasks.losses.cross_entropy import LossObserver, chunk_loss
 from trainer.tasks.task import IGNORED
 
 Divergence = Literal["forward", "reverse", "jensen_shannon"]
@@ -104,7 +104,7 @@ def logits_divergence(
     mixed: Mixed,
     shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
-    """Return the sums from logits [..., v]: those of this rank's `shard`, if it has not all."""
+    """Return the sums from logits [..., v]: those of this rank's `shard`; None: of all."""
     flat = logits.reshape(-1, logits.shape[-1])
     call = _DivergenceCall(mixed, teacher, torch.is_grad_enabled(), shard)
     return _Mixed.apply(flat, None, None, targets.reshape(-1), call)  # type: ignore[no-any-return]
@@ -125,7 +125,7 @@ class _Mixed(torch.autograd.Function):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: AutogradContext,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -148,7 +148,7 @@ class _Mixed(torch.autograd.Function):
         return sums.to(wide)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if one is None else times(one, grad[0]) for one in ctx.saved_tensors]
         return (*scaled, None, None)
 
@@ -288,7 +288,7 @@ def logits_likeliest(
     temperature: float,
     shard: VocabularyShard | None = None,
 ) -> torch.Tensor:
-    """Return the same from logits [n, v]: those of this rank's `shard`, if it has not all."""
+    """Return the same from logits [n, v]: those of this rank's `shard`; None: of all."""
     start = 0 if shard is None else shard.start
     scaled = logits.to(torch.promote_types(logits.dtype, torch.float32)) / temperature
     known = scaled[:, : max(0, vocabulary - start)]

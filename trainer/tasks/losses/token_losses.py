@@ -1,6 +1,6 @@
 """The cross-entropy of each token, differentiable, with one chunk of logits in memory at a time.
 
-Unlike the sum (`tasks/cross_entropy.py`), whose gradient is computed in the forward pass, each
+Unlike the sum (`cross_entropy.py`), whose gradient is computed in the forward pass, each
 token's loss may have another gradient: that of a loss of whole sequences. So the logits of a chunk
 are computed once more in the backward pass, from the hidden states; what is kept of the forward
 pass is a number a token, the logarithm of its total.
@@ -10,20 +10,20 @@ Shapes: n tokens, h hidden size, v vocabulary. The loss of a target of -100 is 0
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
-from trainer.tasks.cross_entropy import (
-    NO_OPTIONS,
+from trainer.tasks.losses.chunks import (
+    AutogradContext,
     ChunkGradients,
-    LossHead,
     chunk_logits,
     product_chunks,
 )
+from trainer.tasks.losses.cross_entropy import NO_OPTIONS, LossHead
 from trainer.tasks.task import IGNORED
 
 
@@ -47,7 +47,7 @@ def linear_token_losses(
 def logits_token_losses(
     logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard | None = None
 ) -> torch.Tensor:
-    """Return the same from logits [..., v]: those of this rank's `shard`, if it has not all."""
+    """Return the same from logits [..., v]: those of this rank's `shard`; None: of all."""
     flat = logits.reshape(-1, logits.shape[-1])
     losses: torch.Tensor = _TokenLosses.apply(flat, None, None, targets.reshape(-1), shard)
     return losses.view_as(targets)
@@ -66,12 +66,18 @@ class TokenLossHead(LossHead):
         return linear_token_losses(hidden, self.weight, self.bias, targets)
 
 
+class _TokenContext(AutogradContext, Protocol):
+    parts: list[slice]
+    """The chunks of tokens."""
+    shard: VocabularyShard | None
+
+
 class _TokenLosses(torch.autograd.Function):
     """The losses [n] of hidden states [n, h] or, without a weight, of logits [n, v]."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: _TokenContext,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -92,7 +98,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: _TokenContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
         given, weight, bias, targets, log_totals = ctx.saved_tensors
         wide = log_totals.dtype
         gradients = ChunkGradients(given, weight, bias, wide, ctx.needs_input_grad[:3])

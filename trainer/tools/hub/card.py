@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import ModelCard, ModelCardData
 
@@ -61,9 +60,10 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
     ).content.encode()
 
 
-def _is_hub_id(name: Any) -> bool:
-    named = isinstance(name, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name)
-    return bool(named) and may_be_hub_id(name)
+def _is_hub_id(name: object) -> bool:
+    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+        return False
+    return may_be_hub_id(name)
 
 
 def _certificate(folder: Path, named: str | None, request: object) -> Row | None:

@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
@@ -72,7 +71,9 @@ def push(section: HubSection, name: str, folder: Path) -> str:
             files |= {str(file.relative_to(folder)): file for file in inner}
         earlier = re.compile(f"{MODEL}|checkpoints/.*" if section.checkpoints else MODEL)
         old = {file for file in HfApi().list_repo_files(name) if earlier.fullmatch(file)}
-        operations: list[Any] = [CommitOperationAdd(*file) for file in files.items()]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(*file) for file in files.items()
+        ]
         operations += map(CommitOperationDelete, sorted(old - files.keys()))
         message = f"Push the model of {folder.resolve().name}"
         address = str(HfApi().create_commit(name, operations, commit_message=message).repo_url)

@@ -21,12 +21,13 @@ def adapter(draft: Draft, keys: Roles) -> None:
     if not kind.key:
         return
     if not kind.is_set or kind.value in (0, "full"):
-        draft.skip(kind, dropout, folder, *rest)
+        draft.skip(kind, dropout, folder, keys["loraplus_lr_ratio"], *rest)
         return
     if kind.value not in (1, "lora", "qlora"):
         raise kind.refused("lora, or all parameters: no other is offered")
     draft.put(kind, "trainer.adapter.type", "lora")
     _bits(draft, keys)
+    _faster_b(draft, keys)
     if dropout.value:
         draft.put(dropout, "trainer.adapter.dropout", dropout.value)
     draft.skip(*(() if dropout.value else (dropout,)))
@@ -63,6 +64,22 @@ def _bits(draft: Draft, keys: Roles) -> None:
         draft.note(entry, "other parameters are in the run's precision, and not all in float32")
     else:
         draft.skip(nested)
+
+
+def _faster_b(draft: Draft, keys: Roles) -> None:
+    """Set the learning rate of each matrix B as LoRA+ has it (arXiv 2402.12354)."""
+    ratio = keys["loraplus_lr_ratio"]
+    others = [keys[name] for name in ("lora_bias", "use_dora", "lora_modules_to_save")]
+    vectors = any(entry.value not in (None, False, "", "none") for entry in others)
+    if not ratio.is_set:
+        draft.skip(ratio)
+    elif vectors:
+        draft.lose(
+            ratio, "other parameters that are vectors would have the learning rate of B, too"
+        )
+    else:
+        group = {"names": "*lora_B*", "lr_multiplier": ratio.value}
+        draft.put(ratio, "trainer.parameter_groups", [group])
 
 
 _TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear")

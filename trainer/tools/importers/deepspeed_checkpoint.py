@@ -28,7 +28,7 @@ import torch
 from trainer.data.order import KEYED
 from trainer.errors import ConfigError, DataError, Problem, refused
 from trainer.state import MASTER, WEIGHT, Part, RunState, StateTensor
-from trainer.storage import REFUSED_PICKLE, check_regular
+from trainer.storage import REFUSED_PICKLE, Json, check_regular
 
 Shape = tuple[int, ...]
 Extents = list[tuple[int, int, int]]
@@ -99,8 +99,8 @@ def _imported(folder: Path) -> Imported:
     first = shards.states[0]
     entries = [entry for placed in shards.placed() for entry in shards.entries(*placed)]
     entries += _frozen(shards.models) + _buffers(model)
-    inner = next(iter(_inner(first, shards.stage)), {})
-    scalars = {"optimizer_step": float(inner.get("step", model["global_steps"]))}
+    inner: Json = next(iter(_inner(first, shards.stage)), {})
+    scalars = {"optimizer_step": float(inner["step"] if "step" in inner else model["global_steps"])}
     scaler = vars(first["loss_scaler"]) if first.get("dynamic_loss_scale") else {}
     scalars |= {f"scaler.{key}": float(scaler[key]) for key in _SCALARS if key in scaler}
     state = RunState(int(model["global_steps"]), int(model["global_samples"]), 0, scalars)
@@ -120,8 +120,8 @@ class _ZeroFiles:
     """The content of the files of all data-parallel ranks."""
 
     stage: int
-    models: list[dict[str, Any]]
-    states: list[dict[str, Any]]
+    models: list[Json]
+    states: list[Json]
     """The optimizer's state of each rank."""
     version: str
     masters: Flats
@@ -201,7 +201,7 @@ def _files(folder: Path, kind: str) -> list[Path]:
     return files
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> Json:
     expected = "a file that torch.save wrote"
     # whatever a damaged archive or pickle raises
     with refused(str(file), expected, named=True, raises=DataError):
@@ -221,9 +221,7 @@ def _read(file: Path) -> dict[str, Any]:
         return content
 
 
-def _flat_tensors(
-    states: Sequence[Mapping[str, object]], stage: int
-) -> tuple[Flats, dict[str, Flats]]:
+def _flat_tensors(states: Sequence[Json], stage: int) -> tuple[Flats, dict[str, Flats]]:
     """Return the masters, and the moments by name, if there are any."""
     key = "fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"
     masters = [list(ranks) for ranks in zip(*(state[key] for state in states), strict=True)]
@@ -236,7 +234,7 @@ def _flat_tensors(
     }
 
 
-def _inner(state: Mapping[str, Any], stage: int) -> list[dict[str, Any]]:
+def _inner(state: Json, stage: int) -> list[Json]:
     """Return the inner optimizer's state of each flat tensor."""
     inner = state["optimizer_state_dict" if stage == 3 else "base_optimizer_state"]
     if isinstance(inner, list):  # `elastic_checkpoint`
@@ -306,7 +304,7 @@ def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) 
     return known
 
 
-def _frozen(models: Sequence[Mapping[str, Any]]) -> list[StateTensor]:
+def _frozen(models: Sequence[Json]) -> list[StateTensor]:
     """List the frozen parameters: whole or, in stage 3, in parts of each rank."""
     entries = []
     for name, shape in (models[0].get("frozen_param_shapes") or {}).items():
@@ -320,7 +318,7 @@ def _joined(parts: Sequence[torch.Tensor], shape: Shape) -> torch.Tensor:
     return torch.cat([part.flatten() for part in parts])[: math.prod(shape)].view(shape)
 
 
-def _buffers(model: Mapping[str, Any]) -> list[StateTensor]:
+def _buffers(model: Json) -> list[StateTensor]:
     named = ((name, model["module"].get(name)) for name in model["buffer_names"])
     return [
         _entry(name, WEIGHT, tuple(buffer.shape), buffer.dtype, partial(torch.clone, buffer))
@@ -329,7 +327,9 @@ def _buffers(model: Mapping[str, Any]) -> list[StateTensor]:
     ]
 
 
-def _entry(name: str, key: str, shape: Shape, dtype: torch.dtype, read: Any) -> StateTensor:
+def _entry(
+    name: str, key: str, shape: Shape, dtype: torch.dtype, read: Callable[[], torch.Tensor]
+) -> StateTensor:
     def parts() -> list[Part]:
         return [Part(read())]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from trainer.errors import ConfigError, Problem, show
 from trainer.storage import Json
@@ -84,7 +83,7 @@ def _sections_of(entry: Entry) -> tuple[Entry, object]:
     return Entry(entry.key, given.get("test_split_size") or 0), given.get("datasets")
 
 
-def _listed(entry: Entry, given: Any) -> list[Json]:
+def _listed(entry: Entry, given: object) -> list[Json]:
     """Return data sets as the alignment handbook names their parts; TRL says path and name."""
     listed = given if isinstance(given, list) else []
     sets = [one if isinstance(one, dict) else {} for one in listed]
@@ -125,7 +124,7 @@ def _paired(draft: Draft, keys: Roles) -> list[Json]:
     ]
 
 
-def _part(draft: Draft, entry: Entry, one: Mapping[str, Any]) -> Json:
+def _part(draft: Draft, entry: Entry, one: Json) -> Json:
     """Convert one data set; its columns say what its rows hold."""
     columns = one.get("columns") or []
     part = {"path": str(one["id"]), "split": str(one.get("split") or "train")}

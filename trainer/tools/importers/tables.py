@@ -82,7 +82,7 @@ def shared_rows(content: Json) -> dict[str, KeyRule]:
     return {key: row for key, row in rows if row.section != "carried" or key in taken}
 
 
-def rows_of(content: Mapping[str, Any]) -> Iterator[tuple[str, KeyRule]]:
+def rows_of(content: Json) -> Iterator[tuple[str, KeyRule]]:
     yield from ((key, KeyRule("carried", "@")) for key in content.get("joint", "").split())
     for section in ("listed", "unlike"):
         yield from ((key, KeyRule(section)) for key in content.get(section, "").split())
@@ -211,7 +211,7 @@ def _other(kind: str, entries: Sequence[Entry]) -> Problem:
     return Problem(entries[0].key, f"saw {keys}: {kind}", expected, hint)
 
 
-def _alike(value: Any, values: Iterable[object]) -> bool:
+def _alike(value: object, values: Iterable[object]) -> bool:
     """Return True if a value, or each value in a section or list, is one of `values`."""
     if isinstance(value, dict | list):
         inner = value.values() if isinstance(value, dict) else value

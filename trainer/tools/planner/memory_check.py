@@ -14,7 +14,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 import torch
@@ -27,7 +26,7 @@ from trainer.errors import ConfigError, Problem, first_line
 from trainer.run.describe import resolved
 from trainer.run.prepare import Prepared
 from trainer.run.start.folder import PLAN
-from trainer.storage import disk_errors, replace_file
+from trainer.storage import Json, disk_errors, replace_file
 from trainer.supervise.world import NO_GPUS
 from trainer.tools.planner.candidates import overrides_of
 from trainer.tools.planner.cluster import RESERVED, described, gib
@@ -90,7 +89,7 @@ def predict(
         missing = f"{gib(needed - device.memory)} too many"
         actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"
         expected = f"at most the {gib(device.memory)} of {device.name}"
-        hint = f'trainer.plan="warn" tries all the same{_proposed(plan)}'
+        hint = f'trainer.plan="warn" tries anyway{_proposed(plan)}'
         raise ConfigError(Problem("memory", actual, expected, hint))
     room = f"of {gib(device.memory)} that the {owner} has for it"
     lines = [f"memory  {gib(needed)} predicted on the fullest rank, {room}"]
@@ -123,7 +122,7 @@ def named(name: str, memory: float) -> Device:
     return replace(device_named(name, memory) or UNKNOWN, name=name, memory=memory)
 
 
-def simulated(prepared: Prepared, machine: Machine, device: Device) -> dict[str, Any]:
+def simulated(prepared: Prepared, machine: Machine, device: Device) -> Json:
     """Predict this run in a process of its own. Raises OSError, SubprocessError, ValueError."""
     config = resolved(prepared)
     config["trainer"]["engine"] = prepared.engine_name
@@ -171,7 +170,7 @@ def alone(environment: Mapping[str, str]) -> dict[str, str]:
     return {**kept, **NO_GPUS, "PYTHONPATH": paths}
 
 
-def _proposed(plan: Mapping[str, Any]) -> str:
+def _proposed(plan: Json) -> str:
     """Return the sentence on the first proposal; empty without one."""
     if not plan.get("proposals"):
         return ""

@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.process import BaseProcess
 
 import torch
 from torch import nn
@@ -89,7 +89,7 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
     if any(workload.engine_name == "deepspeed" for workload, _ in jobs):
         imported("deepspeed", "engine deepspeed")  # seconds, once and not in each process
     traces: dict[int, Trace] = {}
-    running: dict[Connection, tuple[int, Any]] = {}
+    running: dict[Connection, tuple[int, BaseProcess]] = {}
     work = [len(job.spec.blocks) * job.layout.accumulation for job, _ in jobs]
     # the longest first, so that no core waits long at the end
     waiting = sorted(range(len(jobs)), key=lambda index: work[index])
@@ -105,12 +105,12 @@ def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) ->
             running[ours] = index, process
         for ready in wait(list(running)):
             assert isinstance(ready, Connection)
-            index, process = running.pop(ready)
-            traces[index] = _received(jobs[index][1], process, ready)
+            index, ended = running.pop(ready)
+            traces[index] = _received(jobs[index][1], ended, ready)
     return [traces[index] for index in range(len(jobs))]
 
 
-def _received(rank: int, process: Any, pipe: Connection) -> Trace:
+def _received(rank: int, process: BaseProcess, pipe: Connection) -> Trace:
     try:
         trace, problem = pipe.recv()
     except EOFError:

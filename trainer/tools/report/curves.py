@@ -47,8 +47,9 @@ def losses(record: RunRecord) -> Chapter:
     _line(axes, record.steps, "loss", style.BLUE, "training")
     _line(axes, record.evaluations, "evaluation_loss", style.OCHRE, "held-out", marked=True)
     if odd := [row["step"] for row in record.steps if not math.isfinite(number(row, "loss"))]:
-        at_bottom: Any = {"transform": axes.get_xaxis_transform(), "label": "not finite"}
-        axes.plot(odd, [0.02] * len(odd), "x", color=style.RED, **at_bottom)
+        bottom = axes.get_xaxis_transform()
+        height = [0.02] * len(odd)
+        axes.plot(odd, height, "x", color=style.RED, transform=bottom, label="not finite")
     axes.set_ylabel("nats per target")
     for accuracy in accuracies:
         name, colour = ACCURACIES[accuracy]
@@ -158,8 +159,9 @@ def memory(record: RunRecord) -> Chapter:
     text = "The run has logged no memory yet."
     if measured:
         text = "The largest memory on the first rank since the run was last started, as logged."
-    two: Any = {"rows": 2, "height_ratios": (2.4, 0.7)}
-    made, (axes, *below) = style.figure(4.4, **two) if predicted else style.figure(2.8)
+    made, (axes, *below) = (
+        style.figure(4.4, rows=2, height_ratios=(2.4, 0.7)) if predicted else style.figure(2.8)
+    )
     peak = predicted[0] / 2**30 if predicted else 0.0
     if predicted:
         axes.axhline(peak, color=style.OCHRE, label="predicted peak", **DASHED)
@@ -184,8 +186,10 @@ def _split_bar(axes: Axes, parts: Mapping[str, float]) -> None:
         share = parts[name] / total
         style.bar(axes, left, share, PHASES[name], name)
         if share >= 0.07:
-            look: Any = {"ha": "center", "va": "center", "color": "white", "fontsize": 8}
-            axes.text(left + share / 2, 0, f"{share:.0%}", **look)
+            middle = left + share / 2
+            axes.text(
+                middle, 0, f"{share:.0%}", ha="center", va="center", color="white", fontsize=8
+            )
         left += share
     axes.grid(False)
     axes.spines[:].set_visible(False)

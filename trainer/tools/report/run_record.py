@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -15,7 +15,7 @@ from trainer import checkpoint
 from trainer.errors import ConfigError, Problem
 from trainer.run.observers import timeline
 from trainer.run.start.folder import PLAN
-from trainer.storage import check_regular, json_in, parse_json
+from trainer.storage import Json, check_regular, json_in, parse_json
 from trainer.supervise import status_files
 
 LONGEST = 1 << 20
@@ -23,7 +23,7 @@ MOST = 8192
 """The most bytes of a line, and the most rows of a kind that are kept."""
 STEP = re.compile(rb'\{"step": (\d{1,14}), .{0,200}?"loss": (-?\d[\d.e+-]{0,30})[,}]')
 """A step's line as a run writes it: to parse all of a million takes long."""
-Row = dict[str, Any]
+Row = Json
 _Line = tuple[int, float, bytes]
 T = TypeVar("T")
 
@@ -102,7 +102,7 @@ def read(folder: Path) -> RunRecord:
     )
 
 
-def number(row: Mapping[str, Any], key: str) -> float:
+def number(row: Row, key: str) -> float:
     """Return the number at `key`; NaN if it is missing or was not finite."""
     value = row.get(key)
     return float(value) if value is not None and _is_number(value) else math.nan

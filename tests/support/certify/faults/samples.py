@@ -58,11 +58,9 @@ def samples_in_the_order_of_epoch_0(engine: str) -> Any:
 
 
 def last_chunk_dropped(engine: str) -> Any:
-    from trainer.tasks import cross_entropy
+    from trainer.tasks.losses import chunks
 
-    return around(
-        cross_entropy, "chunks_of", lambda real, *args, **kwargs: real(*args, **kwargs)[:-1]
-    )
+    return around(chunks, "chunks_of", lambda real, *args, **kwargs: real(*args, **kwargs)[:-1])
 
 
 def means_of_means(engine: str) -> Any:
@@ -98,7 +96,7 @@ def rows_of_64(engine: str) -> Any:
 
 
 def accuracy_of_the_next_target(engine: str) -> Any:
-    from trainer.tasks import cross_entropy
+    from trainer.tasks.losses import cross_entropy
 
     return around(
         cross_entropy,

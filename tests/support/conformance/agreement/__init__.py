@@ -42,7 +42,7 @@ def disagreements(traces: Sequence[Trace], layout: Layout) -> list[Problem]:
       same dtypes and sizes; groups of the same members count as one;
     - in each phase, for each pair of ranks and direction, every send has its receive, in the same
       order, with the same dtype and size;
-    - over all groups and pairs together no rank waits for ever, even if no send is buffered and no
+    - over all groups and pairs together no rank waits forever, even if no send is buffered and no
       message overlaps with another but those of its batch
       (`tests/support/conformance/agreement/interleaving.py`).
 
@@ -62,14 +62,14 @@ def disagreements(traces: Sequence[Trace], layout: Layout) -> list[Problem]:
     meetings = Meetings([trace.rank for trace in traces], layout)
     rows = _by_meeting(traces, meetings)
     usual = _usual(rows)
-    found = [
+    results = [
         problem
         for (meeting, phase), lines in rows.items()
         for problem in _compared(
             meeting, phase, lines, usual[meeting.is_pair, meeting.along, phase]
         )
     ]
-    return [*found, *standing_still(traces, meetings)]
+    return [*results, *standing_still(traces, meetings)]
 
 
 def _by_meeting(traces: Sequence[Trace], meetings: Meetings) -> dict[tuple[Meeting, str], Lines]:
@@ -90,12 +90,12 @@ def _usual(
     rows: dict[tuple[Meeting, str], Lines],
 ) -> dict[tuple[bool, tuple[str, ...], str], Counter[object]]:
     """Count each row of messages over meetings along the same axes, to find the odd one of two."""
-    found: dict[tuple[bool, tuple[str, ...], str], Counter[object]] = defaultdict(Counter)
+    result: dict[tuple[bool, tuple[str, ...], str], Counter[object]] = defaultdict(Counter)
     for (meeting, phase), lines in rows.items():
-        found[meeting.is_pair, meeting.along, phase].update(
+        result[meeting.is_pair, meeting.along, phase].update(
             _row(messages) for messages in lines.values()
         )
-    return found
+    return result
 
 
 def _row(messages: Sequence[Message]) -> tuple[object, ...]:
@@ -126,21 +126,21 @@ def _problem(
     number = f"{len(theirs)} message{'' if len(theirs) == 1 else 's'}"
     counts = f"{number} {meeting.name} in {phase}, {as_others}, not {len(mine)}"
     if len(here) > 1 and [said(m) for m in here[:2]] == [said(m) for m in reversed(there[:2])]:
-        seen = f"{described(here[0])} before {described(here[1])}, {meeting.name}"
+        actual = f"{described(here[0])} before {described(here[1])}, {meeting.name}"
         expected = f"{there[0].place} before {there[1].place}, {as_others}"
     elif here and there:
-        seen, expected = (
+        actual, expected = (
             f"{described(here[0])} {meeting.name}",
             f"{described(there[0])}, {as_others}",
         )
     elif here:
-        seen, expected = f"one more {described(here[0])}", counts
+        actual, expected = f"one more {described(here[0])}", counts
     else:
-        seen, expected = f"leaves out {described(there[0])}", counts
+        actual, expected = f"leaves out {described(there[0])}", counts
     place = (here or there)[0].place
     return Problem(
         f"{ranks_named(odd)}, {phase}, {place}",
-        seen,
+        actual,
         expected,
         PAIR_MEND if meeting.is_pair else GROUP_MEND,
     )

@@ -1,4 +1,4 @@
-"""The messages of all ranks, run against each other: which rank waits for ever, and for whom.
+"""The messages of all ranks, run against each other: which rank waits forever, and for whom.
 
 Each rank goes through its messages in the order in which it issues them, and passes none before all
 members have arrived at it: no collective overlaps another, and no send is buffered. Sends and
@@ -39,7 +39,7 @@ class _Rank:
         self.waits: dict[Meeting, list[Message]] = {}
 
     def go_on(self, meetings: Meetings) -> Iterable[Meeting]:
-        """Go on to the next message or batch; return the meetings at which it now waits."""
+        """Continue with the next message or batch; return the meetings at which it now waits."""
         for message in next(self._steps, ()):
             self.waits.setdefault(meetings.of(self.number, message), []).append(message)
         return list(self.waits)
@@ -104,7 +104,7 @@ def _problem(rank: _Rank, ranks: dict[int, _Rank]) -> Problem:
             missing.append(_whereabouts(other))
     return Problem(
         f"rank {rank.number}, {mine.phase}, {mine.place}",
-        f"stands still at {described(mine)} {meeting.name}",
+        f"hangs at {described(mine)} {meeting.name}",
         f"there too: {listed(missing, 3)}",
         MEND,
     )

@@ -69,13 +69,13 @@ class ContrastReference(PairsReference):
     def _output(self, model: nn.Module, inputs: Any) -> torch.Tensor:
         return model(torch.cat([inputs["query"], inputs["key"]]))  # type: ignore[no-any-return]
 
-    def _whole_step(self, step: int) -> list[MicroBatch]:
+    def whole_step(self, step: int) -> list[MicroBatch]:
         by_rank = [self._samples(step, rank) for rank in range(self._layout.data_ranks)]
-        found = []
+        results = []
         for number, parts in enumerate(zip(*by_rank, strict=True)):
             together = [sample for part in parts for sample in part]
-            found.append(MicroBatch(0, number, *self._collated(together)))
-        return found
+            results.append(MicroBatch(0, number, *self._collated(together)))
+        return results
 
     def held_out(self, state: State) -> Judged:
         """Evaluate as the task does, within a micro-batch."""

@@ -9,7 +9,7 @@ from functools import cached_property
 from os.path import commonprefix
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -84,7 +84,7 @@ class Template:
         return cls(tokenizer, text, f"the template of {path}", *counted)
 
     @property
-    def key(self) -> list[Any]:
+    def key(self) -> list[object]:
         """A value that two templates share only if they render and mask chats alike."""
         return [self.text or self.tokenizer.chat_template, self.loss_on, self.generation_prompt]
 

@@ -61,7 +61,7 @@ def _message(place: str, given: object) -> Json:
     return {**own, **message, **counts}
 
 
-def _content(place: str, content: Any) -> str:
+def _content(place: str, content: object) -> str:
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -86,7 +86,7 @@ def _counts(place: str, message: Json) -> dict[str, bool]:
     return {}
 
 
-def _calls(place: str, calls: Any) -> list[Json]:
+def _calls(place: str, calls: object) -> list[Json]:
     """Return tool calls with arguments as objects, which OpenAI's data has as JSON text."""
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
         raise DataError(Problem(f"{place}.tool_calls", short(repr(calls)), "a list of calls"))

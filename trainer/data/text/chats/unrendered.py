@@ -6,7 +6,6 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from trainer.data.sources.formats import short
 from trainer.data.text.chats.turns import Chat
@@ -153,7 +152,7 @@ class _Comparison:
         return self.chat._replace(messages=kept)
 
 
-def _is_further(key: str, value: Any) -> bool:
+def _is_further(key: str, value: object) -> bool:
     return key not in _READ and value not in (None, "", [], {})
 
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from trainer.models.spec import ModelSpec
-from trainer.probes.inputs import IGNORED, packed_batch, packed_documents
+from trainer.probes.inputs import IGNORED, TokenTask, packed_batch, packed_documents
 from trainer.probes.probe import TOLERANCE, Finding, differing_gradient, drawn, probe
 from trainer.probes.question import Need, Probed, Question
 from trainer.probes.questions.randomness import observe_draws
@@ -34,7 +34,7 @@ def _ask(about: Probed) -> Finding | None:
     return probe(about.spec, lambda model, small: task.prepare(model), compare)
 
 
-def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Any) -> str:
+def _compare_logits(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask) -> str:
     """Return how packed documents' logits differ most from those of each alone; else nothing."""
     worst = 0.0
     where = ""
@@ -63,7 +63,9 @@ def _logits(model: nn.Module, ids: np.ndarray) -> torch.Tensor:
     return logits[0].float()
 
 
-def _compare_gradients(packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: Any) -> str:
+def _compare_gradients(
+    packed: nn.Module, alone: nn.Module, spec: ModelSpec, task: TokenTask
+) -> str:
     """Return the first gradient of packed documents that differs from each alone; else nothing."""
     task.loss_sum(packed, packed_batch(spec, task)).backward()
     for ids, targets in (document for row in packed_documents(spec) for document in row):
@@ -89,7 +91,7 @@ QUESTION = Question(
     ask=_ask,
     holds=(
         "If documents are packed or isolated, each has the logits and gradients that it has alone "
-        "([docs/finetuning.md](finetuning.md))"
+        "([docs/packing.md](packing.md))"
     ),
     otherwise=(
         "error, with the token and by how much: layers with state along a sequence that are not "

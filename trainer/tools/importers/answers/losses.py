@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from typing import Any
 
 from trainer.config.read import read
 from trainer.errors import ConfigError
@@ -89,7 +87,7 @@ def without_router(draft: Draft, entry: Entry, source: Entry) -> None:
         draft.note(source, _ROUTER)
 
 
-def base_config(draft: Draft) -> Mapping[str, Any]:
+def base_config(draft: Draft) -> Json:
     """Return the config.json of a base that is a folder here; else an empty one."""
     name = draft.get("trainer.model.name_or_path")
     path = beside(draft.folder, f"{name}/config.json") if isinstance(name, str) else None

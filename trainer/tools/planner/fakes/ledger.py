@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import PurePath
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -211,7 +212,7 @@ class Ledger(TorchDispatchMode):
 
     def _kind_of(self, tensor: torch.Tensor, operator: str) -> str:
         """Return the kind of a new tensor. Forward passes and recomputation enable gradients."""
-        frame: Any = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(2)
         for _ in range(FRAMES):
             if frame is None:
                 break

@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,7 +86,7 @@ class Messages(TorchDispatchMode):
         self,
         func: OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
+        args: tuple[object, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
         if any(kind.__name__ == "DTensor" for kind in types):
@@ -96,7 +97,7 @@ class Messages(TorchDispatchMode):
             self._note(NAMES[name], args, output)
         return output
 
-    def _note(self, name: str, args: Any, output: object) -> None:
+    def _note(self, name: str, args: tuple[Any, ...], output: object) -> None:
         group = _group(args)
         if len(group) == 1:
             return
@@ -114,7 +115,7 @@ def _tensors(value: object) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def _group(args: Any) -> tuple[int, ...]:
+def _group(args: Sequence[object]) -> tuple[int, ...]:
     boxed = [(ProcessGroup.unbox, value) for value in args if isinstance(value, torch.ScriptObject)]
     named = [(_resolve_process_group, word) for word in reversed(args) if isinstance(word, str)]
     groups: list[tuple[Callable[[Any], ProcessGroup], Any]] = [*boxed, *named]
@@ -126,7 +127,7 @@ def _group(args: Any) -> tuple[int, ...]:
 
 def place() -> str:
     """Return the running line of this package's code, but for the planner's; empty if none is."""
-    frame: Any = sys._getframe(1)
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if name := _engines_file(frame.f_code.co_filename):
             return f"{name}:{frame.f_lineno} {frame.f_code.co_name}"

@@ -36,7 +36,7 @@ class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ig
 
 
 def gather(
-    params: list[Any], world_size: int, rank: int, group: Any, dtype: torch.dtype
+    params: list[Any], world_size: int, rank: int, group: object, dtype: torch.dtype
 ) -> GatheredAtOnce:
     """Replace `_all_gather_dtype`."""
     size = sum(parameter.ds_tensor.ds_numel for parameter in params)
@@ -48,7 +48,9 @@ def gather(
 
 
 @torch.no_grad()
-def reduce_scatter(tensors: list[torch.Tensor], group: Any = None) -> list[torch.Tensor]:
+def reduce_scatter(
+    tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None
+) -> list[torch.Tensor]:
     """Replace `reduce_scatter_coalesced`."""
     world_size = dist.get_world_size(group)
     rank = dist.get_rank(group)

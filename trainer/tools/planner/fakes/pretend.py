@@ -52,10 +52,10 @@ class PretendRanks(Ranks):
     def on_host(self) -> Ranks:
         return self
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: T) -> list[T]:
         return [value] * self.world_size
 
-    def send(self, source: int, value: Any) -> Any:
+    def send(self, source: int, value: T) -> T:
         return value
 
     def _least(self, number: int) -> int:
@@ -154,7 +154,9 @@ def _kernels(
     return lambda *_: kernel
 
 
-def _by_document(change: Any, model: nn.Module, mixers: Callable[[], Mixers]) -> None:
+def _by_document(
+    change: Callable[..., None], model: nn.Module, mixers: Callable[[], Mixers]
+) -> None:
     """Run layers with state by document; the trial that finds them needs values."""
     with _disable_current_modes():
         mixers()

@@ -8,26 +8,29 @@ Shapes: n tokens, h hidden size, v vocabulary. Targets of -100 are not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
+from trainer.tasks.losses.chunks import (
+    AutogradContext,
+    ChunkGradients,
+    chunk_logits,
+    product_chunks,
+    times,
+)
 from trainer.tasks.task import IGNORED, Batch
 
 LossObserver = Callable[[slice, torch.Tensor], None]
 """Called with a range of tokens and their losses."""
 ChunkLoss = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 """`chunk_loss`, or the same compiled."""
-CHUNK_BYTES = 64 << 20
-"""The least bytes of a chunk of float32 logits: enough for full speed, small beside any model."""
 
 
 @dataclass(frozen=True)
@@ -94,9 +97,8 @@ def linear_measured(
     shard = vocabulary_shard_of(weight)
     weight = local(weight)
     bias = None if bias is None else local(bias)
-    most = weight.shape[0] if shard is None else shard.most
-    for rows in chunks_of(flat.shape[0], most, wide, at_least=flat.shape[1] // 2):
-        logits = F.linear(flat[rows], weight, bias).to(wide)
+    for rows in product_chunks(flat, weight, shard, wide):
+        logits = chunk_logits(flat[rows], weight, bias, wide)
         correct += count_correct(logits, flat_targets[rows], shard)
         total += chunk_loss(logits, flat_targets[rows], shard=shard)[0].sum()
     return total, correct
@@ -118,7 +120,7 @@ def logits_cross_entropy(
 ) -> torch.Tensor:
     """Return the same sum from logits [..., v], of which only a chunk at a time becomes float32.
 
-    They are those of this rank's `shard`, if it has not all.
+    They are those of this rank's `shard`; None: of the whole vocabulary.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     flat_targets = targets.reshape(-1)
@@ -126,77 +128,12 @@ def logits_cross_entropy(
     return _CrossEntropy.apply(flat, None, None, flat_targets, call)  # type: ignore[no-any-return]
 
 
-class ChunkGradients:
-    """The gradients of hidden states, weight and bias, or of logits, from a chunk's at a time."""
-
-    def __init__(
-        self,
-        given: torch.Tensor,
-        weight: torch.Tensor | None,
-        bias: torch.Tensor | None,
-        wide: torch.dtype,
-        needed: Sequence[bool],
-    ) -> None:
-        """`needed`: which of the three are wanted."""
-        wants, wants_weight, wants_bias = needed
-        self._weight = weight
-        self._dtype = given.dtype
-        self._given = torch.empty_like(given) if wants else None
-        # summed over chunks in full precision, rounded once at the end
-        self._of_weight = self._of_bias = None
-        if wants_weight and weight is not None:
-            self._of_weight = torch.zeros_like(weight, dtype=wide)
-        if wants_bias and bias is not None:
-            self._of_bias = torch.zeros_like(bias, dtype=wide)
-
-    def add(self, rows: slice, part: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add what the gradient of a chunk's logits gives; `part`: the chunk of what is given."""
-        low = grad.to(self._dtype)
-        if self._given is not None and self._weight is None:
-            self._given[rows] = low
-        elif self._given is not None and self._weight is not None:
-            torch.mm(low, self._weight, out=self._given[rows])
-        if self._of_weight is not None:
-            add_product(self._of_weight, low.T, part)
-        if self._of_bias is not None:
-            self._of_bias += grad.sum(0)
-
-    def whole(self) -> list[torch.Tensor | None]:
-        """Return the three gradients; None for one that is not needed."""
-        sums = (self._of_weight, self._of_bias)
-        return [self._given, *(None if one is None else one.to(self._dtype) for one in sums)]
-
-
-def product_chunks(
-    given: torch.Tensor,
-    weight: torch.Tensor | None,
-    shard: VocabularyShard | None,
-    wide: torch.dtype,
-) -> list[slice]:
-    """Return the chunks of hidden states [n, h] or, without a weight, of logits [n, v].
-
-    Each passes over the whole weight gradient: with h / 2 rows its product costs more than that.
-    """
-    width = given.shape[1]
-    count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
-    return chunks_of(len(given), shard.most if shard else count, wide, at_least)
-
-
-def chunk_logits(
-    part: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, wide: torch.dtype
-) -> torch.Tensor:
-    """Return the logits of a chunk of hidden states, or of logits, in memory of their own."""
-    if weight is None:
-        return part.to(wide, copy=True)
-    return F.linear(part, weight, bias).to(wide)
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The summed loss of hidden states [n, h] or, without a weight, of logits [n, v]."""
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any,
+        ctx: AutogradContext,
         given: torch.Tensor,
         weight: torch.Tensor | None,
         bias: torch.Tensor | None,
@@ -221,27 +158,9 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> object:  # type: ignore[override]
+    def backward(ctx: AutogradContext, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if saved is None else times(saved, grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None)
-
-
-def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left @ right to a total of the same or a wider dtype, in place and in its precision."""
-    if total.is_cuda and total.dtype != left.dtype:
-        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
-    else:  # a processor has no such product
-        total.addmm_(left.to(total.dtype), right.to(total.dtype))
-
-
-def times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Multiply in the dtype of `saved` by a wide scale: rounding it would shift all gradients."""
-    return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
-
-
-def chunks_of(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:
-    size = max(at_least, CHUNK_BYTES // (vocabulary * dtype.itemsize))
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def chunk_loss(

@@ -1,0 +1,1 @@
+from trainer.certify.pairs import *

@@ -1,0 +1,1 @@
+from trainer.models.spec import *

@@ -1,0 +1,1 @@
+from trainer.tasks.sample_cost import *

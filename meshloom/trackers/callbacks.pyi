@@ -1,0 +1,1 @@
+from trainer.trackers.callbacks import *

@@ -1,0 +1,99 @@
+"""The rounding of one process: a step that is computed again as it may be rounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.certify.one_process.expected import MicroBatch, Rounding, norm_of
+from trainer.certify.one_process.factors import lowered, shaken
+from trainer.certify.outputs import Outputs, apart
+from trainer.certify.recording import Tensors
+from trainer.layout import Layout
+
+REPEATS = 6
+FEWER = 3
+"""The runs that measure rounding: in the first steps of float8, and otherwise."""
+HALF_A_UNIT = torch.finfo(torch.float32).eps / 2
+"""The relative rounding of one number in float32."""
+
+
+class Computed(NamedTuple):
+    """The loss, gradients and modules' outputs of a step, without its update."""
+
+    loss: float
+    gradients: Tensors
+    outputs: Outputs
+
+
+Compute = Callable[[nn.Module, Sequence[MicroBatch]], Computed]
+"""Computes a step by a model."""
+
+
+def rounding_of_low_precision(
+    model: nn.Module,
+    compute: Compute,
+    groups: Sequence[Sequence[MicroBatch]],
+    exact: Computed,
+    layout: Layout,
+    repeats: int,
+) -> Rounding:
+    """Measure the rounding of the run's low precision: gradients summed in it and in float32; in
+    float8 products, of weights that differ by a little, `repeats` times.
+
+    `groups` has the micro-batches whose losses add up to the step's.
+    """
+    parts = [part for group in groups for part in group]
+    dtype = getattr(torch, layout.precision)
+    runs: list[Computed] = []
+    low = model
+    if dtype != torch.float32:
+        low = lowered(model, dtype, layout.float8)
+        runs.append(compute(low, parts))
+        alone = [compute(low, group) for group in groups]
+        summed = {
+            name: torch.stack([one.gradients[name] for one in alone if name in one.gradients]).sum(
+                0
+            )
+            for name in runs[0].gradients
+        }
+        runs.append(Computed(sum(one.loss for one in alone), summed, {}))
+    if layout.float8 != "none":
+        runs += [compute(shaken(low, seed), parts) for seed in range(repeats)]
+    return _rounding(exact, runs, dtype)
+
+
+def rounding_of_float32(
+    model: nn.Module, compute: Compute, parts: Sequence[MicroBatch], exact: Computed
+) -> Rounding:
+    """Measure the rounding of float32: repeat the step with each weight rounded another way.
+
+    A deep model with random weights may magnify it a thousand times in the gradients of its first
+    layers.
+    """
+    runs = [compute(shaken(model, seed, HALF_A_UNIT), parts) for seed in range(FEWER)]
+    return _rounding(exact, runs, torch.float32)
+
+
+def _rounding(exact: Computed, runs: Sequence[Computed], dtype: torch.dtype) -> Rounding:
+    outputs = dict[tuple[int, int, str], float]()
+    for run in runs:
+        for key, value in run.outputs.items():
+            outputs[key] = max(outputs.get(key, 0.0), apart(value, exact.outputs[key]))
+    gradients = {
+        name: max(float((run.gradients[name] - value).abs().max()) for run in runs)
+        for name, value in exact.gradients.items()
+    }
+    norm = norm_of(exact.gradients)
+    return Rounding(
+        max(abs(run.loss - exact.loss) for run in runs) / exact.loss,
+        max(abs(norm_of(run.gradients) - norm) for run in runs) / norm,
+        gradients,
+        outputs,
+        torch.finfo(dtype).eps / 2,
+        tuple(run.gradients for run in runs),
+        dtype != torch.float32,
+    )

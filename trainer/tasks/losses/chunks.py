@@ -1,0 +1,124 @@
+"""Logits, and the gradients of what they are computed from, a chunk of tokens at a time.
+
+Memory holds one chunk of logits in float32, not `[tokens, vocabulary]`.
+
+Shapes: n tokens, h hidden size, v vocabulary. Where there is no weight, what is given are logits
+[n, v] instead of hidden states [n, h].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from trainer.distributed.exchange import VocabularyShard
+
+CHUNK_BYTES = 64 << 20
+"""The bytes of a chunk of logits, unless h / 2 tokens need more: enough for full speed, and small
+beside any model."""
+
+
+class AutogradContext(Protocol):
+    """The context of an autograd function, which torch leaves untyped."""
+
+    needs_input_grad: tuple[bool, ...]
+    saved_tensors: tuple[torch.Tensor, ...]
+
+    def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+
+class ChunkGradients:
+    """The gradients of hidden states, weight and bias, or of logits, from a chunk's at a time."""
+
+    def __init__(
+        self,
+        given: torch.Tensor,
+        weight: torch.Tensor | None,
+        bias: torch.Tensor | None,
+        wide: torch.dtype,
+        needed: Sequence[bool],
+    ) -> None:
+        """`needed`: which of the three are wanted."""
+        wants, wants_weight, wants_bias = needed
+        self._weight = weight
+        self._dtype = given.dtype
+        self._given = torch.empty_like(given) if wants else None
+        # summed over chunks in full precision, rounded once at the end
+        self._of_weight = self._of_bias = None
+        if wants_weight and weight is not None:
+            self._of_weight = torch.zeros_like(weight, dtype=wide)
+        if wants_bias and bias is not None:
+            self._of_bias = torch.zeros_like(bias, dtype=wide)
+
+    def add(self, rows: slice, part: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add what follows from `grad` [rows, v], the gradient of a chunk's logits.
+
+        `part` is the chunk of what is given: hidden states [rows, h], or logits [rows, v].
+        """
+        low = grad.to(self._dtype)
+        if self._given is not None and self._weight is None:
+            self._given[rows] = low
+        elif self._given is not None and self._weight is not None:
+            torch.mm(low, self._weight, out=self._given[rows])
+        if self._of_weight is not None:
+            add_product(self._of_weight, low.T, part)
+        if self._of_bias is not None:
+            self._of_bias += grad.sum(0)
+
+    def whole(self) -> list[torch.Tensor | None]:
+        """Return the three gradients; None for one that is not needed."""
+        sums = (self._of_weight, self._of_bias)
+        return [self._given, *(None if one is None else one.to(self._dtype) for one in sums)]
+
+
+def product_chunks(
+    given: torch.Tensor,
+    weight: torch.Tensor | None,
+    shard: VocabularyShard | None,
+    wide: torch.dtype,
+) -> list[slice]:
+    """Return the chunks of hidden states [n, h] or, without a weight, of logits [n, v], in order.
+
+    Each chunk passes over the whole weight gradient once; from h / 2 tokens on, its product costs
+    more than that. With a `shard` all tensor ranks have equal chunks, those of the largest shard.
+    """
+    width = given.shape[1]
+    count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
+    return chunks_of(len(given), shard.most if shard else count, wide, at_least)
+
+
+def chunk_logits(
+    part: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, wide: torch.dtype
+) -> torch.Tensor:
+    """Return the logits of a chunk of hidden states, or of logits, in memory of their own."""
+    if weight is None:
+        return part.to(wide, copy=True)
+    return F.linear(part, weight, bias).to(wide)
+
+
+def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to a total of the same or a wider dtype, in place and in its precision."""
+    if total.is_cuda and total.dtype != left.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+    else:  # a processor has no such product
+        total.addmm_(left.to(total.dtype), right.to(total.dtype))
+
+
+def times(saved: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Return `saved`, in its dtype, times a scale of one element, which is not rounded to it.
+
+    A rounded scale would shift all gradients of a step by the same share.
+    """
+    return torch.mul(saved, scale.reshape(1), out=torch.empty_like(saved))
+
+
+def chunks_of(tokens: int, vocabulary: int, dtype: torch.dtype, at_least: int = 1) -> list[slice]:
+    """Divide a range of tokens into chunks of `CHUNK_BYTES` of logits, of `at_least` tokens each.
+
+    The last chunk has what is left.
+    """
+    size = max(at_least, CHUNK_BYTES // (vocabulary * dtype.itemsize))
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
