@@ -404,14 +404,14 @@ class Bench:
         """Give layers in four bits random weights: without a base to read they have zeros."""
         import torch
 
-        from trainer.models.finetuning.four_bit_base import weights_in_four_bits
+        from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
 
-        layers = weights_in_four_bits(model).values()
+        weights = weights_in_four_bits(model).values()
         seconds = 0.0
-        for layer in layers:
-            value = torch.randn(layer.shape, device=self.device) * 0.02
-            seconds += self.once(partial(_quantise, layer, value))
-        if layers:
+        for weight in weights:
+            value = torch.randn(weight.form.shape, device=self.device) * 0.02
+            seconds += self.once(partial(_quantise, weight, value))
+        if weights:
             self.tell(quantised=seconds)
 
     def save(self, engine: Any, step: Callable[[int], object]) -> None:
@@ -453,13 +453,13 @@ class Bench:
 # The table
 
 
-def _quantise(layer: Any, value: Any) -> None:
-    """Give a layer in four bits a weight, of which a rank may have a part."""
+def _quantise(weight: Any, value: Any) -> None:
+    """Give a weight in four bits its values, of which a rank may have a part."""
     from trainer.distributed.dtensor import local, own_shard
 
-    data = layer.stored(value)
-    part = own_shard(data, layer.weight) if hasattr(layer.weight, "device_mesh") else data
-    local(layer.weight.data).copy_(part)
+    data = weight.form.stored(value)
+    part = own_shard(data, weight.data) if hasattr(weight.data, "device_mesh") else data
+    local(weight.data.data).copy_(part)
 
 
 def line(row: dict[str, Any]) -> str:

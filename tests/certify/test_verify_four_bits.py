@@ -16,8 +16,8 @@ from tests.support.certify.certifying import config
 from tests.support.commands import run
 from tests.support.messages import shows
 from tests.support.pool import machine_here
-from trainer.models.finetuning import four_bit_experts, nf4
-from trainer.models.finetuning.four_bit_base import Form
+from trainer.models.finetuning.four_bits import four_bit_experts, nf4
+from trainer.models.finetuning.four_bits.four_bit_base import Form
 
 DOUBLE = {"r": 4, "dropout": 0.1, "quantize": {"double_quant": True}}
 WITHOUT_DROPOUT = {"r": 4, "quantize": {"double_quant": True}}

@@ -27,9 +27,9 @@ from trainer.command import use
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
-from trainer.models.finetuning import four_bit_base
-from trainer.models.finetuning.four_bit_files import read
-from trainer.models.finetuning.four_bit_opened import opened_in_four_bits
+from trainer.models.finetuning.four_bits import four_bit_base
+from trainer.models.finetuning.four_bits.four_bit_files import read
+from trainer.models.finetuning.four_bits.four_bit_opened import opened_in_four_bits
 from trainer.models.finetuning.lora import adapted
 from trainer.models.huggingface import spec_of
 from trainer.models.language.model_config import read_config

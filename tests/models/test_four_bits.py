@@ -21,14 +21,14 @@ from tests.support.models.nf4_record import FILE, SEEDS, Recorded, recorded, ten
 from trainer.certify.one_process import four_bits as plainly
 from trainer.config.sections.adapter import AdapterSection
 from trainer.errors import ConfigError
-from trainer.models.finetuning import four_bit_base, nf4
-from trainer.models.finetuning.four_bit_base import (
+from trainer.models.finetuning.four_bits import four_bit_base, nf4
+from trainer.models.finetuning.four_bits.four_bit_base import (
     Form,
     FourBitLinear,
     note_of,
     weights_in_four_bits,
 )
-from trainer.models.finetuning.four_bit_experts import in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_experts import in_four_bits
 from trainer.parallel import shard
 
 

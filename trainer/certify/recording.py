@@ -23,7 +23,7 @@ from trainer.data.mixture import Source
 from trainer.data.order import SampleOrder
 from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine
-from trainer.models.finetuning.four_bit_base import weights_in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
 from trainer.models.spec import stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of

@@ -55,7 +55,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 def _bits_of(folder: Path, requested: bool) -> QuantizeSection | None:
     """Return how an adapter's base was quantised. Raises ConfigError if it is `requested` and was
     not."""
-    from trainer.models.finetuning import four_bit_files
+    from trainer.models.finetuning.four_bits import four_bit_files
 
     bits = four_bit_files.read(folder)
     if requested and bits is None:
@@ -94,7 +94,7 @@ def merge(folder: Path, base: str, out: Path, bits: QuantizeSection | None = Non
     from trainer.data.text.tokenizer import load_tokenizer
     from trainer.distributed.ranks import ALONE
     from trainer.models.door import opening
-    from trainer.models.finetuning.four_bit_files import dequantised, layers_of
+    from trainer.models.finetuning.four_bits.four_bit_files import dequantised, layers_of
     from trainer.models.finetuning.lora import adapted
     from trainer.models.huggingface import spec_of
     from trainer.models.language.model_config import read_config as read_architecture

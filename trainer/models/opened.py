@@ -20,7 +20,7 @@ from trainer.models.door import (
     object_in,
     opening,
 )
-from trainer.models.finetuning import four_bit_files
+from trainer.models.finetuning.four_bits import four_bit_files
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.pretrained.weights import SafetensorsFolder
@@ -121,7 +121,7 @@ def _on_four_bits(
 
     A CPU dequantises too slowly to do it for each token.
     """
-    from trainer.models.finetuning.four_bit_opened import opened_in_four_bits
+    from trainer.models.finetuning.four_bits.four_bit_opened import opened_in_four_bits
 
     name = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
     _checked_class(name, trust, place)

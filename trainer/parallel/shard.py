@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
-from trainer.models.finetuning.four_bit_base import weights_in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import sharding_by
 from trainer.parallel.splits.vocabulary import looks_up

@@ -19,10 +19,11 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
-from trainer.models.finetuning import four_bit_files, lora_weights
-from trainer.models.finetuning.four_bit_base import FourBits, note_of, values_of
-from trainer.models.finetuning.four_bit_experts import in_four_bits
-from trainer.models.finetuning.four_bit_files import BitsOfBase
+from trainer.models.finetuning import lora_weights
+from trainer.models.finetuning.four_bits import four_bit_files
+from trainer.models.finetuning.four_bits.four_bit_base import FourBits, note_of, values_of
+from trainer.models.finetuning.four_bits.four_bit_experts import in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import (
     OPENS,
     PREFIX,

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
-from trainer.models.finetuning import four_bit_files
-from trainer.models.finetuning.four_bit_files import BitsOfBase
+from trainer.models.finetuning.four_bits import four_bit_files
+from trainer.models.finetuning.four_bits.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import OPENS, PREFIX, opened_by_class
 from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
 from trainer.models.patches import saved_adapter_config

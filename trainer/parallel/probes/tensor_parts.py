@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
-from trainer.models.finetuning.four_bit_base import FourBitLinear
+from trainer.models.finetuning.four_bits.four_bit_base import FourBitLinear
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of
 from trainer.models.spec import ModelSpec

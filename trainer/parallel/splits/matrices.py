@@ -22,8 +22,8 @@ from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import listed
 from trainer.layout import Layout
-from trainer.models.finetuning import nf4
-from trainer.models.finetuning.four_bit_base import FourBitLinear
+from trainer.models.finetuning.four_bits import nf4
+from trainer.models.finetuning.four_bits.four_bit_base import FourBitLinear
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec

@@ -13,8 +13,8 @@ from torch import nn
 from trainer.certify.finding import CheckResult
 from trainer.errors import refused
 from trainer.models import huggingface
-from trainer.models.finetuning.four_bit_base import weights_in_four_bits
-from trainer.models.finetuning.four_bit_experts import in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_experts import in_four_bits
 from trainer.models.language import model_config
 from trainer.models.language.auto_class import auto_class
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS

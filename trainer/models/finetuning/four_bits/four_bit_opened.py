@@ -14,7 +14,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models.door import object_in
-from trainer.models.finetuning.four_bit_files import dequantised, layers_of
+from trainer.models.finetuning.four_bits.four_bit_files import dequantised, layers_of
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_folder import CONFIG
 from trainer.models.finetuning.lora_weights import is_adapters

@@ -14,7 +14,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.models.finetuning.four_bit_base import Form, FourBits, dtype_for, linear_in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_base import (
+    Form,
+    FourBits,
+    dtype_for,
+    linear_in_four_bits,
+)
 from trainer.models.names import stacks_experts
 from trainer.models.patches import as_class, with_tensors
 

@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, Problem
-from trainer.models.finetuning import nf4
+from trainer.models.finetuning.four_bits import nf4
 from trainer.models.names import aliases_of
 
 CHUNK = 2**24

@@ -17,8 +17,8 @@ from transformers.pytorch_utils import Conv1D
 from trainer.config.sections.adapter import QuantizeSection
 from trainer.errors import ConfigError, Problem, listed, show
 from trainer.models.door import object_in
-from trainer.models.finetuning.four_bit_base import Form, weights_in_four_bits
-from trainer.models.finetuning.four_bit_experts import in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_base import Form, weights_in_four_bits
+from trainer.models.finetuning.four_bits.four_bit_experts import in_four_bits
 from trainer.models.finetuning.lora_weights import BaseWeights, MergedWeights, base_name
 from trainer.models.spec import ModelSpec, Weights
 from trainer.storage import to_json
@@ -92,7 +92,7 @@ def name_of(options: QuantizeSection | None) -> str:
 
 
 def layers_of(spec: ModelSpec, options: QuantizeSection) -> dict[str, Form]:
-    """Return the weights that are in four bits of a model with adapters, by their names in the base.
+    """Return the weights in four bits of a model with adapters, by their names in the base.
 
     `spec`: the model with the adapters, whose base is in 16 bits.
     """
