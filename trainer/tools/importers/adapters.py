@@ -51,6 +51,7 @@ def _bits(draft: Draft, keys: Roles) -> None:
     four = keys["load_in_4bit"]
     bits = keys["quantization_bit"]
     nested = keys["double_quant"]
+    experts = keys["quantize_moe_experts"]
     if kind.value == "qlora" and four.value is not True:
         draft.lose(kind, "nothing says load_in_4bit: true")
     elif kind.value == "lora" and four.value is True:
@@ -62,6 +63,10 @@ def _bits(draft: Draft, keys: Roles) -> None:
         double = bool(nested.value) or kind.value == "qlora"
         draft.put(decides, "trainer.adapter.quantize.double_quant", double)
         draft.note(entry, "other parameters are in the run's precision, and not all in float32")
+        if experts.value:
+            draft.skip(experts)
+        else:
+            draft.note(entry, "routed experts are in four bits, too: there they are in 16")
     else:
         draft.skip(nested)
 
