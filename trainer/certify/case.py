@@ -18,7 +18,7 @@ from trainer.recipe import HandedIn, Subject
 
 
 class MakeReference(Protocol):
-    """Builds the one process again; `amend` changes the model's own config, where it has one."""
+    """Builds the one process for `small`; `amend` changes the model's own config, if it has one."""
 
     def __call__(self, small: Tiny, amend: Amend | None = None) -> Reference: ...
 
@@ -27,21 +27,21 @@ class Case(Protocol):
     """A subject to certify, as it is trained in the tiny run."""
 
     small: Tiny
-    """The tiny run, with notes on what of the case proves less."""
+    """The tiny run, with notes on what makes the certificate prove less."""
     subject: Subject
-    """The tiny copy and its task; its data is that of `rehearse`."""
+    """The tiny copy and its task; the samples are those that `rehearse` returns."""
     base: CheckResult | None
-    """The comparison of the pretrained values that a run reads, where it reads some."""
+    """The comparison of the pretrained values that a run reads; None if there is none."""
     edges: Sequence[Edge]
-    """The lengths of sequences at which code may branch; empty for no sequences."""
+    """The lengths of sequences at which code may branch; empty if none are tried."""
 
     def options(self, small: Tiny) -> Sequence[Option]:
-        """List the options that are on, of which the certificate shows that they are."""
+        """List the options that are on; the certificate shows that each has its effect."""
 
     def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
-        """Return the samples, and the one process that trains on them. Collective.
+        """Return the samples, and a function that builds one process to train on them. Collective.
 
-        Raises ConfigError or DataError for what one process could not repeat.
+        Raises ConfigError or DataError if one process could not repeat the run.
         """
 
 
@@ -50,4 +50,4 @@ class Certified(Protocol):
     """A recipe that brings a certificate."""
 
     def case(self, small: Tiny, handed_in: HandedIn, machine: Machine, folder: Path) -> Case:
-        """Make the tiny copy, and in `folder` its files if a run would read them. Collective."""
+        """Make the case, and its files in `folder` if a run would read them. Collective."""

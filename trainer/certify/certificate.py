@@ -1,4 +1,4 @@
-"""`certify` runs the layout and the one process and has them compared; the table and its file."""
+"""`certify` runs a layout and one process, and compares them; the result as a table and a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from trainer.storage import Json
 from trainer.supervise.stall import Phase
 
 WIDTH = 52
-"""The characters of the column of questions."""
+"""The width of the column of questions, in characters."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Certificate:
 
 
 def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) -> Certificate:
-    """Certify what the config names, on made-up samples, or what a script hands in. Collective.
+    """Certify a layout for the model that the config names, or a script hands in. Collective.
 
     Raises ConfigError if no engine can run the layout, and ConfigError or DataError for an unfit
     model or data.
@@ -71,7 +71,7 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         sources, reference = case.rehearse(spec)
         norms = ranks.on_first(Alone()(lambda: reference(small).norms(CLIPPED_STEPS)))
         small = clipping(small, norms)
-        # a copy of the task, in which no engine sets this rank's place
+        # a copy, because an engine sets this rank's place in the task itself
         about = Probed(subject.spec, copy(subject.probed), small.layout, packed=subject.packed)
         trained = subject.trained(spec, small.config.trainer)
         run, resumed = record(small, trained, sources, machine, folder, case.edges)
@@ -89,7 +89,7 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
 
 
 def _answers(about: Probed, machine: Machine) -> tuple[Answer, ...]:
-    """Ask all questions on the last rank, while the first runs the one process; none elsewhere."""
+    """Answer all questions on the last rank, while the first runs one process; else return none."""
     if machine.ranks.rank < machine.ranks.world_size - 1:
         return ()
     machine.watch.at(Phase.FINISHING)
@@ -140,7 +140,7 @@ def _of_probes(probes: Sequence[Answer]) -> Iterator[str]:
 
 
 def write(certificate: Certificate, path: Path, config: object) -> None:
-    """Write the certificate as JSON, with the config as it was given, for which it was made."""
+    """Write the certificate as JSON, with versions and the config as it was given."""
     content: Json = asdict(certificate)
     for finding in (*content["findings"], content["first_failure"] or {}):
         finding["error"] = repr(finding.get("error"))  # JSON has no infinity
@@ -150,7 +150,7 @@ def write(certificate: Certificate, path: Path, config: object) -> None:
 
 @contextmanager
 def shared_folder(ranks: Ranks) -> Iterator[Path]:
-    """Make a folder on the first rank, removed at the end. Collective."""
+    """Make a temporary folder on the first rank, and remove it at the end. Collective."""
     folder = Path(ranks.on_first(lambda: tempfile.mkdtemp(prefix="meshloom-verify-")))
     try:
         yield folder

@@ -33,7 +33,7 @@ from trainer.probes.dispatch_modes import Alone
 from trainer.supervise.stall import Phase
 
 UNSURE = 1e-2
-"""The relative error below which a difference may be the rounding of float32, which is measured."""
+"""The relative error below which a difference may be float32's rounding, which is then measured."""
 
 
 @dataclass(frozen=True)
@@ -51,14 +51,14 @@ class Comparison:
     def findings(
         self, run: Recording, resumed: Recording
     ) -> tuple[tuple[CheckResult, ...], CheckResult | None]:
-        """Compare the recordings of all ranks, of the run and of the resumed one, with one process,
-        which runs on the first. Collective.
+        """Compare every rank's recordings of the run and of the resumed run with one process.
 
-        Returns the worst finding of each check, one for each option, and the first that failed.
+        Collective; the first rank runs the one process. Returns the worst finding of each check,
+        one finding for each option, and the first that failed, or None.
         """
         ranks = self.machine.ranks
         self.machine.watch.at(Phase.FINISHING)
-        results: list[CheckResult] = []  # of the first rank, which does not send them
+        results: list[CheckResult] = []  # filled on the first rank alone
         expected, order = ranks.on_first(Alone()(lambda: self._one_process(run, resumed, results)))
         steps = self._steps(run, expected, order)
         if unsure := self._unsure(steps):
@@ -71,7 +71,7 @@ class Comparison:
         return worst_of(findings), first
 
     def _steps(self, run: Recording, expected: list[Expected], order: Order) -> list[CheckResult]:
-        """Compare each step as this rank has seen it."""
+        """Compare each step as this rank recorded it."""
         rank = self.machine.ranks.rank
         results: list[CheckResult] = []
         for step, one in enumerate(expected):
@@ -85,14 +85,14 @@ class Comparison:
         """Return the steps whose errors on some rank may be the rounding of float32. Collective."""
         layout = self.small.layout
         if self.small.low_precision or layout.float8 != "none":
-            return set()  # their rounding is measured at once
+            return set()  # their rounding is measured in every step
         own = {result.step for result in results if not result.passed and result.error < UNSURE}
         return set().union(*self.machine.ranks.gather(own))
 
     def _with_rounding(
         self, run: Recording, expected: list[Expected], unsure: set[int]
     ) -> list[Expected]:
-        """Measure the rounding of one process in these steps."""
+        """Return `expected`, with the rounding of one process measured in the `unsure` steps."""
         reference = self.make(self.small)
         measured = list(expected)
         for step in unsure:
@@ -105,7 +105,7 @@ class Comparison:
     def _one_process(
         self, run: Recording, resumed: Recording, results: list[CheckResult]
     ) -> tuple[list[Expected], Order]:
-        """Add the findings of the whole run; return what each step is expected to give."""
+        """Add findings on the whole run to `results`; return what is expected of each step."""
         small = self.small
         reference = self.make(small)
         order = Order(reference.order, self.spec.blocks)
@@ -142,14 +142,14 @@ class Comparison:
 
 
 def light(one: Expected) -> Expected:
-    """Return what every rank compares with: without the state and the runs in low precision."""
+    """Return the part that every rank needs: without the state and the gradients of repetitions."""
     return replace(one, state={}, rounding=replace(one.rounding, runs=()))
 
 
 def micro_batches_of(
     reference: Reference, small: Tiny, edges: Sequence[Edge], step: int
 ) -> list[MicroBatch]:
-    """Return all micro-batches of a step, or of an edge after the run's last."""
+    """Return all micro-batches of a step; the steps after the run's last are those of `edges`."""
     if step < small.total:
         return reference.whole_step(step)
     return reference.parts_at(edges[step - small.total], step)
@@ -158,7 +158,7 @@ def micro_batches_of(
 def one_by_one(
     run: Recording, reference: Reference, small: Tiny, edges: Sequence[Edge], order: Order
 ) -> Iterator[tuple[Expected, list[CheckResult]]]:
-    """Yield what each step is expected to give, and findings on the update that it made."""
+    """Yield what is expected of each step, with findings on its update and its evaluation."""
     for step, gradients in enumerate(run.gradients):
         if step >= small.total:
             parts = micro_batches_of(reference, small, edges, step)

@@ -1,4 +1,4 @@
-"""A finding of the certificate: the error of a check, and what it may be."""
+"""A finding of the certificate: the error of a check, and its tolerance."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-# check -> largest relative error that float32 arithmetic in another order may leave
+# check -> largest error allowed: for most, the relative error that float32 arithmetic in another
+# order may leave
 TOLERANCES = {
     "initial": 0.0,
     "output": 1e-4,
@@ -34,7 +35,7 @@ TOLERANCES = {
 """The checks in the order of a step: the first that fails shows where the error arises."""
 
 OPTION = "option"
-"""The check that an option is on, of which the table has a line for each."""
+"""The check that an option is on; the table has a line for each option."""
 
 
 @dataclass(frozen=True)
@@ -59,16 +60,17 @@ class CheckResult:
 
 @dataclass(frozen=True)
 class Order:
-    """The place of each parameter in the forward pass, and the blocks."""
+    """The place of each parameter in the forward pass, and the names of the blocks."""
 
     places: Mapping[str, int]
     blocks: tuple[str, ...]
 
     def place(self, name: str) -> tuple[int, str]:
-        """Return a sort key; buffers, and what one process lacks, are wrong from the start."""
+        """Return a sort key; buffers, and tensors that one process lacks, come first."""
         return self.places.get(name, -1), name
 
     def layer(self, name: str) -> str:
+        """Return the block that a parameter is in; all outside the blocks are one layer, ""."""
         return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
 
 

@@ -1,4 +1,4 @@
-"""Sums of modules' outputs over tokens, without padding, which place a wrong forward pass."""
+"""Sums of modules' outputs over tokens, without padding; they locate an error in a forward pass."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.splits.expert_loads import biases_of
 
 Outputs = dict[tuple[int, int, str], torch.Tensor]
-"""Sums, and sums of squares, [2, features], by part of the rows of all data ranks (`parts_of`),
-micro-batch and module as executed."""
+"""Sums and sums of squares, [2, features], in order of execution; by the part of the sequences
+(`parts_of`), the micro-batch and the module."""
 Tokens = Mapping[tuple[int, int], torch.Tensor | None]
-"""The tokens that are listened to, those that are not 0, by part and micro-batch; None for all."""
+"""Token ids by part and micro-batch; those that are not 0 count in sums. None: all tokens count."""
 LEAST = 1e-2
-"""Features that are small are measured against this share of the largest."""
+"""The least norm that a feature's error is relative to, as a share of the largest feature's."""
 
 
 def parts_of(
     ids: torch.Tensor, data_rank: int, division: Division, start: int = 0, row: int = 0
 ) -> dict[int, torch.Tensor]:
-    """Return the ids [batch, sequence] with zeros for those of other ranks, for each of the ranks
-    that share the rows, by its number among those of all data ranks.
+    """Return the ids [batch, sequence] of each context-parallel rank, with 0 for others' tokens.
 
-    The first token is at `start` of rows of `row` tokens, by default at 0 of whole ones.
+    The keys number the parts of all data ranks: data rank x ranks that share sequences + rank.
+    `start` is the first token's place in sequences of `row` tokens; `row` 0: the ids are whole.
     """
     places = torch.arange(row or ids.shape[1], device=ids.device)[None]
     ranks = division.size
@@ -39,10 +39,10 @@ def parts_of(
 
 
 class Listener:
-    """Keeps the outputs of modules with parameters, but not those of recomputed activations, nor
-    of passes without gradients, in which a task looks ahead.
+    """Sums the outputs of modules with parameters, except those inside the modules `closed`.
 
-    Nor of what is inside the modules `closed`.
+    Recomputed activations are left out, and so are passes without gradients, in which a task looks
+    ahead.
     """
 
     def __init__(self, models: Iterable[nn.Module], closed: Sequence[str] = ()) -> None:
@@ -57,13 +57,13 @@ class Listener:
                 module.register_forward_hook(self._hook(name))
 
     def begin(self, parts: Sequence[Tokens]) -> None:
-        """Listen to forward passes of so many micro-batches."""
+        """Listen to the next forward passes, one for each micro-batch of `parts`."""
         self._parts = parts
         self._calls = Counter()
         self._found = {}
 
     def end(self) -> Outputs:
-        """Return what was heard since, of modules that ran once for each."""
+        """Stop, and return the sums of the modules that ran exactly once for each micro-batch."""
         count = len(self._parts)
         self._parts = ()
         return {key: value for key, value in self._found.items() if self._calls[key[2]] == count}
@@ -74,7 +74,7 @@ class Listener:
             if computed_again or not torch.is_grad_enabled():
                 return
             number = self._calls[name]
-            # one too many shows a module that several stages of this rank have
+            # also counted beyond the last micro-batch: `end` drops a module that several stages run
             self._calls[name] += 1
             if number >= len(self._parts):
                 return
@@ -89,9 +89,9 @@ class Listener:
 
 
 class Loads:
-    """Counts the tokens of a step that choose each expert, and moves routers' biases by them.
+    """Counts a step's tokens that choose each expert, and updates routers' biases by the counts.
 
-    Algorithm 1 of arXiv 2408.15664.
+    This is algorithm 1 of arXiv 2408.15664.
     """
 
     def __init__(self, model: nn.Module, spec: ModelSpec, rate: float) -> None:
@@ -115,6 +115,7 @@ class Loads:
         self._found = counts
 
     def move(self) -> None:
+        """Raise by the rate each bias of an expert with less than the mean load; lower others'."""
         for name, load in self._found.items():
             bias = self.biases[name]
             bias += self._rate * (load.double().mean() - load).sign().to(bias).view_as(bias)
@@ -134,7 +135,7 @@ def _rows(value: object, tokens: torch.Tensor | None) -> torch.Tensor | None:
         return None
     # what is saved for a backward pass here would be missing when a block is computed again
     value = value.detach()
-    if tokens is None:  # of an own module: features are last, or the channels of images
+    if tokens is None:  # your own module: features are last; channels of images come second
         value = value.movedim(1, -1) if value.dim() > 3 else value
         return value.flatten(0, -2)
     fits = value.dim() == 3 and len(value) == len(tokens) and value.shape[1] >= tokens.shape[1]
@@ -142,7 +143,9 @@ def _rows(value: object, tokens: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest difference of a feature, relative to its norm over the tokens."""
+    """Return the largest error of a feature: of its sum relative to its norm over the tokens, and
+    of its sum of squares relative to the norm's square.
+    """
     norm = theirs[1].sqrt()
     norm = norm.clamp_min(max(LEAST * float(norm.max()), 1e-30))
     return float(((ours - theirs).abs() / torch.stack([norm, norm.square()])).max())

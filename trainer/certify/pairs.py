@@ -33,7 +33,8 @@ from trainer.tasks.task import Sample
 LARGEST = 50_000_000
 """The most parameters of a module that is certified: there is no smaller copy of it."""
 PAIRED = 1e-5
-"""The relative difference above which a loss over micro-batches counts as one of pairs."""
+"""The relative difference between losses of micro-batches and of single samples above which the
+loss counts as one that compares samples with one another."""
 
 
 class PairsReference(Reference):
@@ -44,7 +45,7 @@ class PairsReference(Reference):
         super().__init__(small, spec, own, data, torch.device("cpu"), case.tops)
 
     def held_out(self, state: State) -> Judged:
-        """Evaluate each sample by itself; by micro-batches if the loss is one of pairs."""
+        """Evaluate each sample by itself; by micro-batches if the loss compares samples."""
         self._load(state)
         samples = self._evaluated_samples()
         sizes = (1, self._layout.micro_batch)
@@ -90,7 +91,7 @@ class PairsReference(Reference):
         return self._collated([self._data.training[0]])[0]
 
     def whole_step(self, step: int) -> list[MicroBatch]:
-        """Return the micro-batches; those that batch norm normalises together are one here."""
+        """Return the micro-batches; those that batch norm normalises together become one."""
         layout = self._layout
         training = self._data.training
         if not layout.sync_batch_norm:
@@ -107,7 +108,7 @@ class PairsCase:
     base: CheckResult | None = None
     edges: Sequence[Edge] = ()
     reference: type[PairsReference] = PairsReference
-    """The one process; a recipe whose loss is of another kind has a class of its own."""
+    """The class of the one process; a recipe with a loss of another kind has its own."""
 
     def __init__(
         self,
@@ -117,10 +118,11 @@ class PairsCase:
         loss: Loss,
         tops: Sequence[int] = (),
     ) -> None:
-        """`tops`: for each measure of the task, none fewer, the number of highest scores among
-        which a correct target is.
+        """`tops` has, for each measure of the task, the number of highest scores among which a
+        correct target is.
 
-        Raises ConfigError for another number of them, and for a model that is too large.
+        Raises ConfigError if it does not have one for each measure, or if the model has more than
+        LARGEST parameters.
         """
         if len(tops) != len(subject.task.measures):
             names = ", ".join(subject.task.measures) or "none"
@@ -141,10 +143,10 @@ class PairsCase:
         return options_of(small)
 
     def rehearse(self, spec: ModelSpec) -> tuple[Sources, MakeReference]:
-        """Return the samples, and the one process that trains on them.
+        """Return the samples, and a function that builds one process to train on them.
 
-        Raises ConfigError if one process would draw other numbers or could not tell rounding from
-        errors, DataError for too few samples.
+        Raises ConfigError if one process would draw other random numbers or could not tell rounding
+        from errors, DataError for too few samples.
         """
         layout = self.small.layout
         source = self.subject.data.train

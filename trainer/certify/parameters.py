@@ -1,7 +1,7 @@
-"""The model of the one process: PEFT's for adapters, transformers' for weights, frozen and grouped
+"""The model of the one process: with PEFT's adapter and transformers' weights, frozen and grouped
 as configured.
 
-Written from the descriptions in docs/what_is_trained.md and docs/adapters.md of `trainer.freeze`,
+It follows what docs/what_is_trained.md and docs/adapters.md say of `trainer.freeze`,
 `trainer.parameter_groups` and `trainer.adapter`.
 """
 
@@ -45,17 +45,17 @@ class Published(NamedTuple):
     adapted: Mapping[str, torch.Tensor]
     """The model's parameters with the adapter around the base."""
     base: Mapping[str, torch.Tensor]
-    """The base, in float32, as are the two others."""
+    """The base's parameters; all tensors here are in float32."""
     merged: Mapping[str, torch.Tensor]
     """The base after PEFT's `merge_and_unload`."""
     ours: Mapping[str, torch.Tensor] | None
-    """`final-merged/`; None without one."""
+    """The parameters of the model in `final-merged/`; None if there is no such folder."""
     eps: float
-    """The relative rounding of the files in `final-merged/`."""
+    """The machine epsilon of the dtype of the files in `final-merged/`; 0 if there are none."""
 
 
 class Learner(NamedTuple):
-    """A module with values, whose frozen parameters have no gradient."""
+    """A module with its values, whose frozen parameters require no gradient."""
 
     model: nn.Module
     groups: Mapping[str, tuple[float, float | None]]
@@ -67,7 +67,10 @@ class Learner(NamedTuple):
 def learner(
     base: nn.Module, section: TrainerSection, copied: tuple[ModelSpec, ModelSpec] | None = None
 ) -> Learner:
-    """Prepare `base`, in place, for training; `copied`: the config's model, and its copy."""
+    """Prepare `base` for training, in place.
+
+    `copied` has the specs of the config's model and of its tiny copy; None: `base` is no copy.
+    """
     whole = copied[0].build() if copied else base
     model = base
     if section.adapter is not None:
@@ -97,13 +100,13 @@ def learner(
 
 
 def constructed(build: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Build a model with the values of its constructor."""
+    """Build a model with the initial values that its constructor draws from `seed`."""
     with seeded_init(seed, "module"):
         return build()
 
 
 def write_base(copy: ModelSpec, folder: Path) -> None:
-    """Write made-up weights, in bfloat16 as most are, to a folder that transformers opens."""
+    """Write random weights to a folder that transformers opens, in bfloat16 as most bases are."""
     model = drawn(copy)
     assert isinstance(model, PreTrainedModel)
     for parameter in model.parameters():
@@ -114,7 +117,7 @@ def write_base(copy: ModelSpec, folder: Path) -> None:
 def opened(
     folder: Path, options: ModelSection, amend: Callable[[object], None] | None = None
 ) -> PreTrainedModel:
-    """Load a model by transformers, in float32; `amend` changes its config."""
+    """Load a model with transformers, in float32; `amend` changes its config."""
     from transformers import AutoConfig
 
     more: dict[str, object] = {"trust_remote_code": options.trust_remote_code}
@@ -128,7 +131,7 @@ def opened(
 
 
 def published(base: Path, options: ModelSection, exported: Path) -> Published:
-    """Open a trained adapter, around its base and merged, by PEFT and transformers alone."""
+    """Open a trained adapter, around its base and merged, with PEFT and transformers alone."""
     from peft import PeftModel
     from safetensors.torch import load_file
 
@@ -161,7 +164,10 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 
 
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -> list[str]:
-    """List linear layers of the blocks: all, or those whose name ends in one of the targets."""
+    """List the linear layers of the blocks that the adapter's targets name.
+
+    Targets are all layers, ends of names, or a regular expression that matches a whole name.
+    """
     inside = tuple(f"{block}." for block in blocks)
     linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
     names = [n for n in linear if n.startswith(inside or "")]
@@ -178,9 +184,10 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
-    """Wrap a model by PEFT, with PEFT's initial values, each from the seed of its place.
+    """Add PEFT's adapter to a model, in place; each initial value has the seed of its place.
 
-    Its modules are named as tensors of a file are: PEFT takes some names of a config for others.
+    The targets are given as names of tensors in a file, because PEFT maps some names in a config to
+    other modules.
     """
     from peft import inject_adapter_in_model
     from peft.tuners.lora import LoraLayer
@@ -190,7 +197,7 @@ def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) 
     config = _lora(section.adapter, ("by tensors",))
     names: Any = {f"{name}.lora_A.weight": None for name in targets}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the config has other names
+        warnings.simplefilter("ignore")  # PEFT warns that the config names other modules
         inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta, state_dict=names)
     for name, module in () if on_meta else model.named_modules():
         if isinstance(module, LoraLayer):

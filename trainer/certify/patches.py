@@ -15,5 +15,5 @@ def constant(module: ModuleType, name: str, value: int) -> AbstractContextManage
 
 
 def loss_in_chunks(size: int) -> AbstractContextManager[int]:
-    """Have the loss computed in chunks of `size` bytes of logits: a few tokens fill several."""
+    """Have the loss computed in chunks of `size` bytes of logits, so that few tokens fill many."""
     return constant(chunks, "CHUNK_BYTES", size)

@@ -1,12 +1,11 @@
 """The same run in one process, by PyTorch, transformers and DeepSpeed's schedulers alone.
 
-Written again from the contracts: order of samples, padding, seeds of dropout, loss, clipping, decay
-groups. Only the initial values share code with the run, except those read from files or made by
-PEFT.
+The order of samples, padding, seeds of dropout, loss, clipping and decay groups are written a
+second time here, from their contracts. Initial values come from the run's own code, except those
+that are read from files or made by PEFT.
 
-Each step starts from the engine's state before it, so that its error is that of one step: nothing
-accumulates, an optimizer that divides noise by noise (eps 1e-8) stays comparable, and an error is
-found in the step that made it."""
+Each step starts from the engine's state before it, so that no error accumulates: an optimizer that
+divides noise by noise (eps 1e-8) stays comparable, and an error shows in the step that made it."""
 
 from __future__ import annotations
 
@@ -55,9 +54,9 @@ from trainer.tasks.task import Sample
 class Reference(ABC):
     """One process with the whole tiny model in float32.
 
-    `listens` is False where it runs the micro-batches of all data ranks as one: no rank has its
-    modules' outputs. `adds_up` is False where a loss is no sum of those of micro-batches. `tops`
-    has, for each measure, the number of highest logits among which a correct target is."""
+    `listens` is False if the micro-batches of all data ranks run as one, whose outputs no rank has.
+    `adds_up` is False if a step's loss is not the sum of its micro-batches' losses. `tops` has, for
+    each measure, the number of highest logits among which a correct target is."""
 
     listens = True
     adds_up = True
@@ -80,7 +79,7 @@ class Reference(ABC):
         self._tops = tops
         self._smoothing = small.config.trainer.label_smoothing
         in_float8 = self._layout.float8 != "none"
-        self._scale = self._layout.data_ranks if in_float8 else 1  # rounds as the engine
+        self._scale = self._layout.data_ranks if in_float8 else 1  # float8 rounds as in the engine
         self._margin = 0.05 if small.low_precision or in_float8 else 1e-4
         self.model = own.model.to(device)
         self.published = own.published
@@ -140,9 +139,11 @@ class Reference(ABC):
     def step(
         self, step: int, before: State, gradients: Tensors, norm: float, measures: bool = True
     ) -> Expected:
-        """Take a step from the engine's state before it; update by the engine's gradients and norm.
+        """Compute a step from the state `before` it, and update by `gradients` and `norm`.
 
-        So a wrong gradient is not reported as a wrong update, too. Called for each, in order."""
+        All are the engine's, so that a wrong gradient is not reported as a wrong update, too. To be
+        called for each step, in order.
+        """
         parts = self.whole_step(step)
         if step != self.small.overflow_step:
             computed = self.computed(step, before, parts, measures)
@@ -154,7 +155,7 @@ class Reference(ABC):
             kept = {key: value for key, value in before.items() if key[0] in named}
             return Expected(math.inf, math.inf, {}, kept, self._count(parts), EXACT)
         self._update(step, gradients, norm)
-        other = self._loads.biases if self.small.low_precision else ()  # they follow rounding
+        other = self._loads.biases if self.small.low_precision else ()  # rounding changes routing
         after = {(n, WEIGHT): value for n, value in self.weights().items() if n not in other}
         after |= state_of_optimizer(self._optimizer, self._named)
         biases = {name: value.detach().cpu().clone() for name, value in self._loads.biases.items()}
@@ -165,7 +166,7 @@ class Reference(ABC):
     ) -> Expected:
         """Compute loss and gradients of micro-batches with the weights of `state`; no update.
 
-        With the rounding of the run's precision, if it `measures` that.
+        If `measures`, it also measures the run's rounding, or in float32 finds what cancels.
         """
         self._load(state)
         counted = self._count(parts)
@@ -186,7 +187,7 @@ class Reference(ABC):
             return replace(exact, cancelled=cancelled(own, order, again))
 
     def norms(self, steps: int) -> list[float]:
-        """Return the gradient norms of the first steps: the engine's, up to rounding."""
+        """Train `steps` steps from the initial values, and return the gradient norm of each."""
         norms = []
         for step in range(steps):
             parts = self.whole_step(step)
@@ -222,13 +223,13 @@ class Reference(ABC):
                     unsure = unsure + judged[1]
         self.model.train()
         furthest = max((abs(other - total) for other in rounded), default=0.0)
-        rounding = furthest / abs(total) if furthest else 0.0  # a loss of pairs is 0 for one sample
+        rounding = furthest / abs(total) if furthest else 0.0  # the loss of a lone sample may be 0
         return Judged(total / counted, counted, tuple(right), unsure, rounding)
 
     def _gradients(
         self, model: nn.Module, step: int, parts: Sequence[MicroBatch], counted: int
     ) -> tuple[float, Tensors]:
-        """Return the mean loss of micro-batches with `counted` targets, and its gradients."""
+        """Return the mean loss of micro-batches with `counted` targets together; its gradients."""
         model.zero_grad()
         total = 0.0
         self._outputs = {}
@@ -246,14 +247,14 @@ class Reference(ABC):
             total += float(loss.detach())
             outputs = self._listener.end()
             for key, value in outputs.items() if self.listens else ():
-                self._outputs[key] = self._outputs.get(key, 0) + value  # of a packed row's parts
+                self._outputs[key] = self._outputs.get(key, 0) + value  # over packed documents
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return total / counted, {n: g.float().cpu() / self._scale for n, g in gradients.items()}
 
     def rounding_of_float32(
         self, step: int, state: State, parts: list[MicroBatch], one: Expected
     ) -> Rounding:
-        """Measure how far float32 may round the step that `one` has of these micro-batches."""
+        """Measure the rounding of float32 in a step whose result, without an update, is `one`."""
         self._load(state)
         exact = Computed(one.loss, one.gradients, one.outputs)
         with self._loads.aside():
@@ -277,7 +278,7 @@ class Reference(ABC):
     # Samples
 
     def _numbers(self, step: int, data_rank: int) -> np.ndarray:
-        """Return the numbers of the samples, [accumulation, micro-batch]."""
+        """Return the numbers of a data rank's samples in a step, [accumulation, micro-batch]."""
         size = len(self._data.training)
         return numbers_of(self._layout, self._seed, size, step)[:, data_rank]
 
@@ -305,7 +306,7 @@ class Reference(ABC):
         raise NotImplementedError("a case with edges has sequences at them")
 
     def projected(self, state: State, step: int) -> tuple[list[Tensors], list[Tensors]]:
-        """Return the gradients of the steps on which a run's rounding is measured."""
+        """Return the gradients of the steps that measure rounding: in float32, in low precision."""
         raise NotImplementedError("a case whose rounding is measured has such steps")
 
     # State
@@ -328,7 +329,7 @@ class Reference(ABC):
             parameter.grad = None
             if (gradient := gradients.get(name)) is not None:
                 parameter.grad = gradient.reshape(parameter.shape).to(self._device, copy=True)
-        if limit > 0:  # to the last bit, as Muon rounds to 16 of them
+        if limit > 0:  # as PyTorch clips, bit for bit, because Muon then rounds to 16 bits
             nn.utils.clip_grads_with_norm_(self._named.values(), limit, torch.tensor(norm))
         groups = self._optimizer.param_groups
         if step >= self.small.steps:

@@ -1,10 +1,10 @@
-"""A check of low precision for errors that rounding hides in a step, over many rows at the weights
-after training.
+"""A check of low precision for errors that the rounding of one step hides: over many sequences, at
+the weights after training.
 
-Rounding has no direction: over many rows, the gradient's coefficient of projection on that in
-float32 is 1, whatever the noise. And sums in float32 are exact: the gradient of a step is the sum
-of those of its micro-batches, each computed without the targets of all others. Their shares of all
-targets are powers of two, which round nothing.
+Rounding has no direction: over many sequences, the gradient's coefficient of projection on the
+float32 gradient is 1, whatever the noise. And sums in float32 are exact: the gradient of a step is
+the sum of its micro-batches' gradients, each computed while the targets of all others are ignored.
+Each micro-batch's share of all targets is a power of two, by which a product is not rounded.
 """
 
 from __future__ import annotations
@@ -22,26 +22,30 @@ from trainer.optim.lr_schedules import Update
 from trainer.tasks.task import IGNORED, Batch
 
 STEPS = 16
+"""The number of steps whose gradients are projected."""
 FEWEST = 8
-"""The number of targets of a micro-batch whose share is fixed."""
+"""The fewest targets of a micro-batch, where sums are checked; others have twice as many."""
 
 Tensors = dict[str, torch.Tensor]
 Rows = list[tuple[np.ndarray, np.ndarray]]
-"""Inputs and targets."""
+"""The inputs and targets of each sequence, both [tokens]."""
 
 
 class Rounded(NamedTuple):
+    """The rounding of a run in low precision."""
+
     projected: list[Tensors]
     """The gradients of STEPS steps."""
     added: float = 0.0
     """The largest relative difference of a step's gradient from the sum of its micro-batches'."""
     where: str = ""
+    """The parameter with that difference."""
     allowed: float = 0.0
-    """The difference allowed, if the config has gradients summed in low precision."""
+    """The difference allowed if gradients are summed in low precision; 0: that of TOLERANCES."""
 
 
 def rows_of(small: Tiny, vocabulary: int, step: int, data_rank: int, number: int) -> Rows:
-    """Draw the rows of a micro-batch, in which all targets count."""
+    """Draw the sequences of a micro-batch, LONGEST tokens each; all targets count."""
     rng = np.random.default_rng([1, step, data_rank, number])
     tokens = rng.integers(1, vocabulary, (small.layout.micro_batch, LONGEST + 1))
     return [(row[:-1], row[1:]) for row in tokens]
@@ -57,7 +61,10 @@ def recording_into(gradients: Tensors) -> Observer:
 
 
 def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
-    """Measure rounding by the engine of this kind, at a learning rate of 0. Collective."""
+    """Measure an engine's rounding in steps from `step` on, at a learning rate of 0. Collective.
+
+    `kind` is the engine's name.
+    """
     job = engine.job
     layout = small.layout
     vocabulary = job.spec.language.vocabulary
@@ -102,7 +109,7 @@ def measured(engine: Engine, small: Tiny, kind: str, step: int) -> Rounded:
 def _allowed(small: Tiny, engine: str) -> float:
     """Return the error allowed: DeepSpeed sums in low precision, unless two keys say float32.
 
-    The other engines reduce in it if the key says so.
+    The other engines sum in float32, unless one of these keys says "bf16".
     """
     settings = small.config.settings
     layout = small.layout
@@ -117,14 +124,14 @@ def _allowed(small: Tiny, engine: str) -> float:
 
 
 def _shares(count: int) -> list[int]:
-    """Return numbers of targets of micro-batches: each is their sum divided by a power of two."""
+    """Return the targets of each of `count` micro-batches: their sum divided by a power of two."""
     full = 1 << (count.bit_length() - 1)
     halves = 2 * (count - full)
     return [FEWEST] * halves + [2 * FEWEST] * (count - halves)
 
 
 def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
-    """Collate rows with all targets, or with `kept` of the first row alone."""
+    """Collate sequences with all targets, or only with `kept` targets of the first sequence."""
     samples = []
     for number, (inputs, targets) in enumerate(rows):
         counted = len(targets)
@@ -138,7 +145,10 @@ def _batch(job: Job, rows: Rows, kept: int | None, packed: bool) -> Batch:
 
 
 def coefficients(own: list[Tensors], theirs: list[Tensors]) -> tuple[list[float], float]:
-    """Return the coefficients of projection on `theirs`; and the relative norm of all residuals."""
+    """Return each step's coefficient of projection on `theirs`, g.r / r.r, and the residuals' norm.
+
+    The norm is over all steps, relative to that of `theirs`.
+    """
     parts = []
     left = 0.0
     whole = 0.0

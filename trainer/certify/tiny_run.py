@@ -1,4 +1,4 @@
-"""A config made small enough to verify in a minute; its seeds, and the order of its samples."""
+"""A config made small enough to verify in a minute."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from trainer.storage import Json, installed
 MICRO_BATCH = 2
 ACCUMULATION = 3
 DATA_RANKS = 3
-"""The sizes of the tiny run: with 2 of the last two, a mean over the wrong group could be right."""
+"""The sizes of the tiny run: with only 2 micro-batches or 2 data ranks, a mean over the wrong group
+could be right."""
 LONGEST = 28
-"""The tokens of all samples but one: more than three windows of the tiny copy's attention."""
+"""The most tokens of a sample, except of one: over three windows of the tiny copy's attention."""
 TILE = 5
-"""The tokens of an MLP's tile: several in most rows, and in parts of the longest."""
+"""The most tokens of an MLP's tile: most sequences, and a rank's part of the longest, have several
+tiles."""
 LARGEST_WORLD = 8
 CLIPPED_STEPS = 3
 """The number of steps whose norms one process computes beforehand."""
 APART = 1.01
-"""The ratio of two norms at which a limit between them surely separates those of the run."""
+"""The least ratio of two norms for which a limit between them also separates the run's norms."""
 UNKNOWN_STEPS = 1000
-"""The steps compared for a run that is as long as its data."""
+"""The number of steps assumed for a run that is as long as its data."""
 PROBES = 2
 PROBE_RATE = 1e-2
-"""Steps at the end, at a rate at which all that an optimizer does shows in float32."""
+"""The steps at the end, and their learning rate: all that an optimizer does shows in float32."""
 SHORT = {
     "warmup_num_steps": 2,
     "cycle_first_step_size": 2,
@@ -48,7 +50,7 @@ RELEASED = [
     "zero_optimization.stage3_max_reuse_distance=0",
     "zero_optimization.stage3_prefetch_bucket_size=300",
 ]
-"""Weights are released and prefetched, as those of a model that is not tiny."""
+"""Overrides by which ZeRO-3 releases and prefetches weights, as it does if a model is large."""
 Change = tuple[list[str], list[str]]
 """Overrides of the config, and notes on what the user would not expect."""
 
@@ -64,7 +66,7 @@ class Tiny:
     steps: int
     """Steps with the config's schedule; PROBES follow, and between them a step that overflows."""
     own: Composed
-    """The config with the precision and steps of the run itself, for its engine and schedule."""
+    """The config in the run's own precision and steps: it decides the engine and the schedule."""
     request: Json
     """The config as it was given, with the overrides."""
     row: int = LONGEST
@@ -98,7 +100,7 @@ class Tiny:
 
     @property
     def held_out(self) -> int:
-        """The number of evaluated samples, which differs between ranks."""
+        """The number of evaluated samples: one more than a micro-batch on each data rank."""
         return self.layout.micro_batch * self.layout.data_ranks + 1
 
 
@@ -108,9 +110,10 @@ def tiny_run(
     world_size: int | None,
     precision: str = "float32",
 ) -> Tiny:
-    """Shrink the config at `path` to a few tiny steps. Raises ConfigError.
+    """Shrink a config to a few tiny steps on `world_size` processes; None: the fewest that suffice.
 
-    They are in float32 or, if `precision` is "config", in its own precision.
+    The steps are in float32 or, if `precision` is "config", in the config's own precision. Raises
+    ConfigError for an unfit config, and for an optimizer without a reference in PyTorch.
     """
     config = given = load(path, overrides)
     world_size = world_size or smallest_world(config)
@@ -145,7 +148,7 @@ def tiny_run(
 
 
 def _sized(config: Config, world_size: int, steps: int) -> Change:
-    """Return the change to so many steps of few samples."""
+    """Return the change to `steps` steps of few samples."""
     local = local_world_size(config, world_size)
     sizes = mesh_sizes(config, world_size, local)
     options = config.trainer
@@ -161,7 +164,7 @@ def _sized(config: Config, world_size: int, steps: int) -> Change:
         f"train_micro_batch_size_per_gpu={MICRO_BATCH}",
         f"gradient_accumulation_steps={accumulation}",
         f"train_batch_size={MICRO_BATCH * accumulation * sizes.data_ranks}",
-        "trainer.patience=null",  # it was set for the run's steps on its devices
+        "trainer.patience=null",  # its seconds were set for the run's own steps
     ]
     if sizes.data_ranks < DATA_RANKS:
         notes.append(f"{sizes.data_ranks} data ranks, not {DATA_RANKS}: it proves less")
@@ -172,7 +175,7 @@ def _sized(config: Config, world_size: int, steps: int) -> Change:
 
 
 def _in_precision(config: Config, precision: str) -> Change:
-    """Return the change of precision; "auto" means what it would on a capable GPU."""
+    """Return the change of precision; "auto" means what it does on a GPU with bfloat16."""
     small = list[str]()
     notes = list[str]()
     for section in ("bf16", "fp16"):
@@ -197,7 +200,7 @@ def _in_precision(config: Config, precision: str) -> Change:
 
 
 def _in_steps(config: Config, steps: int, run_steps: int) -> Change:
-    """Return the change that fits a schedule into so many steps, with all its phases."""
+    """Return the change that fits a schedule into `steps` steps, with all its phases."""
     scheduler: Choice | None = config.scheduler
     if scheduler is None:
         return [], []
@@ -214,7 +217,7 @@ def _in_steps(config: Config, steps: int, run_steps: int) -> Change:
 
 
 def local_world_size(config: Config, world_size: int) -> int:
-    """Return the processes of a node: half of all for a mesh laid out by nodes, else all."""
+    """Return the processes on a node: half of all if the mesh shards by node, else all."""
     return max(1, world_size // 2) if config.trainer.mesh.shard == "node" else world_size
 
 
@@ -249,7 +252,10 @@ def smallest_world(config: Config) -> int:
 
 
 def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
-    """Set the limit, if there is one, between the two adjacent `norms` that are furthest apart."""
+    """Set the clipping limit, if there is one, between the two neighbours with the largest ratio.
+
+    `norms` has the gradient norm of each step; neighbours are adjacent when it is sorted.
+    """
     settings = small.config.settings
     if not float(settings.get("gradient_clipping", 0.0)):
         return small

@@ -30,7 +30,10 @@ FAILED = 76
 def tiny_run_of(
     config: str | Path | dict[str, object], overrides: Sequence[str], processes: int | None
 ) -> Tiny:
-    """Shrink a config to a few steps, for `processes`, a launcher's, or the fewest that serve."""
+    """Shrink a config to a few steps for `processes`; None: the launcher's number, or the fewest.
+
+    Raises ConfigError as `tiny_run` does.
+    """
     launched = world_of(os.environ)
     if launched and not processes:
         processes = launched.world_size
@@ -40,9 +43,9 @@ def tiny_run_of(
 def met(
     small: Tiny, device: str = "cpu", say: Callable[[str], None] = lambda line: None
 ) -> Machine:
-    """Join the processes of a certificate; `say` prints which are waited for. Collective.
+    """Join the processes of a certificate; `say` prints which ones it waits for. Collective.
 
-    Raises ConfigError if they don't come, or have met with another backend.
+    Raises ConfigError if they do not all join, or have already joined with another backend.
     """
     world = world_of(os.environ)
     assert world is not None
@@ -80,5 +83,5 @@ def verify(small: Tiny, world: World, device: str, certificate_path: Path, outpu
     except BaseException as error:
         traceback.print_exc(file=sys.stderr)
         if isinstance(error, MeshloomError) and dist.is_initialized():
-            error.share()  # all find the same, and the first reports for them
+            error.share()  # all ranks raise the same error, and the first reports it
         return ending.after(error)

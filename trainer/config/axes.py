@@ -76,17 +76,17 @@ def _experts(settings: Json, shard: int, tensor: int) -> int:
 
 
 def ranks_inside(local_world_size: int, tensor: int, ranks: int) -> int:
-    """Count the data ranks in one group within a node of `local_world_size` processes.
+    """Return the size of a shard group within a node of `local_world_size` processes.
 
-    All `ranks` of a pipeline stage if a node has only one of each stage, or a tensor parallel group
-    spans nodes.
+    It is all `ranks`, those of a pipeline stage along `replicate` x `shard`, if a node has only one
+    of them or if a tensor-parallel group spans nodes.
     """
     inside = math.gcd(local_world_size // tensor, ranks) if local_world_size % tensor == 0 else 1
     return inside if inside > 1 else ranks
 
 
 def nearest(number: int, divisor: int) -> str:
-    """Name the multiples of `divisor` next to a number that is none, for the user."""
+    """Name the two multiples of `divisor` next to `number`, which is not one, for the user."""
     lower = number // divisor * divisor or divisor
     return f"such as {lower} or {lower + divisor}"
 

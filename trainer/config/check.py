@@ -35,8 +35,8 @@ class Checked:
 def check(values: Json, table: Table, elsewhere: Sequence[str] = (), path: str = "") -> Checked:
     """Check the section at `path` and all below it; `elsewhere` are known keys outside the table.
 
-    Keys that start with "_" or "//" are comments, as is "$schema", which is for editors. The values
-    returned are without keys that have no effect, and without removed keys that are off.
+    Keys that start with "_" or "//" are comments, as is "$schema", which is for editors. The
+    returned values lack keys that have no effect, and removed keys that are off.
     """
     result = Checked()
     for name, value in values.items():
@@ -91,6 +91,6 @@ def _refusal(place: str, value: object, key: Key) -> Problem:
 
 
 def _is_off(value: Any, place: str, table: Table) -> bool:
-    """Return True if a refused key is off, as DeepSpeed takes a section without "enabled" to be."""
+    """Return True if a refused key is off; in DeepSpeed, a section without "enabled" is off."""
     named = isinstance(value, dict) and f"{place}.enabled" in table
     return is_off({"enabled": False, **value} if named else value)

@@ -56,7 +56,7 @@ def choose_optimizer(section: Json) -> Chosen:
         if checked.get("torch_adam") and is_adamw:
             defaults["weight_decay"] = 0.01  # of torch.optim.AdamW, which DeepSpeed then builds
         if chosen.section["type"] == "Muon" and "lr" not in checked:
-            defaults["adam_lr"] = 3e-4  # DeepSpeed's, as 0.02 is for the matrices
+            defaults["adam_lr"] = 3e-4  # DeepSpeed's default, as is 0.02 for the matrices
         checked.update({name: it for name, it in defaults.items() if name not in checked})
     return chosen
 

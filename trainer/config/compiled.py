@@ -49,7 +49,7 @@ class Config:
     settings: Json
     """All of DeepSpeed's keys under their present names, with the scheduler."""
     origins: dict[str, str]
-    """The origin of each value: `config file`, `override`, `default` or `auto: from ...`."""
+    """The origin of each value: `config file`, `override`, `default` or `auto`, with a reason."""
     notes: tuple[str, ...] = ()
     """A line for each key that was accepted and has no effect here."""
 
@@ -70,9 +70,10 @@ class Config:
 
 
 def load(source: str | Path | Json, overrides: Sequence[str] = ()) -> Config:
-    """Compile a DeepSpeed JSON: at a path, shipped under a name, or as a dictionary.
+    """Compile a DeepSpeed config: a JSON or YAML file, a shipped config's name, or a dictionary.
 
-    `overrides` are `key.path=value`. Raises one ConfigError with every problem of all three.
+    `overrides` are `key.path=value`. Raises ConfigError; if the file can be read, with all problems
+    of the config and of the overrides together.
     """
     path = Path("run") if isinstance(source, dict) else path_of(source)
     given = deepcopy(source) if isinstance(source, dict) else read(path)

@@ -55,7 +55,7 @@ class Upgraded:
             self.origins[place] = f"auto: from {old}"
 
     def drop_idle_sections(self) -> None:
-        """Drop an offload of parameters below ZeRO-3, and DeepSpeed's communication log if off."""
+        """Drop an offload of parameters below ZeRO-3, and a communication log that is off."""
         zero = self.settings.get("zero_optimization", {})
         stage = zero.get("stage", 0)
         section = zero.get("offload_param") or {}
@@ -65,7 +65,7 @@ class Upgraded:
             self.notes.append(f"{place} has no effect here: the ZeRO stage is {stage}")
         self.notes.extend(unswitched(self.settings))
         if self.settings.get("comms_logger", {}).get("enabled") is not True:
-            # if it is present, DeepSpeed logs, and waits for each operation
+            # if the section is present, DeepSpeed logs, and waits for each operation
             self.settings.pop("comms_logger", None)
 
     def shard_as_mics(self) -> None:
@@ -86,7 +86,7 @@ class Upgraded:
         """Recompute every block if DeepSpeed's keys ask for it, and `trainer` says nothing.
 
         DeepSpeed recomputes groups of `activation_checkpoint_interval` layers as one; here each
-        block is one, for the same gradient.
+        block is recomputed by itself, which gives the same gradient.
         """
         interval = self.settings.get("pipeline", {}).pop("activation_checkpoint_interval", 0)
         if any(place.startswith(RECOMPUTES) for place in checked.idle):

@@ -20,13 +20,13 @@ _KINDS = {int: "int", float: "float", Any: "float", bool: "bool", str: "str"}
 
 
 def _sections(field: FieldInfo) -> list[type[Section]]:
-    """List the sections that a key holds: one, or one for each source or group in a list."""
+    """List the sections that a field's type names: its own, or that of the items of a list."""
     kinds = (field.annotation, *get_args(field.annotation))
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)]
 
 
 def sections_of(model: type[Section], path: str) -> Iterator[tuple[str, type[Section]]]:
-    """Yield (path, section) of the sections in one, each before those in it."""
+    """Yield (path, section) of all sections inside `model`, each before those inside it."""
     for name, field in model.model_fields.items():
         for section in _sections(field):
             yield f"{path}.{name}", section
@@ -148,7 +148,7 @@ def _of_keys(recipe: str) -> str:
 
 
 def _value(section: Section, path: str) -> object:
-    """Return the value at a key's path; None below what is no section."""
+    """Return the value at a key's path; None if a section around it is not there."""
     value: Any = section
     for name in path.split(".")[1:]:
         value = getattr(value, name, None)

@@ -29,9 +29,10 @@ YAML = (".yaml", ".yml")
 
 
 def read(path: Path) -> Json:
-    """Read the object in a JSON file, which may have comments, as DeepSpeed's may, or in YAML.
+    """Read the object in a JSON file, which may have comments as DeepSpeed's may, or a YAML file.
 
-    Raises ConfigError if it is no regular file, no UTF-8, neither JSON nor YAML, or too large.
+    Raises ConfigError if it is not a regular file, not UTF-8, neither JSON nor YAML, not an object,
+    too large or nested too deep.
     """
     in_yaml = path.suffix.lower() in YAML
     raw = parse(path, in_yaml, "a DeepSpeed JSON config")
@@ -44,9 +45,9 @@ def read(path: Path) -> Json:
 
 
 def parse(path: Path, in_yaml: bool, wanted: str) -> object:
-    """Parse a YAML or JSON file, any value. `wanted`: what the file should be.
+    """Parse a YAML or JSON file, whose value may have any type.
 
-    Raises ConfigError as `read` does.
+    `wanted` names what the file should be, for errors. Raises ConfigError as `read` does.
     """
     try:
         text = re.sub("\r\n?", "\n", _bytes(path, wanted).decode().removeprefix("\ufeff"))
@@ -76,7 +77,7 @@ def _bytes(path: Path, wanted: str) -> bytes:
 
 
 def nodes(tree: object) -> Iterator[tuple[str, object, int]]:
-    """Yield (path, value, depth) of a tree, of its sections and lists, and of what they hold."""
+    """Yield (path, value, depth) of a tree itself, and of all values in its sections and lists."""
     waiting: deque[tuple[str, object, int]] = deque([("", tree, 0)])
     while waiting:
         path, value, depth = waiting.popleft()
@@ -147,7 +148,7 @@ def override(raw: Json, overrides: Sequence[str]) -> tuple[Json, list[str], list
 
 
 def leaves(tree: Json, prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield (dotted path, value) for every value of a tree that is not a section."""
+    """Yield (dotted path, value) for every value of a tree that is no section, or an empty one."""
     for name, value in tree.items():
         if isinstance(value, dict) and value:
             yield from leaves(value, f"{prefix}{name}.")
@@ -203,7 +204,7 @@ _KINDS = {
 
 
 def other_config(path: Path, raw: Json, known: Collection[str]) -> ConfigError | None:
-    """Build the error for the JSON config of something else, which has none of the known keys."""
+    """Return the error for the config of another tool; None if it is not known to be one."""
     if any(key in known for key in raw):
         return None
     for keys, (actual, hint) in _KINDS.items():

@@ -41,7 +41,8 @@ def resolve(config: Config, facts: RuntimeFacts) -> Config:
     """Return `config` with its "auto" values replaced and its batch sizes complete.
 
     May be called again when more facts are known: values that need a fact that is None stay "auto"
-    until then. Raises ConfigError if the mesh or the batch sizes do not fit the world size.
+    until then. Raises ConfigError if the mesh or the batch sizes do not fit the world size, if the
+    GPU lacks bfloat16, or if keys contradict one another.
     """
     config = _within_machines(config, facts)
     if facts.device == "cuda" and not facts.bf16 and at(config.settings, "bf16.enabled") is True:
@@ -82,11 +83,11 @@ def _in_steps(config: Config, steps: int | None) -> Config:
 
 
 def _share_of(share: float, steps: int) -> int:
-    return max(1, math.ceil(round(share * steps, 6)))  # a third of 99 is 33
+    return max(1, math.ceil(round(share * steps, 6)))  # a third of 99 is 33, not 34
 
 
 def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
-    """Let FSDP shard within each machine and replicate across, unless `trainer.mesh` differs."""
+    """Let FSDP shard within each machine and replicate across, unless `trainer.mesh` has sizes."""
     local = facts.local_world_size or facts.world_size
     mesh = config.trainer.mesh
     sizes = mesh_sizes(config, facts.world_size, local)
@@ -104,7 +105,7 @@ def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
     ):
         return config
     elif sizes.shard == 1 or inside == sizes.averaging_ranks or facts.world_size % local:
-        return config  # nothing to shard over within one; or machines of other sizes, refused later
+        return config  # nothing to choose; or machines of unequal sizes, which are refused later
     else:
         note = f"shards within each machine ({inside} ranks) and replicates across {machines}"
         note += "; trainer.mesh.shard=-1 shards over all"

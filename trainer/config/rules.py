@@ -42,15 +42,15 @@ def exclusive(recipe: str) -> dict[tuple[str, str], str]:
 
 def _is_given(path: str, value: object) -> bool:
     if value == AUTO:
-        return path in OWN_KEYS  # of ours, it is a name or a path
+        return path in OWN_KEYS  # in a key of ours, "auto" is a name or a path
     return value not in (None, []) and value is not False
 
 
 def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Remove from `raw` the file's values that contradict the command line.
 
-    Returns the origins of the removed keys, and a note for each. Of several, the first goes: the
-    batch size stays unless both of the others are on the command line.
+    Returns the origins of the removed keys, and a note for each. Of several keys that the file has,
+    only the first is removed: `train_batch_size` stays unless the command line has both others.
     """
     origins = {}
     notes = []
@@ -68,7 +68,7 @@ def give_way(raw: Json, overridden: Sequence[str]) -> tuple[dict[str, str], list
         section, _, name = loser.rpartition(".")
         del at(raw, section)[name]
         if loser == WARMUP:
-            at(raw, section)[name] = AUTO  # the ratio decides it
+            at(raw, section)[name] = AUTO  # warmup_ratio decides it
         outcome = f"{show(values[loser])} gives way to {' and '.join(line)} on the command line"
         origins[loser] = f"auto: the file's {outcome}"
         notes.append(f"{loser} {outcome.replace(' gives', ' in the file gives', 1)}")
@@ -105,7 +105,7 @@ def unswitched(settings: Json) -> list[str]:
 
 
 def unmet(settings: Json, trainer: TrainerSection) -> dict[str, str]:
-    """Return the conditions that do not hold, of those that keys need, each with the reason."""
+    """Return the conditions of keys' `needs` that do not hold, each with the reason."""
     stage = at(settings, "zero_optimization.stage") or 0
     offloaded = ("offload_param", "offload_optimizer")
     devices = [at(settings, f"zero_optimization.{name}.device") for name in offloaded]
@@ -151,7 +151,10 @@ def notes_of(settings: Json, trainer: TrainerSection) -> list[str]:
 
 
 def _has_value(value: object, own: bool) -> bool:
-    """Return True for a value that asks for something; of our `own` keys, defaults are left out."""
+    """Return True for a value that asks for something.
+
+    False does so in our `own` keys alone, whose defaults the caller has left out.
+    """
     off = value is False and not own
     return value is not None and not off and value != {}
 
@@ -201,7 +204,7 @@ def _model_dtype(settings: Json) -> Iterator[Problem]:
 
 
 def _averages(settings: Json, zero: Json, stage: int) -> Iterator[Problem]:
-    """Yield contradictions with a reduce-scatter, for which DeepSpeed divides after the sum."""
+    """Yield what contradicts a reduce-scatter, for which DeepSpeed divides after the sum."""
     if not zero.get("reduce_scatter", True) or stage < 2:
         return
     hint = "DeepSpeed takes it only with zero_optimization.reduce_scatter false."

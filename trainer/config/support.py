@@ -18,7 +18,10 @@ _SUMS = "data_types.grad_accum_dtype"
 
 
 def refusals(config: Config) -> dict[str, str]:
-    """Return a sentence for each engine that would compute other numbers than are asked for."""
+    """Return a sentence for each engine that would compute other numbers than the config asks for.
+
+    The keys are names of engines.
+    """
     low = _is_low(config.settings)
     strange = [
         f"It does not honour {path} {show(value)}: {key.instead}."
@@ -30,13 +33,13 @@ def refusals(config: Config) -> dict[str, str]:
 
 
 def _is_low(settings: Json) -> bool:
-    """Return True if bfloat16 weights are updated."""
+    """Return True if the optimizer updates bfloat16 weights, without float32 masters."""
     bf16 = settings.get("bf16", {})
     return all(bf16.get(key) is True for key in ("enabled", "bf16_master_weights_and_grads"))
 
 
 def _updated(settings: Json) -> str | None:
-    """Return a sentence if PyTorch can't keep the optimizer's state as is asked for."""
+    """Return a sentence if PyTorch can't keep the optimizer's state as the config asks for it."""
     if not _is_low(settings):
         return None
     if settings["bf16"].get("bf16_optimizer_states") is not True:
@@ -52,7 +55,7 @@ def _updated(settings: Json) -> str | None:
 
 
 def _reduction(settings: Json) -> str | None:
-    """Return a sentence if gradients can't be reduced in the precision that is asked for."""
+    """Return a sentence if gradients can't be reduced in the precision that the config asks for."""
     kind = settings.get("communication_data_type")
     if kind == "fp16":
         return "Gradients reduced in float16 need a loss scale, which DDP and FSDP2 do not bring."
@@ -88,7 +91,8 @@ def has_reports(config: Config) -> bool:
 
 
 def _own(config: Config) -> Iterator[tuple[str, object, Key]]:
-    """Yield the user's keys that only DeepSpeed honours, if their values ask for anything."""
+    """Yield (path, value, key) of the user's keys that only DeepSpeed honours and that ask for
+    anything."""
     written = dict(leaves(config.raw))
     for path, value in leaves(config.settings):
         key = KEYS.get(path)

@@ -22,7 +22,7 @@ from trainer.storage import Json
 def validate(raw: object, folder: str = "") -> tuple[TrainerSection, list[Problem]]:
     """Return the section and its problems; if there are any, the section is the default one.
 
-    `folder`: that of the config's file.
+    `folder` is that of the config's file, in which plug-ins may be.
     """
     try:
         section = TrainerSection.model_validate(raw, context=folder)
@@ -167,7 +167,11 @@ def profile_problems(section: TrainerSection, steps: int | None) -> list[Problem
 
 
 def evaluated_at(saves: float, evaluates: float | None) -> bool:
-    """Return True if each checkpoint has an evaluation; rounded shares of steps must be equal."""
+    """Return True if each checkpoint has an evaluation.
+
+    Both are numbers of steps, or shares of all steps; shares are rounded later, so they must be
+    equal.
+    """
     if evaluates is None or min(saves, evaluates) < 1:
         return saves == evaluates
     return saves % evaluates == 0
@@ -230,7 +234,7 @@ _LIMITS = {
     "too_short": "a list that is not empty",
     "too_long": "a list of at most {max_length:,}",
 }
-"""The expectations of pydantic, by the beginnings of its names for errors."""
+"""The expectations of pydantic in words, by the prefix of its error type."""
 _TYPES = {
     "int": "int",
     "float": "float",
@@ -240,4 +244,4 @@ _TYPES = {
     "dict": "section",
     "model": "section",
 }
-"""The kinds of keys, by the beginnings of pydantic's names for errors."""
+"""The kinds of keys, by the prefix of pydantic's error type."""

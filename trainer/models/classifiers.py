@@ -1,7 +1,7 @@
 """Image classifiers: torchvision's by name, as a chain of segments; or a user's own callable.
 
-A chain has a classifier's very modules in an `nn.Sequential`, so that any run of segments is a
-pipeline stage, and any segment a unit of FSDP. Its files have torchvision's own names
+A chain is an `nn.Sequential` of the classifier's own modules. Any consecutive segments can be a
+pipeline stage, and each segment an FSDP unit. The tensors keep torchvision's names in files
 (`ModelFiles.published`).
 """
 
@@ -34,9 +34,9 @@ if TYPE_CHECKING:
 DESCRIPTION = "module.json"
 """The file that describes a classifier in its folder: how to build it, its classes and input."""
 SIZED = {"vit_": "image_size", "VisionTransformer": "image_size", "maxvit": "input_size"}
-"""The argument for the size of the images, by the beginning of the builder's name."""
+"""The beginning of a builder's name -> its argument for the size of the images."""
 CLASSES = ("ResNet", "VisionTransformer")
-"""Classes of torchvision that may be named, too, for sizes that no function has."""
+"""Classes of torchvision that may also be named, for sizes that no builder function has."""
 NAMES = (
     "a name of torchvision.models (resnet50, vit_b_16, ...), package.module:callable, or a folder"
 )
@@ -48,9 +48,9 @@ class Segment(nn.Sequential):
 
 
 class Tokens(nn.Module):
-    """A vision transformer before its blocks: patches, class token and positions.
+    """The part of a vision transformer before its blocks: patches, class token and positions.
 
-    Gives [batch, tokens, width].
+    Takes images [batch, channels, height, width]; returns [batch, tokens, width].
     """
 
     def __init__(self, model: VisionTransformer) -> None:
@@ -67,16 +67,18 @@ class Tokens(nn.Module):
 
 
 class FirstToken(nn.Module):
+    """The choice of the class token: [batch, tokens, width] -> [batch, width]."""
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         return tokens[:, 0]
 
 
 def chain_of(model: nn.Module) -> nn.Sequential | None:
-    """Return the same modules as a chain of segments; None if its split is not known."""
+    """Return the model's modules as a chain of segments; None if no split is known for it."""
     from torchvision.models import ResNet, VisionTransformer
 
     if not type(model).__module__.startswith("torchvision.models") or "forward" in vars(model):
-        return None  # another forward
+        return None  # its forward is not known
     if isinstance(model, ResNet):
         stem = ("conv1", "bn1", "relu", "maxpool")
         segments = {"stem": Segment(OrderedDict((name, getattr(model, name)) for name in stem))}
@@ -112,7 +114,7 @@ class Images:
     """Height and width in pixels."""
     mean: tuple[float, ...]
     std: tuple[float, ...]
-    """Mean and standard deviation of each channel, of values from 0 to 1, to normalise by."""
+    """Mean and standard deviation of each channel, to normalise values from 0 to 1 by."""
 
     @property
     def channels(self) -> int:
@@ -127,9 +129,9 @@ class Classifier:
     """The name of a function or class of torchvision.models, or "package.module:callable"."""
     arguments: Json = field(default_factory=dict)
     folder: Path | None = None
-    """The folder of its weights; None: from scratch, or torchvision's."""
+    """The folder of its weights; None: initial values, or torchvision's weights."""
     weights: str | None = None
-    """The name of torchvision's weights."""
+    """The name of torchvision's weights, such as IMAGENET1K_V2; None: they are not used."""
 
     def completed(self, images: Images) -> Classifier:
         """Fill in the number of classes and the size of the images where the config lacks them."""
@@ -153,7 +155,7 @@ class Classifier:
             return None
         from torchvision import models
 
-        # these two change their input once they are pretrained
+        # googlenet and inception_v3 transform their input once they are pretrained
         without = (*CLASSES, "googlenet", "inception_v3")
         unknown = ":" in self.name or self.folder or self.name in without
         known = {} if unknown else models.get_model_weights(self.name).__members__
@@ -167,17 +169,17 @@ class Classifier:
 
     @property
     def normalised_by(self) -> tuple[tuple[float, ...], ...] | None:
-        """Mean and standard deviation of the images of the pretrained weights, or None."""
+        """Mean and standard deviation of each channel that pretrained weights expect, or None."""
         given = self.pretrained and self.pretrained.transforms()
         return given and (tuple(given.mean), tuple(given.std))
 
     def state(self) -> Mapping[str, torch.Tensor]:
-        """Return torchvision's weights, without pickle, from TORCH_HOME or the network."""
+        """Load torchvision's weights from disk or the network, if named. Raises ConfigError."""
         if (entry := self.pretrained) is None:
             return {}
         start = f"{entry} can't be loaded: "
         expected = f"{entry.url}, or that file in {torch.hub.get_dir()}/checkpoints"
-        # of the network, of the disk, or of a file that is another
+        # errors of the network or the disk, or a file with another hash
         with refused("trainer.model.weights", expected, named=True, start=start):
             return entry.get_state_dict(progress=False, check_hash=True, weights_only=True)  # type: ignore[no-any-return]
 
@@ -191,7 +193,7 @@ class Classifier:
 
 
 def named(name: str, arguments: Json, weights: str | None = None) -> Classifier:
-    """Return the classifier that `trainer.model` names. Raises ConfigError for an unknown name."""
+    """Return the classifier that `trainer.model` names. Raises ConfigError if there is none."""
     if not (folder := Path(name)).is_dir():
         classifier = Classifier(name, arguments, weights=weights)
         _ = classifier.callable, classifier.pretrained
@@ -210,7 +212,8 @@ def named(name: str, arguments: Json, weights: str | None = None) -> Classifier:
 def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
     """Build the spec of the chain of segments if the split is known, else of the model itself.
 
-    `blocks` is a pattern of the names of the model's blocks.
+    `blocks`: a pattern of the names of the model's blocks, with which no chain is made; `seed`: of
+    the initial values. Raises ConfigError as `module.spec_of` does.
     """
 
     def build() -> nn.Module:
@@ -243,7 +246,7 @@ def spec_of(classifier: Classifier, blocks: str | None, seed: int) -> ModelSpec:
 
 
 def published_names(model: nn.Module, chain: nn.Module | None) -> dict[str, str]:
-    """Map the chain's name of each tensor to the name in the model itself."""
+    """Map the name of each tensor in the chain to its name in the model; empty without a chain."""
     own = {id(tensor): name for name, tensor in model.state_dict(keep_vars=True).items()}
     tensors = chain.state_dict(keep_vars=True).items() if chain is not None else ()
     return {name: own[id(tensor)] for name, tensor in tensors}
@@ -266,7 +269,7 @@ class _Pretrained(MadeWeights):
 
     def read(self, name: str) -> torch.Tensor | None:
         own = self._names.get(name, name)
-        # older files lack the counts of batches, and a batch norm starts at zero then
+        # older files lack the counts of batches, which then start at zero
         if own in self._head or (own not in self._values and own.endswith("num_batches_tracked")):
             return self._initial.read(name)
         return super().read(own)
@@ -288,7 +291,7 @@ def describe(classifier: Classifier, images: Images) -> str:
 
 
 def opened(folder: Path) -> tuple[nn.Module, Images]:
-    """Load a trained classifier, in evaluation mode. Raises ConfigError if the folder has none."""
+    """Load a trained classifier, in evaluation mode, and its `Images`. Raises ConfigError."""
     classifier = named(str(folder), {})
     weights = SafetensorsFolder(folder)
     with opening(f"open: {folder}", "a classifier as a run saves it"):
@@ -333,7 +336,7 @@ def _of_torchvision(name: str) -> Callable[..., nn.Module]:
 def _imported(name: str) -> Callable[..., nn.Module]:
     path, _, attribute = name.partition(":")
     if (here := os.getcwd()) not in sys.path:
-        sys.path.append(here)  # a module beside the config, as `python -m` would find it
+        sys.path.append(here)  # for a module in the working folder, as with `python -m`
     place = "trainer.model.name_or_path"
     start = f'saw "{name}": '
     # whatever the module's own code raises

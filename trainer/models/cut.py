@@ -1,8 +1,8 @@
 """A model cut into pipeline stages: the model itself, with stand-ins for other stages' blocks.
 
 So rotary embeddings, masks, windows and soft caps stay the model's own code, and no parameter
-changes its name. Every stage runs the whole forward on the micro-batch's ids; the output of the
-stage before takes the place of whatever stands in front of its first block.
+changes its name. Every stage runs the model's whole forward on the micro-batch's ids. The hidden
+state from the previous stage replaces the output of the block before the stage's first.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Passed(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """Return no values: a model's initialiser may draw those of its head, wherever that is."""
+        """An empty tensor: a model's initialiser may fill its head's weight on any stage."""
         return torch.empty(0)
 
     def forward(self, *args: object, **kwargs: object) -> object:
@@ -59,7 +59,10 @@ class _Passed(nn.Module):
 
 
 class _UntilBlocks(nn.Module):
-    """A stand-in for a module on both sides of the blocks: behind them it returns its input."""
+    """A stand-in for a module that runs before and after the blocks.
+
+    After the blocks it returns its input, as another stage runs the module there.
+    """
 
     def __init__(self, module: nn.Module, whole: nn.Module, last_block: nn.Module) -> None:
         super().__init__()
@@ -78,7 +81,7 @@ class _UntilBlocks(nn.Module):
 
 
 class _Blank(nn.Module):
-    """A stand-in for an input table or projection: gives zeros, which no block reads."""
+    """A stand-in for an input embedding or projection: returns zeros, which no block reads."""
 
     def __init__(self, stage_input: StageInput, width: int, table: bool) -> None:
         super().__init__()
@@ -88,9 +91,9 @@ class _Blank(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The hidden state: some models ask a table for its device and dtype.
+        """The hidden state, from which some models read an embedding's device and dtype.
 
-        No values before there is one: a model's initialiser may draw those of its tables.
+        Empty before there is one: a model's initialiser may fill its embeddings.
         """
         hidden = self._stage_input.hidden
         return torch.empty(0) if hidden is None else hidden
@@ -102,7 +105,7 @@ class _Blank(nn.Module):
 
 
 class _Received(_Passed):
-    """A stand-in for the block before this stage's first: gives the received hidden state."""
+    """A stand-in for the block before this stage's first: returns the received hidden state."""
 
     def __init__(self, stage_input: StageInput, tuples: int = 0) -> None:
         super().__init__(tuples)
@@ -118,10 +121,11 @@ def is_whole(module: nn.Module) -> bool:
 
 
 def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: range) -> StageInput:
-    """Reduce `model`, in place, to the stage of these `blocks`.
+    """Reduce `model`, in place, to the stage with these `blocks`; return the stage's input.
 
-    The first stage keeps the tables, the last norm and head; the last keeps an input table, too, if
-    the head is tied to it: the parameter is then on both stages.
+    The first stage keeps the input embeddings, the last stage the final norm and the head. If the
+    head is tied to an input embedding, the last stage keeps that, too: the parameter is then on
+    both stages.
     """
     stage_input = StageInput()
     first = blocks.start == 0
@@ -147,7 +151,10 @@ def cut(model: nn.Module, spec: ModelSpec, boundary: StageBoundary, blocks: rang
 
 
 def _replace_block(model: nn.Module, name: str, stand_in: nn.Module) -> None:
-    """Replace a block; its words stay, as a model may ask a block what kind of mask it wants."""
+    """Replace a block; the stand-in gets its string attributes.
+
+    A model may read in one of them what kind of mask a block needs.
+    """
     block = model.get_submodule(name)
     attributes: dict[str, object] = {}
     for part in (*reversed(type(block).__mro__), block):
@@ -165,7 +172,7 @@ def _blank(module: nn.Module, stage_input: StageInput) -> nn.Module:
 
 
 def kept_for_the_head(spec: ModelSpec, boundary: StageBoundary) -> set[str]:
-    """Return the modules before the blocks that the last stage keeps: its head is tied to them."""
+    """Return the modules before the blocks that the last stage keeps: the head is tied to them."""
     after = tuple(f"{name}." for name in boundary.after)
     owners = [owner for alias, owner in spec.tied.items() if alias.startswith(after)]
     return {owner.rpartition(".")[0] for owner in owners} & set(boundary.before)

@@ -1,8 +1,9 @@
-"""The door to the folder of a model that somebody made: what is checked before a library reads it.
+"""Checks of a model's folder from an unknown source, made before a library reads it.
 
-Every command that reads such a folder goes through here, so that none is worse protected than
-training: only regular files of plausible sizes, configs with plausible counts, templates with a
-limit of memory and time, and whatever a library raises becomes a ConfigError with the place.
+Every command that reads such a folder uses them, so that all are protected as training is. Files
+must be regular and of plausible sizes, and configs must have plausible counts. Rendering a chat
+template is limited in memory and time. Whatever a library raises becomes a ConfigError with the
+place.
 """
 
 from __future__ import annotations
@@ -25,18 +26,25 @@ LONGEST = 1 << 18
 TIMES = 16
 MEMORY = 1 << 30
 SECONDS = 60.0
-"""A rendering's limits: characters, characters for each of the chat, bytes, CPU seconds."""
+"""The limits of rendering a chat template.
+
+In order: characters of the result, more of these for each character of the chat, bytes of memory,
+and CPU seconds.
+"""
 BUILD_MEMORY = 1 << 34
 BUILD_SECONDS = 120.0
-"""The limits of building a model without values: Kimi's trillion parameters take seconds."""
+"""The limits of building a model without values, in bytes and CPU seconds.
+
+Kimi's trillion parameters take a few seconds.
+"""
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
-"""The endings of files of any size."""
+"""The endings of weight files, which may have any size."""
 LARGEST = 1 << 28
-"""The most bytes of another file: the largest tokenizers have 35 MB."""
+"""The most bytes of any other file: the largest tokenizers have 35 MB."""
 MOST_MODULES = 10_000
 """The most layers, or experts in a layer: the largest models have hundreds."""
 PER_BYTE = 64
-"""The most parameters for each byte of weights: eight are the most of any quantisation."""
+"""The most parameters for each byte of weights: no quantisation has more than eight."""
 OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "adapter_config.json")
 _INDEX = ".index.json"
 _MODULES = re.compile(r"(n|num)_(\w+_)?(layers?|blocks?|experts?)|(encoder|decoder)_layers")
@@ -44,10 +52,10 @@ _MODULES = re.compile(r"(n|num)_(\w+_)?(layers?|blocks?|experts?)|(encoder|decod
 
 
 def check_folder(folder: Path) -> None:
-    """Raise ConfigError unless a model's folder can be read without harm; reads no weights.
+    """Raise ConfigError unless a model's folder is safe to read; reads no weights.
 
-    All that lies in it must be a regular file, links followed, or a folder; its JSON files must be
-    objects, with plausible counts; its indexes must name files in it.
+    Each entry must be a folder or, with links followed, a regular file of a plausible size. Each of
+    `OBJECTS` must be a JSON object with plausible counts. An index must name files in the folder.
     """
     if not folder.is_dir():
         return
@@ -63,7 +71,8 @@ def check_folder(folder: Path) -> None:
         if (folder / name).is_file():
             check_counts(object_in(folder / name), str(folder / name))
     for path in sorted(folder.glob(f"*{_INDEX}")):
-        if not path.with_name(path.name.removesuffix(_INDEX)).is_file():  # that would come first
+        # a single file takes precedence over its index
+        if not path.with_name(path.name.removesuffix(_INDEX)).is_file():
             _check_index(path)
 
 
@@ -77,7 +86,10 @@ def object_in(path: Path) -> Json:
 
 
 def check_counts(config: Mapping[str, object], place: str) -> None:
-    """Raise ConfigError if a config counts so many modules that to build them would never end."""
+    """Raise ConfigError if a number of layers or experts, in any part of a config, is implausible.
+
+    Building too many would take forever.
+    """
     waiting: list[Any] = [config]
     while waiting:
         part = waiting.pop()
@@ -92,7 +104,7 @@ def check_counts(config: Mapping[str, object], place: str) -> None:
 
 
 def _check_index(path: Path) -> None:
-    """Raise ConfigError unless an index maps names to files of its folder that are there."""
+    """Raise ConfigError unless an index maps names to files that exist in its own folder."""
     files = object_in(path).get("weight_map")
     if not isinstance(files, dict) or not all(isinstance(name, str) for name in files.values()):
         raise ConfigError(Problem(str(path), "no weight_map", "a weight_map of names to files"))
@@ -106,9 +118,9 @@ def _check_index(path: Path) -> None:
 
 
 def check_size(folder: Path, parameters: int, place: str) -> None:
-    """Raise ConfigError if a config makes far more parameters than its folder's weights can hold.
+    """Raise ConfigError for a folder without weights, or with far too few for its `parameters`.
 
-    A library would fill these with initial values, in memory that no machine has.
+    A library would give the missing ones initial values, in more memory than any machine has.
     """
     files = [path for path in folder.iterdir() if path.suffix in WEIGHTS]
     if not files:
@@ -122,7 +134,7 @@ def check_size(folder: Path, parameters: int, place: str) -> None:
 
 @contextmanager
 def opening(place: str, expected: str) -> Iterator[None]:
-    """Turn whatever a library raises over a model's folder into a ConfigError with the place."""
+    """Turn whatever a library raises for a model's folder into a ConfigError with the place."""
     from pickle import UnpicklingError
 
     try:
@@ -141,9 +153,10 @@ def opening(place: str, expected: str) -> Iterator[None]:
 
 
 def limited(render: Callable[[], str], chat: object, origin: str) -> str:
-    """Return what `render` makes of a chat, within a rendering's limits.
+    """Return the text that `render` makes of a chat, within the limits of rendering.
 
-    Raises ConfigError for a template, of `origin`, that takes more; what it itself raises stays.
+    `origin`: the source of the template, for the error. Raises ConfigError for a template over a
+    limit. Any other error of the template itself is passed on.
     """
     room = LONGEST + TIMES * len(str(chat))
     try:
@@ -161,10 +174,10 @@ def limited(render: Callable[[], str], chat: object, origin: str) -> str:
 
 @contextmanager
 def bounded(memory: int, seconds: float) -> Iterator[None]:
-    """Raise MemoryError in code that takes `memory` more bytes, TimeoutError after CPU seconds.
+    """Raise MemoryError in code that takes `memory` more bytes, TimeoutError after CPU `seconds`.
 
-    Only the main thread, which receives signals, has the limit of time. Only on Linux, which shows
-    what the process has, is memory limited.
+    Time is limited only in the main thread, which receives signals. Memory is limited only on
+    Linux, which shows how much the process has.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     if sys.platform == "linux":
@@ -174,7 +187,7 @@ def bounded(memory: int, seconds: float) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     timed = threading.current_thread() is threading.main_thread()
     before = signal.signal(signal.SIGVTALRM, _late) if timed else None
-    if timed:  # again each second, where the program catches the first
+    if timed:  # again each second, in case the code inside catches the first
         signal.setitimer(signal.ITIMER_VIRTUAL, seconds, 1.0)
     try:
         yield

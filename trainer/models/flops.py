@@ -13,9 +13,10 @@ from trainer.models.spec import ModelSpec
 
 
 def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) -> float:
-    """Count the FLOPs of a loss's forward and backward pass with PyTorch's counter, on meta.
+    """Count the FLOPs of a loss's forward and backward pass by PyTorch's counter.
 
-    Matrix products, convolutions and attention count; `loss(model)` makes its input on that device.
+    Matrix products, convolutions and attention count. Both passes run on the meta device, on which
+    `loss(model)` makes its input.
     """
     ours = {torch.ops.aten.convolution_backward: _convolution_backward}
     with FlopCounterMode(display=False, custom_mapping=ours) as counter:
@@ -26,18 +27,23 @@ def counted_flops(spec: ModelSpec, loss: Callable[[nn.Module], torch.Tensor]) ->
 def _convolution_backward(
     grad: list[int], given: list[int], weight: list[int], *rest: Any, **_: object
 ) -> int:
-    """Count forward's FLOPs for the input and for the weight; PyTorch's formula ignores groups."""
+    """Count the forward pass's FLOPs for each wanted gradient, of the input and of the weight.
+
+    PyTorch's own formula ignores groups.
+    """
     transposed = rest[4]
     wanted = rest[7]
     return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
 
 def flops_per_token(spec: ModelSpec, sequence: int) -> float:
-    """Return the training FLOPs per token, forward and backward: `6 N + 6 L H T` (causal half).
+    """Return the training FLOPs per token, forward and backward: `6 N + 6 L H T`.
 
-    N counts the parameters in a token's matrix products: with the head, but without the input table
-    and the experts that it is not routed to. Frozen ones have no weight gradient: 4 N. H is heads x
-    head size. Source: PaLM, arXiv 2204.02311, appendix B, halved for the causal mask.
+    N counts the parameters in a token's matrix products: with the head, but without the input
+    embedding and without the experts that the token is not routed to. A frozen parameter has no
+    weight gradient and costs 4 instead of 6. L is the number of layers, H is heads x head size, and
+    T is `sequence`, in tokens. Source: PaLM, arXiv 2204.02311, appendix B, with the attention term
+    halved for the causal mask.
     """
     language = spec.language
     matrix = spec.parameters - language.embedding_parameters - language.idle_parameters

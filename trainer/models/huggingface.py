@@ -1,4 +1,4 @@
-"""Any Hugging Face language model as a `ModelSpec`: causal, or a body without its head."""
+"""Any Hugging Face language model as a `ModelSpec`: with a head of any kind, or without one."""
 
 from __future__ import annotations
 
@@ -54,13 +54,14 @@ def spec_of(
 ) -> ModelSpec:
     """Build the spec of an architecture, with the weights of `trainer.model.name_or_path`, if any.
 
-    Without `weights`, none are looked for or downloaded. `kind`: transformers' class that opens it,
-    as AutoModel; None: the causal language model's. Raises ConfigError if it can't be built.
+    Without `weights`, none are looked for or downloaded. `kind`: transformers' auto class that
+    opens the model, such as AutoModel; None: that of causal language models. Raises ConfigError for
+    a model that can't be built, and for weights that can't be read or saved again.
     """
     kind = kind or auto_class(config)
     name = options.name_or_path or config.model_type
     place = f"trainer.model: {name}"
-    _check_decoder(config, place)  # before the model is built, which changes the config
+    _check_decoder(config, place)  # first, as building the model changes the config
     stated = list(getattr(config, "architectures", None) or ())
     build = _builder(config, options, kind)
     model = _first_built(build, kind, place)
@@ -95,8 +96,11 @@ def spec_of(
 def _first_built(
     build: Callable[[], PreTrainedModel], kind: AutoClass, place: str
 ) -> PreTrainedModel:
-    """Build a model for the first time. Raises ConfigError for whatever the family's own code
-    raises for the config, and transformers for an architecture that it lacks."""
+    """Build a model for the first time.
+
+    Raises ConfigError for whatever the family's own code raises for the config, and for an
+    architecture that transformers lacks.
+    """
     known = "an architecture with a causal language model head"
     if kind not in (CAUSAL, WITH_IMAGES):
         known = f"an architecture of {kind.__name__}"
@@ -114,7 +118,7 @@ def _as_configured(
     first_blocks: Callable[[int], ModelSpec],
     notes: Iterable[str],
 ) -> ModelSpec:
-    """Return the spec with the attention and the revision that the config asks for."""
+    """Return the spec with the attention and revision of the config, `first_blocks` and `notes`."""
     attention = replace(spec.language.attention, requested=options.attention)
     return replace(
         spec,
@@ -132,7 +136,10 @@ def _of_base(
     folder: Path,
     whole: WholeBase | None,
 ) -> ModelSpec:
-    """Return the spec with how its base is written again; without `whole`, the model alone is."""
+    """Return the spec with how its base's files are saved again, and notes on them.
+
+    `whole`: the base's folder, saved with the trained model in it; None: the model is saved alone.
+    """
     save_config = partial(_save_config, model, base=folder)
     notes = base_notes(weights, model, spec.name, whole)
     files = replace(spec.files, save_config=save_config, base=whole)
@@ -140,7 +147,7 @@ def _of_base(
 
 
 def _check_decoder(config: PreTrainedConfig, place: str) -> None:
-    """Raise ConfigError for an encoder with a decoder: the decoder alone would be built."""
+    """Raise ConfigError for an encoder-decoder model: its decoder alone would be built."""
     if getattr(config, "is_encoder_decoder", False):
         kind = type(config).__name__
         actual = f"{kind} is an encoder with a decoder, of which the decoder alone would be trained"
@@ -151,7 +158,7 @@ def _check_decoder(config: PreTrainedConfig, place: str) -> None:
 def _class_notes(
     config: PreTrainedConfig, model: PreTrainedModel, name: str, stated: list[str]
 ) -> Iterator[str]:
-    """Yield a note if another class is trained than the folder or the config says."""
+    """Yield a note if the class that is trained is not that of the folder or the config."""
     kind = type(model).__name__
     if stated and kind not in stated:
         yield f"{name} says that it is a {stated[0]}; a {kind} is trained"
@@ -162,7 +169,10 @@ def _class_notes(
 def _built_untied(
     config: PreTrainedConfig, build: Callable[[], PreTrainedModel], alias: str, place: str
 ) -> tuple[PreTrainedModel, str]:
-    """Build a model whose `alias` is not tied, as transformers loads it; changes the config."""
+    """Build a model with `alias` untied, as transformers loads it; return it with a note.
+
+    Changes the config. Raises ConfigError if the model's class ties `alias` in any case.
+    """
     untie(config)
     model = build()
     if alias in aliases_of(model):
@@ -234,7 +244,10 @@ def describe(
     tiny_copy: Callable[..., ModelSpec] | None = None,
     kind: AutoClass | None = None,
 ) -> ModelSpec:
-    """Read a model's blocks, head, ties and sizes on the meta device; `kind` as in `spec_of`."""
+    """Build the spec of a model on the meta device from its blocks, head, ties and sizes.
+
+    `kind`: as in `spec_of`.
+    """
     assert isinstance(model, PreTrainedModel)
     blocks = stated_blocks(model)
     if not blocks and tiny_copy:
@@ -274,7 +287,7 @@ def _initialise(root: nn.Module, name: str) -> None:
 def _save_config(
     model: PreTrainedModel, folder: Path, dtype: torch.dtype | None, base: Path | None = None
 ) -> None:
-    """Write the trained class's config, and how it generates: as the folder `base` says, if any."""
+    """Write config.json of the trained class, and generation_config.json, that of `base` if any."""
     config = copy.deepcopy(model.config)
     config.update({"dtype": dtype or config.dtype, "architectures": [type(model).__name__]})
     config.save_pretrained(folder)

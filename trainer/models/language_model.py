@@ -15,7 +15,7 @@ from trainer.models.spec import AttentionSizes, LanguageModel, OutputHead
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_topk", "moe_top_k", "moe_k", "top_k_experts")
-"""Transformers' config keys, by family, for a layer's routed experts and a token's chosen ones."""
+"""Transformers' config keys, by family, for the experts of a layer and those chosen for a token."""
 
 
 def language_of(model: PreTrainedModel, blocks: tuple[str, ...]) -> LanguageModel:
@@ -53,7 +53,10 @@ def text_config(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _heads(text: PreTrainedConfig, hidden: int) -> tuple[int, int, int]:
-    """Return query and key-value heads (common divisors of layers), and mean heads x head size."""
+    """Return the numbers of query and key-value heads, and the mean of heads x head size.
+
+    If layers differ, a number of heads is the greatest common divisor over the layers.
+    """
     layers = list(text.per_layer_config) if getattr(text, "is_heterogeneous", False) else [text]
     heads = []
     kv_heads = []
@@ -68,7 +71,10 @@ def _heads(text: PreTrainedConfig, hidden: int) -> tuple[int, int, int]:
 
 
 def positions_of(model: nn.Module, text: PreTrainedConfig) -> int | None:
-    """Return the most tokens of a sequence; RoBERTa numbers them from after the padding's."""
+    """Return the most tokens of a sequence, or None if the config sets no limit.
+
+    RoBERTa's position ids begin after the id of padding, which leaves fewer.
+    """
     reserved = [0]
     for name, module in model.named_modules():
         if "position" in name and isinstance(module, nn.Embedding):
@@ -81,7 +87,11 @@ def positions_of(model: nn.Module, text: PreTrainedConfig) -> int | None:
 
 
 def routes(model: PreTrainedModel) -> bool:
-    """Return True if a layer routes tokens to experts: has some, or what the family records."""
+    """Return True if a layer routes tokens to experts.
+
+    It does if there are parameters of routed experts, or a module of the router class from which
+    the family records logits.
+    """
     recorded = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     router = getattr(recorded, "target_class", recorded)
     has_router = isinstance(router, type) and any(isinstance(m, router) for m in model.modules())

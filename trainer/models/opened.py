@@ -1,4 +1,4 @@
-"""A trained model, loaded from its folder as a module of the user's own kind."""
+"""A trained model, loaded from its folder as an `nn.Module` of the class that was trained."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ def opened(
 ) -> nn.Module:
     """Load the model of `final/` or of a checkpoint, in evaluation mode.
 
-    `options`: those of a library's `from_pretrained`. Raises ConfigError if there is none.
+    `build` makes your own module, of which the folder has the weights alone. `options`: those of a
+    library's `from_pretrained`. Raises ConfigError for a folder without a model that opens.
     """
     if (inner := folder / "model").is_dir():
         folder = inner
@@ -66,7 +67,10 @@ def opened(
 
 
 def opened_language_model(folder: Path, trust: bool) -> PreTrainedModel:
-    """Load as `opened`, on the GPUs if there are any; `trust`: the model's own code may run."""
+    """Load a language model as `opened` does, on the GPUs if there are any.
+
+    `trust`: the model's own code may run. Raises ConfigError for a model of another kind, too.
+    """
     if (folder / classifiers.DESCRIPTION).exists():
         actual = "a classifier, or a module of your own"
         raise ConfigError(Problem(f"open: {folder}", actual, "a language model of transformers"))
@@ -83,7 +87,7 @@ def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
     with opening(place, EXPECTED):
         opened = kind.from_pretrained(folder, output_loading_info=True, **options)
         if missing := sorted(opened[1]["missing_keys"]):
-            raise ValueError(f"no {listed(missing)}")  # they would be drawn anew
+            raise ValueError(f"no {listed(missing)}")  # they would get initial values
         return opened[0].eval()  # type: ignore[no-any-return]
 
 
@@ -103,13 +107,13 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
     whole = stated.get("task_type") is None and stated.get("auto_mapping")
     kind = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
     with opening(place, EXPECTED):
-        if (folder / "config.json").exists():  # of a head for labels, which the base may not have
+        if (folder / "config.json").exists():  # for a head for labels, which the base may not have
             config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
             base = class_in_folder(config)
             options["config"] = config
         elif whole or base is CAUSAL:
             return kind.from_pretrained(folder, **options).eval()  # type: ignore[no-any-return]
-        # PEFT takes each causal language model to be one of AutoModelForCausalLM
+        # PEFT itself would open any causal language model with AutoModelForCausalLM
         model = base.from_pretrained(name, revision=stated.get("revision"), **options)
         return peft.PeftModel.from_pretrained(model, str(folder)).eval()
 
@@ -117,9 +121,9 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
 def _on_four_bits(
     folder: Path, bits: QuantizeSection, trust: bool, place: str, **options: Any
 ) -> nn.Module:
-    """Open an adapter on its base in four bits; of GPUs, on the current one alone.
+    """Open an adapter on its base in four bits, on the current GPU or on the CPU.
 
-    A CPU dequantises too slowly to do it for each token.
+    On the CPU the base is dequantised as it is read: doing that for each token would be too slow.
     """
     from trainer.models.finetuning.four_bits.four_bit_opened import opened_in_four_bits
 
@@ -155,7 +159,10 @@ def _checked_class(source: object, trust: bool, place: str) -> AutoClass:
 
 
 def _filled(model: nn.Module, folder: Path, name: str) -> nn.Module:
-    """Load the folder's values into a user's module. Raises ConfigError if they are another's."""
+    """Load the folder's values into a user's module; `name`: the class that was trained.
+
+    Raises ConfigError for another class, and for values that do not fit the module.
+    """
     weights = SafetensorsFolder(folder)
     first = aliases_of(model)
     # a tied tensor has one name in the files

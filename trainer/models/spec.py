@@ -1,4 +1,4 @@
-"""`ModelSpec`: the one description of a model that all engines share, and what it costs to run."""
+"""`ModelSpec`: the one description of a model that all engines share."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from trainer.state import WEIGHT, Part, StateTensor, renamed
 from trainer.storage import Json
 
 WHOLE = "whole"
-"""The style of a tensor plan entry that every rank holds whole."""
+"""The style, in a tensor plan, of what stays whole on every rank."""
 HEADS = "heads"
-"""The style of a module that counts the heads of a rank; the other styles are transformers'."""
+"""The style of a module whose numbers of heads become a rank's; other styles are transformers'."""
 ONE_FILE = 250_000_000
 """The most parameters of a user's module whose weights are saved as one file: 1 GB in float32."""
 
 
 class Weights(Protocol):
-    """Values of parameters, by name; None where there is none and the initial value stands."""
+    """Values of parameters, by name; None for a parameter that gets its initial value."""
 
     def read(self, name: str) -> torch.Tensor | None: ...
 
     def release(self) -> None:
-        """Free the weights in memory: the engine is built."""
+        """Free the weights in memory, once the engine is built."""
         return
 
 
@@ -41,7 +41,7 @@ class NoWeights(Weights):
 
 
 class MadeWeights(Weights):
-    """Values that `make` returns, again after they were released; each is read as a copy."""
+    """Values that `make` returns; each is read as a copy. After a release, they are made again."""
 
     def __init__(self, make: Callable[[], Mapping[str, torch.Tensor]]) -> None:
         self._make = make
@@ -75,7 +75,7 @@ class Trial:
     hidden: Callable[[nn.Module], torch.Tensor]
     """Runs any other stage on the input, and returns its hidden state."""
     batches: Sequence[dict[str, torch.Tensor]] = ()
-    """The input as one micro-batch, then each sample as one."""
+    """The input as one micro-batch, followed by each of its samples as a micro-batch."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class OutputHead:
     plain: bool = False
     """True if the logits are its product with the last hidden state and nothing else."""
     word_by_word: bool = False
-    """True if a word's vector and its logits come from its own row of table and head alone."""
+    """True if a token's embedding and logit depend only on its own row of each matrix."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ class LanguageModel:
     head: OutputHead = field(default_factory=OutputHead)
     attention: AttentionSizes = field(default_factory=AttentionSizes)
     embedding_parameters: int = 0
-    """The number of parameters of the input table, a lookup (0 if the head is tied to it)."""
+    """The number of parameters of the input embedding, a lookup (0 if the head is tied to it)."""
     idle_parameters: int = 0
     """The number of parameters of experts that a token is not routed to (0 for a dense model)."""
     vocabulary: int = 0
@@ -127,29 +127,29 @@ class LanguageModel:
     hidden_size: int | None = None
     layers: int = 0
     tensor_plan: dict[str, str] = field(default_factory=dict)
-    """Modules and parameters of blocks that tensor parallelism splits -> the style, as a word."""
+    """Name of a module or parameter of a block that tensor parallelism splits -> its style."""
     own_loss: bool = False
     """True if `forward(labels=...)` adds a router's loss (`output_router_logits`)."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The parameters of a model that are not trained or saved as all others are."""
+    """The parameters of a model that are trained or saved in another way than the rest."""
 
     frozen: Mapping[str, int] = field(default_factory=dict)
     """The sizes of the parameters that the config freezes, by name."""
     tuned: Mapping[str, Tuning] = field(default_factory=dict)
     """Parameters with a learning rate or a weight decay of their own, by name."""
     sparse: tuple[str, ...] = ()
-    """Name patterns (`*` for a number) of parameters that only some rows give a gradient."""
+    """Name patterns (`*` for a number) of parameters that get a gradient from some samples only."""
     draws: bool = True
     """False if a training forward pass draws no random numbers, as its trial has shown."""
     fresh: frozenset[str] = frozenset()
-    """Parameters that pretrained weights need not have: they get initial values."""
+    """Parameters that pretrained weights may lack: they then get initial values."""
     unsaved: frozenset[str] = frozenset()
-    """Frozen tensors that no checkpoint holds: those of an adapter's base."""
+    """Frozen tensors that are in no checkpoint: those of an adapter's base."""
     changed: bool = False
-    """True once the config's adapter, frozen parameters and groups are in the spec."""
+    """True once the config's adapter, frozen parameters and parameter groups are in the spec."""
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,10 @@ class TinyCopies:
     input: Trial | None = None
     """The input for a module that gives no logits; language models are tried on tokens."""
     copy: Callable[..., ModelSpec] | None = None
-    """`copy(layers=3, split=1)` makes a tiny copy with at least so many blocks, to try things on.
+    """`copy(layers=3, split=1)` makes a tiny copy with at least `layers` blocks, to try things on.
 
-    Numbers that are multiples of `split` stay multiples of it; language models also take `sizes`.
-    Raises ConfigError if no copy runs.
+    Sizes that are multiples of `split` stay multiples of it. Language models without changes by the
+    config also take `sizes`. Raises ConfigError if no copy runs.
     """
     first_blocks: Callable[[int], ModelSpec] | None = None
     """`first_blocks(n)` is the same model with its first n blocks alone, without weights."""
@@ -171,13 +171,13 @@ class TinyCopies:
 
 
 class BaseFolder(Protocol):
-    """The folder of a base as it is written again, around what is trained of it."""
+    """The folder of a base as it is saved again, with the trained tensors in it."""
 
     @property
     def opens(self) -> str: ...
 
     def entries(self, entries: Sequence[StateTensor], ranks: Ranks) -> list[StateTensor]:
-        """Return state tensors under the base's names, and those that come along."""
+        """Return state tensors under the base's names, and any of the base that is not trained."""
 
     @property
     def is_part(self) -> bool:
@@ -187,12 +187,12 @@ class BaseFolder(Protocol):
         """Build the base's model on the meta device."""
 
     def names(self) -> dict[str, str]:
-        """Return the base's model's name of each tensor of the trained model that it has."""
+        """Map each tensor's name in the trained model to its name in the base's model, if any."""
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None: ...
 
     def save_tokenizer_files(self, folder: Path) -> None:
-        """Copy those files of the base's tokenizer that its library has not written itself."""
+        """Copy the files of the base's tokenizer that the tokenizer's library did not write."""
 
     def check(self, folder: Path) -> None:
         """Raise DiskError unless a folder that was written has all that it should have."""
@@ -213,11 +213,11 @@ class ModelFiles:
     check: Callable[[Path], None] = lambda folder: None
     """Raises DiskError unless a folder that was written opens as the model that is trained."""
     merged: Callable[[Path], ModelSpec] | None = None
-    """Makes the spec of the base with a folder's adapter merged, if an adapter is to be merged."""
+    """Makes the spec of the base with a folder's adapter merged; None if none is to be merged."""
     revision: str | None = None
     """The requested revision of a model on the hub."""
     base: BaseFolder | None = None
-    """The files of the base around the trained tensors; None: the trained model's alone."""
+    """The base's folder, saved with the trained tensors; None: the trained model is saved alone."""
 
     def exported(self) -> ModelFiles:
         """Return how the folder at the end of a run is written and opened."""
@@ -231,8 +231,8 @@ class ModelFiles:
 class Building:
     """How a model is made: its modules on the meta device, then the values of their tensors.
 
-    A value is read from `weights`; where there is none, `initialise` makes it; what it leaves empty
-    has the constructor's value.
+    A value is read from `weights`. If it is not there, `initialise` makes it. A tensor that this
+    leaves empty gets its value from `constructed`.
     """
 
     build: Callable[[], nn.Module]
@@ -297,7 +297,7 @@ class ModelSpec:
 
     @property
     def one_file(self) -> bool:
-        """True if a trained model, a user's small module, is saved as one file, however sharded."""
+        """True for a user's small module: it is saved as one file, however it is sharded."""
         return self.files.opens == "safetensors" and self.parameters <= ONE_FILE
 
 
@@ -314,7 +314,7 @@ def exported(spec: ModelSpec, entries: Sequence[StateTensor], ranks: Ranks) -> l
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
-    """Return the tensors of the weights, without an engine; each rank reads a share of them."""
+    """Return the weights as state tensors, without an engine; each rank writes a share of them."""
     model = spec.build()
     stateful = model.state_dict().keys()
 

@@ -1,4 +1,4 @@
-"""A tiny copy of an architecture: the same kinds of blocks, and the transitions between them."""
+"""A tiny copy of an architecture, with the same kinds of blocks and transitions between them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class CopySize(NamedTuple):
     layers: int = 3
     """Its least number of layers."""
     split: int = 1
-    """Numbers that are multiples of it stay so."""
+    """Sizes that are multiples of it stay multiples of it."""
     sizes: Sizes = SIZES
 
 
@@ -59,7 +59,7 @@ class Structure:
 
 
 def structure_of(model: nn.Module, blocks: Sequence[str]) -> Structure:
-    """Read each block's classes, parameters, flags and words, and which parameters are shared."""
+    """Read each block's classes, parameters, flags and strings, and which parameters are shared."""
     owners = {id(parameter): name for name, parameter in model.named_parameters()}
     inside = tuple(f"{block}." for block in blocks)
     around = frozenset(
@@ -97,8 +97,8 @@ def tiny(
 ) -> tuple[ModelSpec, tuple[str, ...]]:
     """Make a copy of `full` with some of its `blocks`, and list what the copy lacks.
 
-    The copy runs, and is as small as that and `size` allow. Raises the last attempt's error if no
-    copy runs.
+    Copies are tried from the smallest that `size` allows, until one lacks nothing. Of those that
+    run, the one that lacks least is returned. Raises the last attempt's error if none runs.
     """
     whole = structure_of(full, blocks)
     count = len(blocks)
@@ -122,7 +122,8 @@ def tiny(
                 failed = error
                 continue
             break
-        if built and not (best[1] if best else lacks):  # more layers do not make one run
+        # a copy that lacks nothing runs, or fails for a reason that more layers do not remove
+        if built and not (best[1] if best else lacks):
             break
     if best is None:
         raise failed
@@ -139,7 +140,10 @@ def _run(spec: ModelSpec) -> None:
 
 
 def _choices(kinds: Sequence[Kind], layers: int) -> Iterator[Sequence[int]]:
-    """Yield layers to keep: first those that make all transitions, then ever more first layers."""
+    """Yield the layers to keep, as indices of `kinds`; at least `layers` of them.
+
+    First comes a small choice with all transitions, then ever longer prefixes of the model.
+    """
     if not kinds:
         yield range(layers)
         return

@@ -1,8 +1,9 @@
 """Shrink the numbers of an architecture so that they keep their relations to one another.
 
-Head counts shrink by one factor, head sizes by another, and widths by the product: hidden = heads x
-head size, expand x hidden = state-space heads x their size, and rotary sizes keep their share of a
-head. A number's role is known by its name: the families share names far more than code.
+Head counts shrink by one factor, head sizes by another, and widths by the product. These relations
+still hold: hidden = heads x head size, expand x hidden = state-space heads x their size, and rotary
+sizes are the same share of a head. A number's role is known from its name, as families of models
+share names far more than code.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ _ROLES = {
     "width": r"hidden|intermediate|inner|width|ffn_?dim|_dim$|^dim_|dff$"
     r"|^d_|_d_|n_embd|rank$|embd?_dim|_size$|_proj",
 }
-"""The roles of numbers -> the pattern of their names; the first that is found counts."""
+"""The role of a number -> a pattern of its names; the first role whose pattern matches counts."""
 _OF_LAYERS = ("first", "last index", "last", "layers")
 
 
@@ -78,7 +79,7 @@ class Scale:
     hidden: int
     """The hidden size, of which other widths are multiples or parts."""
     split: int
-    """The number of tensor parallel ranks: what it divides, and nothing else, it still divides."""
+    """The number of tensor-parallel ranks; a shrunk size keeps its common divisors with it."""
 
 
 KEPT = Scale({}, 1, Fraction(1), 0, 1)
@@ -86,7 +87,10 @@ KEPT = Scale({}, 1, Fraction(1), 0, 1)
 
 
 def scale_of(config: PreTrainedConfig, split: int, *, head_sizes: bool) -> Scale:
-    """Compute the scale of an architecture; `head_sizes` says if the sizes of heads may shrink."""
+    """Compute the scale of an architecture for `split` tensor-parallel ranks.
+
+    `head_sizes`: True if the sizes of heads may shrink.
+    """
     text = _text(config)
     hidden = _first(text, "hidden_size", "d_model", "n_embd", "embedding_dim", "emb_dim") or 1
     names = ("num_attention_heads", "decoder_attention_heads", "num_heads", "mamba_num_heads")
@@ -97,7 +101,7 @@ def scale_of(config: PreTrainedConfig, split: int, *, head_sizes: bool) -> Scale
     size = _first(text, "head_dim") or max(1, hidden // heads)
     tiny_kv = _count(min(kv, _GROUPS if kv < heads else _HEADS), kv, split)
     tiny_heads = tiny_kv
-    if kv != heads:  # at least two to a key-value head
+    if kv != heads:  # at least two query heads for each key-value head
         start = max(2 * tiny_kv, -(-_HEADS // tiny_kv) * tiny_kv)
         fitting = (n for n in range(start, heads, tiny_kv) if _splits_like(n, heads, split))
         tiny_heads = next(fitting, heads)
@@ -122,9 +126,10 @@ def tiny_config(
     layers: int,
     sizes: Sizes = SIZES,
 ) -> object:
-    """Copy the config with the layers `keep` of `layers`, each number made smaller by its role.
+    """Copy a config with its layers `keep` alone, and shrink each number by its role.
 
-    Widths shrink only with a `scale`. `layers` is 0 if no number is known to count the blocks.
+    Heads and widths shrink only with a `scale`. `layers`: the number of the config's blocks, or 0
+    if it is not known.
     """
     small = copy.deepcopy(config)
     _Resize(scale, keep, layers, sizes).apply(small)
@@ -133,7 +138,7 @@ def tiny_config(
 
 @dataclass(frozen=True)
 class _Resize:
-    """The change of a config, or of a part of it, to that of a tiny copy."""
+    """The change that makes a config, or a part of it, that of a tiny copy."""
 
     scale: Scale | None
     keep: Sequence[int]
@@ -141,7 +146,7 @@ class _Resize:
     sizes: Sizes
 
     def apply(self, config: PreTrainedConfig) -> None:
-        """Change a config in place, with its parts."""
+        """Change a config and its parts, in place."""
         differ = "_heterogeneity_spec" in vars(config)
         overrides = config.to_dict().get("per_layer_config") if differ else None
         config.__dict__.pop("_heterogeneity_spec", None)
@@ -161,7 +166,10 @@ class _Resize:
             config.update({"per_layer_config": kept})
 
     def _of_part(self, config: PreTrainedConfig, part: PreTrainedConfig) -> _Resize:
-        """Return the change of a part of the config: one with heads is a model of its own."""
+        """Return the change for a part of the config.
+
+        A part with attention heads, other than the decoder, gets a scale of its own.
+        """
         scale = self.scale
         is_model = _first(part, "num_attention_heads") and part is not _text(config)
         if not is_model or scale is None or scale is KEPT:
@@ -171,7 +179,7 @@ class _Resize:
         return _Resize(own, range(min(2, count)), count, self.sizes)
 
     def value(self, name: Any, value: Any) -> Any:
-        """Return the value in the tiny copy of what the config has under a name."""
+        """Return the tiny copy's value for the entry `name` of the config."""
         if isinstance(value, bool) or value is None:
             return value
         number = isinstance(value, int)
@@ -214,7 +222,7 @@ class _Resize:
             if value == layers:
                 return len(self.keep)
             return min(value, 2 if layers else len(self.keep))
-        if role == "every":  # events every few blocks occur in the copy, too: RWKV divides weights
+        if role == "every":  # what happens every few blocks must happen in the copy, too (RWKV)
             return min(value, 1)
         if role == "first":
             return sum(index < value for index in self.keep)
@@ -238,7 +246,7 @@ class _Resize:
 
 
 def windows_of(config: PreTrainedConfig) -> set[int]:
-    """Return the lengths of attention windows and chunks that a config, or a part of it, has."""
+    """Return the lengths of attention windows and chunks, in tokens, in a config and its parts."""
     windows = set[int]()
     for name, value in vars(config).items():
         if hasattr(value, "to_dict"):
@@ -257,7 +265,11 @@ def _width(value: int, scale: Scale) -> int:
 
 
 def _other_heads(value: int, scale: Scale) -> int:
-    """Shrink a head count that `scale` lacks: by its factor if heads stay whole, else to a few."""
+    """Shrink a head count that `scale` does not list.
+
+    It shrinks by the factor of the query heads if the result is whole. Else it becomes at most two,
+    or is rounded up to a multiple of the key-value heads.
+    """
     most = max(scale.heads, default=1)
     fewest = min(scale.heads, default=1)
     exact = Fraction(value * scale.heads.get(most, 1), most)
@@ -275,7 +287,7 @@ def _role(name: str) -> str:
 
 
 def _count(least: int, value: int, split: int) -> int:
-    """Return the smallest number from `least` that has the divisors of `split` that `value` has."""
+    """Return the smallest number from `least` on whose gcd with `split` is that of `value`."""
     fitting = (n for n in range(least, value) if _splits_like(n, value, split))
     return next(fitting, value)
 
@@ -285,7 +297,7 @@ def _splits_like(n: int, value: int, split: int) -> bool:
 
 
 def _nearest(exact: Fraction, value: int, split: int) -> int:
-    """Return a width near `exact` that kernels take, a multiple of `split` if `value` is."""
+    """Return a width near `exact` that kernels take; a multiple of `split` if `value` is one."""
     rounded = max(_WIDTH, round(exact / _WIDTH) * _WIDTH)
     if split > 1:
         while not _splits_like(rounded, value, split):
@@ -294,7 +306,7 @@ def _nearest(exact: Fraction, value: int, split: int) -> int:
 
 
 def _rotary(text: PreTrainedConfig, size: int) -> Iterator[int]:
-    """Yield the halves of the rotated sizes of a head that is rotated in part."""
+    """Yield half the rotary size of a head, for each factor by which it is rotated in part."""
     rope = vars(text).get("rope_parameters")
     rope = rope if isinstance(rope, dict) else {}
     for values in (rope, vars(text), *rope.values()):
@@ -309,7 +321,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
-    """Return True for kinds of layers and how often they come: [[["global", "local"], 12]]."""
+    """Return True for lists of layer kinds, each with a count: [[["global", "local"], 12]]."""
     for pair in value:
         is_pair = isinstance(pair, (list, tuple)) and len(pair) == 2
         if not (is_pair and isinstance(pair[0], (list, tuple)) and isinstance(pair[1], int)):
@@ -318,7 +330,7 @@ def _is_spelled_out(value: Sequence[Any], layers: int) -> bool:
 
 
 def _first(config: PreTrainedConfig, *names: str) -> int | None:
-    """Return the first of these numbers that a config has, under its own names for them."""
+    """Return the first of these numbers that a config has, by its own names, and that is not 0."""
     for name in names:
         value = vars(config).get(getattr(config, "attribute_map", {}).get(name, name))
         if isinstance(value, int) and value:

@@ -1,4 +1,4 @@
-"""Differences as findings: relative errors, and those that rounding allows."""
+"""Differences as findings: relative errors, and the tolerances that rounding allows."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from trainer.certify.recording import State
 from trainer.state import MASTER, WEIGHT
 
 BAND = 3.0
-"""The factor by which a layout's rounding in low precision may exceed that of one process."""
+"""The factor by which a layout's rounding may exceed the measured rounding of one process."""
 
 Errors = Mapping[str, float]
-"""Relative errors, or those allowed, by the name of what is compared."""
+"""Relative errors, or tolerances, by the name of what is compared."""
 
 
 def states_finding(check: str, step: int, ours: State, theirs: State, order: Order) -> CheckResult:
-    """Compare tensors, each relative to its largest entry; one that one side lacks is infinite."""
+    """Compare tensors, each relative to its largest entry.
+
+    A tensor that only one side has is an infinite error.
+    """
     if odd := ours.keys() ^ theirs.keys():
         first = min(odd, key=lambda key: order.place(key[0]))
         return one_sided(check, step, label_of(first), first in ours)
@@ -46,11 +49,15 @@ def first_finding(
 
 
 def tolerance_of(check: str, band: float, one: Expected) -> float:
-    """Return the tolerance; in low precision a multiple of the rounding of one process."""
+    """Return a check's tolerance, or BAND times the rounding of one process if that is larger.
+
+    `band` is the rounding of what is compared: relative, and 0 if it was not measured.
+    """
     return max(TOLERANCES[check], BAND * max(band, one.rounding.least))
 
 
 def one_sided(check: str, step: int, name: str, here: bool, rank: int = 0) -> CheckResult:
+    """Return the finding of something that only the run (`here`) or only one process has."""
     return wrong(check, step, f"{name} (only {'here' if here else 'in one process'})", rank)
 
 

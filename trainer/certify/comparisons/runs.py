@@ -1,4 +1,4 @@
-"""The comparison of a whole run: initial values, schedule, options, what is resumed or saved."""
+"""The comparison of a whole run: initial values, schedule, options, resumed run, saved adapter."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from trainer.optim.lr_schedules import schedule_of
 from trainer.state import WEIGHT
 
 MOST_STEPS = 200_000
-"""The most steps that are compared, in a few seconds."""
+"""The most steps of a schedule that are compared, which takes a few seconds."""
 
 
 def compare_initial(
     run: Recording, weights: Tensors, order: Order, frozen: Collection[str] = ()
 ) -> CheckResult:
-    """Compare the initial weights, by float32 masters if any, which must not start rounded.
+    """Compare the initial weights in float32: masters, if there are any, must not start rounded.
 
     The `frozen` weights need no master: they may be kept in 16 bits alone.
     """
@@ -51,7 +51,7 @@ def compare_initial(
 def compare_resumed(
     resumed: Recording, whole: Recording, middle: int, order: Order
 ) -> Iterator[CheckResult]:
-    """Compare a resumed run with the whole one, bit for bit."""
+    """Compare a run that resumed at step `middle` with the whole run, bit for bit."""
     yield states_finding("loaded state", middle, resumed.states[0], whole.states[middle], order)
     positions = (resumed.written.position, whole.written.position)
     ours, theirs = (vars(position) | position.engine for position in positions)
@@ -61,7 +61,7 @@ def compare_resumed(
     for index, loss in enumerate(resumed.losses):
         step = middle + index
         expected = whole.losses[step]
-        if not (math.isnan(loss) and math.isnan(expected)):  # not where it overflowed in both
+        if not (math.isnan(loss) and math.isnan(expected)):  # both overflowed
             error = 0.0 if loss == expected else relative_error(loss, expected)
             yield CheckResult("resumed loss", step, error, 0.0)
         after = resumed.states[index + 1], whole.states[step + 1]
@@ -71,8 +71,10 @@ def compare_resumed(
 def compare_published(
     run: Recording, theirs: Published, frozen: Collection[str], order: Order
 ) -> Iterator[CheckResult]:
-    """Compare the adapter that PEFT opens with the one that was trained, and the merged model with
-    PEFT's merge: the error beyond the rounding of its dtype, relative to the adapter's effect.
+    """Compare the adapter that PEFT opens with the trained one, and the merged model with PEFT's.
+
+    The merged model's error is what exceeds the rounding of its dtype, relative to the adapter's
+    effect.
     """
     step = len(run.losses)
     state = run.states[-1]
@@ -108,10 +110,11 @@ def compare_option(name: str, run: Recording, shown: ShownEffect | None) -> Chec
 def compare_rounded(
     run: Recording, exact: list[Tensors], low: list[Tensors]
 ) -> Iterator[CheckResult]:
-    """Project gradients of many rows in low precision, of both, on those in float32.
+    """Compare the run's gradients of many sequences in low precision with those of one process.
 
-    The coefficients must agree up to TOLERANCES, or two standard errors of one process; the rest is
-    measured by its noise.
+    `exact` and `low` are one process's gradients in float32 and in low precision. Those of the run
+    and `low` are projected on `exact`: the mean coefficients must agree up to TOLERANCES, or two
+    standard errors of one process, and the residuals' norms are compared.
     """
     assert run.rounded is not None
     step = len(run.losses)
@@ -127,7 +130,7 @@ def compare_rounded(
 
 
 def compare_schedule(own: Config, steps: int) -> CheckResult:
-    """Compare the optimizer settings of each step of the run with DeepSpeed's scheduler."""
+    """Compare each step's learning rate and betas with DeepSpeed's or transformers' scheduler."""
     base = float(own.optimizer.params["lr"])
     ours = schedule_of(own.settings)
     optimizer = torch.optim.AdamW([torch.zeros(1)], lr=base)

@@ -25,16 +25,17 @@ from trainer.certify.recording import Recording, Tensors
 from trainer.state import MASTER, WEIGHT
 
 LEAST_SHARE = 1e-2
-"""The share of its layer's largest entry below which a gradient is not measured against its own.
+"""The least scale that a gradient's error is relative to, as a share of its layer's largest entry.
 
-One that is zero by symmetry is rounding alone, and is measured against its layer's: a key's bias
-without rotary positions, or the last bias before scores whose loss ignores a shift of them all."""
+A gradient that is zero by symmetry is rounding alone, and its scale is that largest entry: of a
+key's bias without rotary positions, or of the last bias before scores if the loss does not change
+when all of them are shifted."""
 
 
 def compare_step(
     run: Recording, step: int, one: Expected, order: Order, rank: int
 ) -> Iterator[CheckResult]:
-    """Compare the loss, every gradient and the norm of a step, as each rank has seen them."""
+    """Compare a step's outputs, loss, gradients and norm, as `rank` recorded them."""
     norm = run.norms[step]
     rounding = one.rounding
     if one.overflows:
@@ -49,7 +50,7 @@ def compare_step(
     yield compare_gradients(step, run.gradients[step], one, order, rank)
     most = tolerance_of("norm", rounding.norm, one)
     yield CheckResult("norm", step, relative_error(norm, one.norm), most, "", rank)
-    if run.gradients[step]:  # whatever they are rounded to, the norm is theirs
+    if run.gradients[step]:  # the norm is that of these gradients, however they were rounded
         own = relative_error(norm, norm_of(run.gradients[step]))
         yield CheckResult(
             "norm", step, own, TOLERANCES["norm"], "(of the run's own gradients)", rank
@@ -57,7 +58,7 @@ def compare_step(
 
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> CheckResult:
-    """Return the first module, in order of execution, that gives something else."""
+    """Compare the modules' outputs; the finding is the first wrong one in order of execution."""
     errors = dict[str, float]()
     tolerances = dict[str, float]()
     bands = one.rounding.outputs
@@ -74,9 +75,9 @@ def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Check
 def compare_gradients(
     step: int, ours: Tensors, one: Expected, order: Order, rank: int
 ) -> CheckResult:
-    """Compare the gradients; the finding is the last wrong one forward, where backward begins.
+    """Compare the gradients; the finding is the first wrong one in order of the backward pass.
 
-    A gradient that one side lacks may be zeros on the other.
+    A gradient that one side lacks has to be 0 on the other.
     """
     every = {**one.gradients, **ours}
     if odd := [n for n in ours.keys() ^ one.gradients.keys() if bool(every[n].any())]:
@@ -98,7 +99,11 @@ def compare_gradients(
 
 
 def compare_update(run: Recording, step: int, one: Expected, order: Order) -> Iterator[CheckResult]:
-    """Compare the optimizer's state, and each weight's change, beyond its own rounding."""
+    """Compare the optimizer's state, and each weight's change.
+
+    A change's error is what exceeds the rounding of the weight, relative to the tensor's largest
+    change.
+    """
     before = run.states[step]
     after = run.states[step + 1]
     if one.overflows:
@@ -106,7 +111,7 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
         yield states_finding("overflow", step, kept, one.state, order)
         return
     ours = {key: value for key, value in after.items() if key[1] not in (WEIGHT, MASTER)}
-    # counts may be kept for all parameters together, and moments without a gradient as zeros
+    # an engine may keep one count of steps for all parameters, and moments of 0 without a gradient
     theirs = {
         key: v
         for key, v in one.state.items()
@@ -128,7 +133,7 @@ def compare_update(run: Recording, step: int, one: Expected, order: Order) -> It
 
 
 def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: int) -> CheckResult:
-    """Compare the targets of a step, and of all steps so far."""
+    """Compare the number of targets of a step, and of all steps so far."""
     ours = run.targets[step], run.tokens[step]
     if ours == (targets, so_far):
         return CheckResult("counts", step, 0.0, 0.0, "", rank)
@@ -139,6 +144,7 @@ def compare_counts(run: Recording, step: int, targets: int, so_far: int, rank: i
 def compare_held_out(
     run: Recording, step: int, theirs: Judged, one: Expected
 ) -> Iterator[CheckResult]:
+    """Compare the evaluation after a step: its number of targets, its loss and its measures."""
     ours = run.held_out[step + 1]
     if ours.targets != theirs.targets:
         where = f"({ours.targets} targets in place of {theirs.targets})"
@@ -159,7 +165,7 @@ def compare_held_out(
 def compare_figures(
     ours: Mapping[str, float], step: int, theirs: Judged, tolerance: float
 ) -> Iterator[CheckResult]:
-    """Compare the measures of an evaluation that are numbers of their own, each with its name."""
+    """Compare the measures of an evaluation that count no correct targets, each by its name."""
     for (name, mean), figure in zip(ours.items(), theirs.figures, strict=True):
         error = abs(mean * theirs.targets - figure.total) / max(figure.scale, 1e-30)
         yield CheckResult("figures", step, error, tolerance, name)

@@ -1,1 +1,1 @@
-"""Parts of the one process that is compared with: what a run may take from its config."""
+"""The parts of one process with which a run is compared, for all that a config may ask for."""

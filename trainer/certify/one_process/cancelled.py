@@ -11,10 +11,10 @@ from trainer.certify.recording import Tensors
 SMALL = 1e-4
 """The share of its layer's largest entry below which a gradient may be rounding alone."""
 REPEATS = 2
-"""The runs, with weights that differ by a little, of which a small gradient is compared."""
+"""The number of runs, with weights that differ a little, in which a small gradient is compared."""
 STEADY = 100.0
-"""A gradient that is this many times as large as its change in those runs is no rounding: it would
-change by about `factors.SHAKEN` of itself, and rounding changes by all of itself."""
+"""The ratio of a gradient to its change in those runs above which it is not rounding alone: a true
+gradient changes by about `factors.SHAKEN` of itself, and rounding by all of itself."""
 
 
 def largest_in_layers(gradients: Tensors, order: Order) -> dict[str, float]:

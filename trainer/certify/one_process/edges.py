@@ -1,8 +1,8 @@
-"""Rows at whose lengths code may branch: a step for each, after those of the tiny run.
+"""Sequences at whose lengths code may branch: a step for each, after those of the tiny run.
 
-A window that is as long as the row hides nothing, rows that ranks share are filled up to a number
-that can be divided, an MLP computes tiles of tokens: each is met on both sides of its edge. Packed
-documents are long ones, too.
+A window as long as the sequence hides nothing; sequences that ranks share are padded to a length
+that can be divided; an MLP computes tiles of tokens. Each such length is tried, with one token
+less and one more. If documents are packed, long ones are tried, too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 Edge = list[list[int]]
-"""The lengths of the documents of each row of a micro-batch."""
+"""The lengths in tokens of the documents of each sequence of a micro-batch."""
 
 
 class Document(NamedTuple):
@@ -30,7 +30,10 @@ class Document(NamedTuple):
 
 
 def edges_of(small: Tiny, config: PreTrainedConfig, heads: int, long: int) -> list[Edge]:
-    """List the rows to try: of the tiny copy's `config`, and with packing one of `long` tokens."""
+    """List the lengths to try for the tiny copy's `config`; if packed, with one of `long` tokens.
+
+    `heads` is the number of attention heads, by which context parallelism divides sequences.
+    """
     windows = windows_of(config)
     lengths = {*windows, small.layout.recompute.tile}
     if small.layout.context > 1:
@@ -45,7 +48,7 @@ def edges_of(small: Tiny, config: PreTrainedConfig, heads: int, long: int) -> li
 
 
 def note_of(edges: list[Edge], packed: bool) -> list[str]:
-    """Return a note on the lengths, if there are some."""
+    """Return a note on the lengths, if there are any."""
     widths = sorted({sum(row) for edge in edges for row in edge[:1]})
     if not widths:
         return []
@@ -56,7 +59,10 @@ def note_of(edges: list[Edge], packed: bool) -> list[str]:
 
 
 def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]) -> list[Sample]:
-    """Draw the documents of each row of a micro-batch; its place: step, data rank and number."""
+    """Draw the documents of each sequence of a micro-batch.
+
+    `place` is the micro-batch's step, its data rank and its number in the step.
+    """
     rng = np.random.default_rng([2, *place])
     rows = []
     for number in range(small.layout.micro_batch):
@@ -68,7 +74,7 @@ def rows_at(edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int
 def samples_at(
     edge: Edge, small: Tiny, vocabulary: int, place: tuple[int, int, int]
 ) -> list[Sample]:
-    """Return the rows as a task collates them."""
+    """Return the sequences of `rows_at` as samples, which a task collates."""
     samples = []
     for documents in rows_at(edge, small, vocabulary, place):
         inputs, targets = (np.concatenate(part) for part in zip(*documents, strict=True))

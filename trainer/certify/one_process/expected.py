@@ -24,28 +24,29 @@ class MicroBatch(NamedTuple):
     targets: Any
     start: int = 0
     row: int = 0
-    """The place of its first token in a packed row of so many tokens."""
+    """The length in tokens of the packed sequence in which it starts at `start`; 0: none."""
 
 
 @dataclass(frozen=True)
 class Rounding:
-    """The largest differences of one process in the run's low precision from float32."""
+    """The largest differences that rounding makes in one process, in the run's precision."""
 
     loss: float
-    """Relative, as that of the norm."""
+    """Relative, as are those of the norm and the outputs."""
     norm: float
     gradients: dict[str, float]
+    """Absolute, by parameter."""
     outputs: dict[tuple[int, int, str], float]
     least: float
     """The relative rounding of one number."""
     runs: tuple[Tensors, ...] = ()
-    """The gradients of each of these runs of one process."""
+    """The gradients of each repetition by which the rounding was measured."""
     is_low: bool = False
-    """True if they are in low precision."""
+    """True if `runs` are in 16 bits."""
 
 
 EXACT = Rounding(0.0, 0.0, {}, {}, 0.0)
-"""No difference: that of a run in float32."""
+"""No difference: float32, unless its rounding is measured."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Expected:
     biases: Tensors = field(default_factory=dict)
     """The biases of routers after the step, which in low precision follow rounding."""
     cancelled: frozenset[str] = frozenset()
-    """The gradients that are zero by symmetry, and here rounding alone."""
+    """The names of gradients that are zero by symmetry: their values are rounding alone."""
 
     @property
     def weights(self) -> Tensors:
@@ -72,16 +73,16 @@ class Expected:
 
     @property
     def overflows(self) -> bool:
-        """True if the gradient is not finite, so that nothing may change."""
+        """True if the gradient is not finite, so that the step may change nothing."""
         return not math.isfinite(self.norm)
 
 
 class Figure(NamedTuple):
-    """The sum of a measure over the targets of an evaluation, and what it is compared with."""
+    """The sum of a measure over the targets of an evaluation, and the scale of its error."""
 
     total: float
     scale: float
-    """The sum of the sizes of what it is a difference of: errors are relative to it."""
+    """The summed magnitudes of the terms of the measure: errors are relative to it."""
 
 
 class Judged(NamedTuple):
@@ -90,11 +91,11 @@ class Judged(NamedTuple):
     loss: float
     targets: int
     right: tuple[int, ...]
-    """The number of correct targets, for each of the task's measures."""
+    """For each of the task's measures, the number of correct targets, or another sum over them."""
     unsure: int = 0
     """The number of targets whose correctness may depend on rounding."""
     rounding: float = 0.0
-    """The relative difference of the loss where float8 rounds otherwise."""
+    """The relative difference of the loss if float8 rounds differently."""
     figures: tuple[Figure, ...] = ()
     """The measures of a task that counts no correct targets, in place of `right`."""
 
@@ -102,7 +103,10 @@ class Judged(NamedTuple):
 def right_of(
     logits: torch.Tensor, targets: torch.Tensor, most: int, margin: float
 ) -> tuple[int, int]:
-    """Count targets among the `most` highest logits, and those within `margin` of the edge."""
+    """Count targets among the `most` highest logits, and those that rounding may move in or out.
+
+    `logits` [..., classes], `targets` [...]; `margin` is relative to the largest logit.
+    """
     logits = logits.float().flatten(0, -2)
     targets = targets.flatten()
     logits = logits[targets != IGNORED]

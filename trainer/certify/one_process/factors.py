@@ -1,4 +1,4 @@
-"""float8 products of the one process, in the layers that the docs name; and their rounding."""
+"""The float8 products of one process, in the layers that the docs name; and their rounding."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from torch import nn
 from trainer.storage import imported
 
 MULTIPLE = 16
-"""Both sizes of a layer are multiples of it. In a tiny copy there is no least size."""
+"""Both dimensions of a layer are multiples of this number; a tiny copy has no least dimension."""
 SHAKEN = 1e-5
-"""The relative change of weights that shows how far float8 rounds: one factor in some hundreds is
-rounded to the other side, more than float32's arithmetic in another order does."""
+"""The relative change of weights that shows how far float8 rounds: it moves one factor in some
+hundreds to another float8 number, which is more than float32 arithmetic in another order does."""
 
 
 def layers_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """List the linear layers of the blocks that are trained, of multiples of MULTIPLE."""
+    """List the trained linear layers of the blocks whose dimensions are multiples of MULTIPLE."""
     layers = []
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -31,7 +31,11 @@ def layers_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 
 def multiply_in_float8(model: nn.Module, blocks: Sequence[str], kind: str) -> None:
-    """Replace the layers by torchao's, in place, with a scale a matrix or a row, emulated."""
+    """Replace those layers by torchao's, in place, and emulate float8.
+
+    `kind` is "tensorwise", a scale for each matrix, or "rowwise", one for each row. Raises
+    ConfigError if torchao can't be imported.
+    """
     float8 = imported("torchao.float8", "trainer.float8")
     config = replace(float8.Float8LinearConfig.from_recipe_name(kind), emulate=True)
     layers = set(layers_of(model, blocks))
@@ -43,8 +47,8 @@ def multiply_in_float8(model: nn.Module, blocks: Sequence[str], kind: str) -> No
 def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
     """Copy the model with parameters in a lower precision.
 
-    Weights with a scale each ("tensorwise") stay as they are: they are gathered in float8, to which
-    they are rounded once.
+    Weights with one scale each (`kind` "tensorwise") stay in float32: they are gathered in float8,
+    to which they are rounded directly.
     """
     low = copy.deepcopy(model)
     kept = set[int]()
@@ -58,7 +62,10 @@ def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
 
 
 def shaken(model: nn.Module, seed: int, change: float = SHAKEN) -> nn.Module:
-    """Copy the model with weights that differ by a relative `change`, and so round another way."""
+    """Copy the model with weights that are changed at random, and so round differently.
+
+    Relative to the weights, the changes are normal with the standard deviation `change`.
+    """
     generator = torch.Generator().manual_seed(seed)
     moved = copy.deepcopy(model)
     for parameter in moved.parameters():

@@ -20,7 +20,7 @@ NOT_OF_TORCH = tuple(_OF_DEEPSPEED.split())
 
 
 def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:
-    """Return the weights that Muon updates, by docs/optimizers.md."""
+    """Return the names of the weights that Muon updates, as docs/optimizers.md says."""
     matrices = set[str]()
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
@@ -31,7 +31,10 @@ def matrices_of(model: nn.Module, blocks: Sequence[str]) -> set[str]:
 
 
 class MuonOfTorch(torch.optim.AdamW):
-    """`torch.optim.Muon`'s update, of each expert, in groups of one with `muon`; else AdamW."""
+    """`torch.optim.Muon`'s update in groups with `muon`, expert by expert; AdamW's in the others.
+
+    Each group has one parameter.
+    """
 
     def __init__(self, groups: list[dict[str, Any]], **params: Any) -> None:
         halves = {True: params.pop("muon_lr", None), False: params.pop("adam_lr", None)}
@@ -59,8 +62,10 @@ class MuonOfTorch(torch.optim.AdamW):
 
 
 def optimizer_of(own: Learner, small: Tiny, blocks: Sequence[str]) -> torch.optim.Optimizer:
-    """Build PyTorch's optimizer, tensor by tensor, with the config's parameters, DeepSpeed's
-    defaults and Trainer's groups. Each parameter is a group by itself.
+    """Build PyTorch's optimizer, or a plug-in's, with each parameter as a group by itself.
+
+    Its settings are the config's, or DeepSpeed's defaults. Weight decay leaves out what Hugging
+    Face's Trainer leaves out, unless the config has other groups.
     """
     from transformers import Trainer
 
@@ -89,7 +94,10 @@ def optimizer_of(own: Learner, small: Tiny, blocks: Sequence[str]) -> torch.opti
 
 
 def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
-    """Build DeepSpeed's own scheduler, or transformers', which is stepped after each update."""
+    """Build DeepSpeed's own scheduler, or transformers', to be stepped after each update.
+
+    None if the config has none. Raises ConfigError if DeepSpeed is needed and not installed.
+    """
     from transformers import get_scheduler
 
     if (section := config.scheduler) is None:
@@ -106,7 +114,7 @@ def scheduler_of(optimizer: torch.optim.Optimizer, config: Config) -> Any:
 def state_of_optimizer(
     optimizer: torch.optim.Optimizer, named: Mapping[str, nn.Parameter]
 ) -> dict[tuple[str, str], torch.Tensor]:
-    """Copy what an optimizer keeps of each parameter to the host, by name and part."""
+    """Copy an optimizer's state of each parameter to the host, by name and part."""
     return {
         (name, part): value.detach().cpu().clone()
         for name, parameter in named.items()

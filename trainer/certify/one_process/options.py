@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 Amend = Callable[[object], None]
 """Changes a model's config, in place."""
 LEAST_EFFECT = 1e-6
-"""The effect, relative to all of it, that arithmetic in another order may have."""
+"""The largest relative effect that arithmetic in another order may have."""
 LARGE = 5e-3
-"""The share of a tensor's norm from which on an effect on it is looked at by itself."""
+"""The share of a tensor's norm above which an effect on the tensor is examined by itself."""
 LACKING = 1e-2
 LACKING_OF_ONE = 2e-2
 """The share of an effect that a run may lack: over all tensors, and in one."""
 LACKING_OF_ROUTERS = 0.6
 LACKING_OF_ROUNDING = 0.7
-"""That of routers' biases, whose signs follow the rounding of low precision; and of rounding."""
+"""The same share for routers' biases, whose changes follow the rounding of low precision; and for
+the effect of low precision itself."""
 NOISE = 5.0
 """The factor by which a run's rounding may exceed what repetitions of one process have."""
 MOST_NOISE = 0.5
-"""The share of an effect that may be rounding in a run that shows it."""
+"""The largest share of an effect that may be rounding, if a run is to show the effect."""
 ROUTED = "router_bias_update_rate"
 
 
@@ -55,7 +56,7 @@ class Option:
     of_changes: bool = False
     """True if it shows in the change of weights, not in gradients."""
     each: bool = False
-    """True if it has to be on in each tensor on which its effect is large."""
+    """True if it must show in each tensor on which its effect is large."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class ShownEffect:
 
 
 def options_of(small: Tiny, architecture: PreTrainedConfig = None) -> list[Option]:
-    """List the options that are on, in the config and in the model's own."""
+    """List the options that are on, in the config and in the model's own config."""
     section = small.config.trainer
     settings = small.config.settings
     layout = small.layout
@@ -137,7 +138,7 @@ def _parts(config: PreTrainedConfig) -> list[object]:
 
 
 def rates_of(config: PreTrainedConfig) -> list[tuple[Any, str]]:
-    """List the dropout rates above 0 of a model's config: the part of it, and the key."""
+    """List the dropout rates above 0 of a model's config, each as a part of it and a key."""
     rates = [one for part in _parts(config) for one in rates_of(part)]
     keys = [key for key, value in vars(config).items() if isinstance(value, float) and value]
     return rates + [(config, key) for key in keys if "drop" in key]
@@ -168,8 +169,9 @@ def share_of(
 ) -> ShownEffect | None:
     """Return the share of the option's effect on the first steps that the run has.
 
-    That of the tensor which has least of it, if the option is to be on in each. None if its effect
-    is not larger than rounding. `without` is the one process without the option.
+    If the option must show in each tensor, it is the share of all tensors together or of one,
+    whichever is furthest from 1 relative to what is allowed. None if the effect is not larger than
+    rounding. `without` is one process without the option.
     """
     effects = defaultdict[str, Effect](Effect)
     for step, one in enumerate(expected[:CLIPPED_STEPS]):
@@ -192,8 +194,10 @@ def share_of(
 
 
 def share_of_precision(run: Recording, expected: Sequence[Expected]) -> ShownEffect:
-    """Return the share of the low precision's rounding that the run has: its weights are rounded
-    as those of one process, its sums in part."""
+    """Return the share of the rounding of one process in low precision that the run has.
+
+    Its weights are rounded as those of one process, but its sums only in part.
+    """
     rounded = Effect()
     for step, one in enumerate(expected[:CLIPPED_STEPS]):
         low = one.rounding.runs[0]
@@ -209,10 +213,13 @@ class Effect:
     def __init__(self) -> None:
         self.square = self.of_all = self.product = 0.0
         self.repeated = dict[int, float]()
-        """For each repetition of one process, what its rounding seems to be of the effect."""
+        """For each repetition of one process, the product of its rounding and the effect."""
 
     def add(self, ours: object, on: Any, without: object, again: Sequence[Any]) -> None:
-        """Add a step; `again` has one process as the run rounds, several times."""
+        """Add a step: the run's tensor, and one process's with the option and without it.
+
+        `again` has the tensor of one process with the run's rounding, several times.
+        """
         effect = on - without
         first = again[0]
         self.square += float(effect.square().sum())
@@ -231,12 +238,12 @@ class Effect:
 
     @property
     def off(self) -> float:
-        """The share of the effect that the run has too much, or lacks if it is below 0."""
+        """The share of the effect that the run has in excess; if it is below 0, that it lacks."""
         return self.product / self.square
 
     @property
     def noise(self) -> float:
-        """The share that rounding may make: NOISE times that of one process."""
+        """The share of the effect that may be rounding: NOISE times that of one process."""
         squares = [(apart / self.square) ** 2 for apart in self.repeated.values()]
         return NOISE * (sum(squares) / max(1, len(squares))) ** 0.5
 
@@ -244,8 +251,8 @@ class Effect:
 def _compared(
     option: Option, run: Recording, step: int, one: Expected, off: Expected
 ) -> Iterator[tuple[str, Any, Any, Any, list[Any]]]:
-    """Yield for each tensor its name, what the run computed, one process with the option, without
-    it, and some times as the run rounds."""
+    """Yield each tensor's name and values: of the run, of one process with the option and without
+    it, and of repetitions of one process with the run's rounding."""
     if not option.of_changes:
         again = one.rounding.runs
         if not one.rounding.is_low:
@@ -268,7 +275,7 @@ def _compared(
 
 
 def _like(value: torch.Tensor | None, like: torch.Tensor) -> torch.Tensor:
-    """Return the value in float64; zeros where there is none."""
+    """Return the value in float64 and in the shape of `like`; zeros if there is none."""
     if value is None:
         return torch.zeros_like(like, dtype=torch.float64)
     return value.reshape(like.shape).double()

@@ -1,4 +1,4 @@
-"""The rounding of one process: a step that is computed again as it may be rounded."""
+"""The rounding of one process: a step that is computed again with other rounding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.layout import Layout
 
 REPEATS = 6
 FEWER = 3
-"""The runs that measure rounding: in the first steps of float8, and otherwise."""
+"""The number of repetitions that measure rounding: of float8 in the first steps, and otherwise."""
 HALF_A_UNIT = torch.finfo(torch.float32).eps / 2
 """The relative rounding of one number in float32."""
 
@@ -30,7 +30,7 @@ class Computed(NamedTuple):
 
 
 Compute = Callable[[nn.Module, Sequence[MicroBatch]], Computed]
-"""Computes a step by a model."""
+"""Computes a step on micro-batches with a model."""
 
 
 def rounding_of_low_precision(
@@ -41,10 +41,11 @@ def rounding_of_low_precision(
     layout: Layout,
     repeats: int,
 ) -> Rounding:
-    """Measure the rounding of the run's low precision: gradients summed in it and in float32; in
-    float8 products, of weights that differ by a little, `repeats` times.
+    """Measure the rounding of the run's low precision, by the largest difference from `exact`.
 
-    `groups` has the micro-batches whose losses add up to the step's.
+    In 16 bits, the step is repeated with gradients summed in that precision, and summed in float32;
+    in float8, `repeats` times with weights that differ a little. The losses of `groups`, each of
+    some micro-batches, add up to the step's.
     """
     parts = [part for group in groups for part in group]
     dtype = getattr(torch, layout.precision)
@@ -71,8 +72,8 @@ def rounding_of_float32(
 ) -> Rounding:
     """Measure the rounding of float32: repeat the step with each weight rounded another way.
 
-    A deep model with random weights may magnify it a thousand times in the gradients of its first
-    layers.
+    A deep model with random weights may magnify this rounding a thousand times in the gradients of
+    its first layers.
     """
     runs = [compute(shaken(model, seed, HALF_A_UNIT), parts) for seed in range(FEWER)]
     return _rounding(exact, runs, torch.float32)

@@ -1,4 +1,4 @@
-"""The order of samples and the seeds of a run, written again from their contracts."""
+"""The order of samples and the seeds of a run, written a second time from their contracts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.layout import Layout
 def numbers_of(layout: Layout, seed: int, size: int, step: int) -> np.ndarray:
     """Return the numbers of a step's samples, [accumulation, data ranks, micro-batch].
 
-    They are the next part of the stream of all epochs, each of `size` samples.
+    They are the step's part of the stream of all epochs, each of `size` samples.
     """
     batch = layout.train_batch
     epochs = range(step * batch // size, (step + 1) * batch // size + 1)
@@ -27,7 +27,7 @@ def numbers_of(layout: Layout, seed: int, size: int, step: int) -> np.ndarray:
 
 
 class DropoutSeeds:
-    """The seeds of random numbers in a forward pass: one for a micro-batch, one for each block."""
+    """The seeds of random numbers in a forward pass: the micro-batch's, and one for each block."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
@@ -54,8 +54,10 @@ class DropoutSeeds:
 
 
 def permutation(seed: int, epoch: int, size: int) -> list[int]:
-    """Return the order of an epoch's samples, one after another: a Feistel network of 12 rounds
-    over side x side numbers, through which what is not below `size` goes again."""
+    """Return the order of an epoch's samples, by a Feistel network of 12 rounds.
+
+    It permutes side x side numbers; a result that is not below `size` goes through it again.
+    """
     side = 2 * -(-(math.isqrt(size - 1) + 1) // 2)
     keys = [seed_of("order", seed, epoch, number) for number in range(12)]
 
@@ -73,6 +75,6 @@ def permutation(seed: int, epoch: int, size: int) -> list[int]:
 
 
 def seed_of(*parts: int | str) -> int:
-    """Return the first 63 bits of a SHA-256 over the seed's purpose."""
+    """Return 63 of the first 64 bits of a SHA-256 over the seed's purpose and its numbers."""
     digest = hashlib.sha256("\x1f".join(str(part) for part in parts).encode()).digest()
     return int.from_bytes(digest[:8], "little") // 2

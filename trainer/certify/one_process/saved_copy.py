@@ -1,4 +1,4 @@
-"""The tiny copy of a model of transformers, as a run reads it and as one process trains it."""
+"""The tiny copy of a transformers model, as a run reads it and as one process trains it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class SavedCopy:
     ) -> None:
         """Make the copy, and its weights in `folder`. Collective.
 
-        `plain` describes a model of an architecture without weights; `size`: the arguments of its
-        `TinyCopies.copy`.
+        `plain` returns the spec of an architecture, without weights; `size` has the arguments of
+        its `TinyCopies.copy`.
         """
         self._plain = plain
         self._architecture = architecture

@@ -14,7 +14,7 @@ def _table(name: str) -> dict[str, Key]:
 
 
 def _by_type(table: dict[str, Key]) -> dict[str, dict[str, Key]]:
-    """Return the parameters of each type, of those that DeepSpeed has."""
+    """Return the parameters of each type that is not refused, by the type's name."""
     sections = [name for name, key in table.items() if key.kind == "section" and not key.refused]
     split = [(path.partition("."), key) for path, key in table.items()]
     return {
@@ -30,7 +30,7 @@ RENAMED = {path: key.now for path, key in KEYS.items() if key.now}
 DIFFERS = {path: key.differs for path, key in KEYS.items() if key.differs}
 """Keys whose default differs from DeepSpeed's, with the reason; `--dry-run` shows it."""
 LOW_PRECISION = tuple(path for path in DIFFERS if KEYS[path].kind != "section")
-"""Those of them whose default depends on the precision."""
+"""The keys of `DIFFERS` whose default depends on the precision."""
 RECOMPUTES = "activation_checkpointing."
 """The section whose keys all have the same effect here: blocks are recomputed."""
 
@@ -52,6 +52,6 @@ AUTOS = {
 }
 """The values in place of "auto" that need not be computed: those of Hugging Face's Trainer."""
 UNBUILT = tuple(name for name in OPTIMIZERS if _OPTIMIZERS[name].idle)
-"""Optimizers of the table that each engine refuses, with its reason."""
+"""The optimizers of the table that no engine runs; each engine refuses them with its reason."""
 NOT_OFFERED = {name.lower(): why for name, why in useless(_OPTIMIZERS).items() if "." not in name}
 """The reason for each optimizer that can't be chosen, by its name in lower case."""

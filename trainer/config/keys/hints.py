@@ -28,7 +28,7 @@ def unknown(
 
 
 def useless(table: Table) -> dict[str, str]:
-    """Return the reason for each key without effect or refused, itself or by its section."""
+    """Return the reason for each key that has no effect or is refused, itself or by its section."""
     why = {path: key.refused or key.idle for path, key in table.items() if key.refused or key.idle}
     for path in table:
         section = path.rpartition(".")[0]
@@ -68,7 +68,7 @@ def _depth(path: str) -> tuple[int, str]:
 
 
 def _is_typo(name: str, other: str) -> bool:
-    """Return True if a name is another one misspelt, and not one with other words."""
+    """Return True if a name is a misspelling of another, and not a name of other words."""
     one = name.split("_")
     two = other.split("_")
     alike = len(one) == len(two) and all(
@@ -84,11 +84,11 @@ def misfit(path: str, value: object, key: Key) -> Problem:
 
 
 _TYPO = 0.65
-"""How alike each word of a misspelt name is at least."""
+"""The least similarity of each word of a misspelt name, from 0 to 1."""
 _SAME_LETTERS = 0.95
-"""How alike all letters are of a name whose words are split otherwise."""
+"""The least similarity of all letters of a name whose words are split elsewhere, from 0 to 1."""
 TRAINS_OTHERWISE = ("optimizer.params", "scheduler.params")
-"""Sections where another key trains otherwise, so that only a misspelt one is suggested."""
+"""Sections where another key would train differently: only corrected misspellings are suggested."""
 OTHER_NAMES = {
     "adam_beta1": "optimizer.params.betas",
     "adam_beta2": "optimizer.params.betas",
@@ -115,6 +115,6 @@ OTHER_NAMES = {
     "seq_length": "trainer.data.sequence_length",
     "warmup_steps": "scheduler.params.warmup_num_steps",
 }
-"""Other trainers' names of keys -> this one's."""
+"""Other trainers' names for keys -> ours."""
 LONGEST_NAME = 100
 """The most characters of a key's name for which similar keys are searched."""

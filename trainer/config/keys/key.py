@@ -34,7 +34,7 @@ class Recipes:
 
 @dataclass(frozen=True)
 class Excludes:
-    """Another key that can't be given together with a key, but for some recipes."""
+    """Another key that can't be given together with a key, except for some recipes."""
 
     other: str
     hint: str = ""
@@ -46,7 +46,7 @@ class Values:
     """The values that a key may hold."""
 
     kind: str = "any"
-    """A kind of `NOUNS`; of a key of ours that also takes other types, that of its numbers."""
+    """A kind of `NOUNS`; for a key of ours that takes several types, the kind of its numbers."""
     unit: str = ""
     """The unit of its numbers, one of `UNITS`."""
     low: float | None = None
@@ -55,14 +55,14 @@ class Values:
     """True if `low` itself is not allowed."""
     choices: tuple[str, ...] = ()
     auto: bool = False
-    """True if "auto" is accepted; the reader replaces it."""
+    """True if "auto" is accepted, which `resolve` replaces."""
     when_auto: object = None
     """The value in place of "auto", which is that of Hugging Face's Trainer; None: computed."""
     null: bool = False
     needed: bool = False
     """True if the key must be given."""
     words: str = ""
-    """The values in words, of a key of ours, whose values are those of a Python type."""
+    """The values in words; only for a key of ours, whose values have a Python type."""
 
     @property
     def expected(self) -> str:
@@ -82,7 +82,7 @@ class Support:
     """The engines and recipes that honour a key, and what happens with others."""
 
     usual: tuple[object, ...] = ()
-    """The values that ask only for what is done anyway; without any, those that switch it off."""
+    """The values that ask only for what is done anyway; empty: those that switch the key off."""
     idle: str = ""
     """The reason why the key has no effect here; it is then not passed to DeepSpeed."""
     refused: str = ""
@@ -100,16 +100,16 @@ class Support:
 
 @dataclass(frozen=True)
 class Key(Support, Values):
-    """A row of a table, or the mark of a field in `sections/`, which its type completes."""
+    """A row of a table, or the mark of a field in `sections/`, which the field's type completes."""
 
     about: str = ""
     """The meaning of a key of ours; that of DeepSpeed's is in DeepSpeed's manual."""
     default: object = None
-    """The default, of DeepSpeed's keys DeepSpeed's own; None if the key may stay missing."""
+    """The default; for DeepSpeed's keys, DeepSpeed's own. None if the key may stay missing."""
     differs: str = ""
     """The reason why the default here is not DeepSpeed's."""
     now: str = ""
-    """The present name of an old key; an offload of an old name is to the CPU."""
+    """The present name of an old key; an offload under an old name is to the CPU."""
     switch: str = ""
     """The key that switches a section on; without it, the section is off."""
 
@@ -121,7 +121,7 @@ class Key(Support, Values):
         return value not in self.usual if self.usual or number else not is_off(value)
 
     def below(self, section: Key) -> Key:
-        """Return this key as one of a section, whose `instead` goes for it, too."""
+        """Return this key as one of a section, whose `instead` applies to it, too."""
         if self.instead or not section.instead:
             return self
         return replace(self, instead=section.instead, changes_numbers=section.changes_numbers)

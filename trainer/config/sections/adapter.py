@@ -33,7 +33,8 @@ class AdapterSection(Section):
 
     type: Literal["lora"] = "lora"
     path: str | None = None
-    """The folder of an adapter to start from: it decides the keys here except dropout and merge."""
+    """The folder of an adapter to start from: it decides the keys here except dropout, merge and
+    quantize."""
     r: Annotated[Whole, Field(ge=1, le=65_536), Key(unit="dimensions")] = 8
     """The rank of the adapter."""
     alpha: Annotated[Number, Field(gt=0), Key(unit="factor")] = 8.0

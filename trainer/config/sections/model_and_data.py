@@ -1,4 +1,4 @@
-"""The sections of what is trained: the model, its adapter, and the data."""
+"""The sections of what is trained: the model, its parameter groups, and the data."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class SourceSection(Rows):
 
 
 class _Samples(Rows):
-    """How samples are made of the data."""
+    """How samples are made from the data."""
 
     sources: Annotated[list[SourceSection], Field(max_length=1000), Key(recipes=CORPUS)] = []
     """Several sources, mixed; in place of `path`."""
@@ -222,7 +222,7 @@ class DataSection(_Samples):
 
     @property
     def arrangement(self) -> Literal["concatenate", "pad", "pack", "pairs"]:
-        """The value of `documents`, which is concatenated where it has not been decided."""
+        """The value of `documents`; "concatenate" as long as it is not decided."""
         return self.documents or "concatenate"
 
 

@@ -1,5 +1,4 @@
-"""The section of preference optimisation: the loss over pairs of answers, and its settings; and the
-data section of pairs."""
+"""The sections of preference optimisation: the loss over pairs of answers, and their data."""
 
 from __future__ import annotations
 
@@ -56,7 +55,7 @@ class PairsSection(Section):
 
 
 class PairedDataSection(DataSection):
-    """The same data, read as pairs of answers, of which each is a sample."""
+    """The data section, read as pairs of answers; each pair is a sample."""
 
     ranked: Ranked = "all"
 

@@ -1,4 +1,4 @@
-"""The types of keys in the `trainer` section; what these do not say of a key, its mark says."""
+"""The types of keys in the `trainer` section; a key's mark says what its type does not."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ FileName = Annotated[str, AfterValidator(_file_name)]
 
 
 def mark_of(field: FieldInfo) -> Key:
-    """Return what a field's mark says of its key, without what its type says."""
+    """Return a field's mark, without what its type says; an empty `Key` if it has none."""
     return next((mark for mark in field.metadata if isinstance(mark, Key)), Key())
 
 
 def _describe(schema: Json, model: type[BaseModel]) -> None:
-    """Say in a section's JSON Schema what the marks of its keys say."""
+    """Describe each key of a section's JSON Schema, by its docstring and its mark."""
     for name, field in model.model_fields.items():
         texts = [field.description or "", *mark_of(field).sentences()]
         if any(texts):

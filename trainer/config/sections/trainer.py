@@ -62,7 +62,7 @@ def _interval(value: Any) -> int | float:
 
 _STEPS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000}
 Every = Annotated[Any, AfterValidator(_interval), WithJsonSchema(_STEPS)]
-"""A number of steps; or a share of all of them, which is a number in a resolved config."""
+"""A number of steps; or a share of all steps, which `resolve` turns into a number of steps."""
 Axis = Annotated[Whole, AfterValidator(_axis)]
 PipelineSchedule = Literal[
     "GPipe", "1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"

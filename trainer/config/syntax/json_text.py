@@ -1,4 +1,4 @@
-"""Reads JSON with comments; jiter, pydantic's parser, names the line of what it does not take."""
+"""Reads JSON with comments; jiter, pydantic's parser, names the line of an error."""
 
 from __future__ import annotations
 

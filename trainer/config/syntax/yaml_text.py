@@ -1,4 +1,4 @@
-"""Reads YAML: numbers as in JSON, keys that are text and there once, an error with its line."""
+"""Reads YAML: numbers as in JSON, keys that are text and unique, and errors with their line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,8 @@ _PLAIN = {
     f"{_TAG}bool": re.compile("(?i:yes|no|true|false|on|off)"),
     f"{_TAG}null": re.compile("(?i:null)|~|"),
 }
-"""The texts of values; 010 and 1:30, numbers in YAML 1.1, are others or texts in YAML 1.2."""
+"""The texts allowed for plain values, by tag; 010 and 1:30 are not, which YAML 1.1 and 1.2 read
+differently."""
 
 
 def parse_yaml(text: str, place: str) -> object:
@@ -70,7 +71,7 @@ def parse_yaml(text: str, place: str) -> object:
         raise _no_yaml(place, error.problem_mark.line, actual) from None
     except yaml.reader.ReaderError as error:
         raise _no_yaml(place, text.count("\n", 0, error.position), first_line(error)) from None
-    except (ValueError, OverflowError) as error:  # of the number of a character in quotes
+    except (ValueError, OverflowError) as error:  # by the number of an escaped character in quotes
         raise _no_yaml(place, loader.line, first_line(error)) from None
 
 
@@ -81,7 +82,7 @@ def _no_yaml(place: str, line: int, reason: str) -> ConfigError:
 def _examine(
     node: yaml.Node, path: str, known: dict[object, int], problems: list[Problem], at: str
 ) -> int:
-    """Count the values below a node, and note those that JSON does not have."""
+    """Count a node and the values below it, and add a problem for each that JSON does not have."""
     line = f"{at}:{node.start_mark.line + 1}"
     if node in known:
         if known[node] == 0:
@@ -107,7 +108,7 @@ def _examine(
 
 
 def _name(key: object) -> str:
-    """Show a key: of several values, which anchors may repeat without end, none."""
+    """Return a key's text; not of a key with several values, which anchors may make endless."""
     return str(key.value)[:SHOWN] if isinstance(key, yaml.ScalarNode) else "of several values"
 
 

@@ -1,1 +1,1 @@
-"""The parts of a model that are trained, and how: adapters, frozen parameters, own rates."""
+"""The parts of a model that are trained, and how: adapters, frozen parameters, parameter groups."""

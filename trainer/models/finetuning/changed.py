@@ -1,4 +1,4 @@
-"""A spec with the config's changes: its adapter, frozen parameters, and groups of their own."""
+"""A spec with the config's changes: adapter, frozen parameters and parameter groups."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from trainer.models.spec import ModelSpec
 def changed_spec(
     spec: ModelSpec, section: TrainerSection, ranks: Ranks, *, copied: bool = False
 ) -> ModelSpec:
-    """Apply the config's changes to a model's spec, unless it has them; `copied` if the config
-    means a larger model. Collective.
+    """Apply the config's changes to a model's spec, unless it has them already. Collective.
 
-    Raises ConfigError for changes that do not fit the model.
+    `copied`: the spec is that of a smaller copy of the config's model. Raises ConfigError for
+    changes that do not fit the model.
     """
 
     if spec.training.changed:
@@ -28,7 +28,7 @@ def changed_spec(
         partly_frozen = frozen(adapted(spec, section.adapter), section.freeze, copied=copied)
         return tuned(partly_frozen, section.parameter_groups, copied=copied)
 
-    ranks.try_on_first(changed)  # an error is reported once
+    ranks.try_on_first(changed)  # so that an error is reported once
     return with_changes(changed())
 
 

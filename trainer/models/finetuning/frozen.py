@@ -17,11 +17,11 @@ Value = TypeVar("Value")
 
 
 def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) -> ModelSpec:
-    """Return the spec with the parameters frozen that match one of the `patterns` (`fnmatch`).
+    """Return the spec with every parameter frozen that matches one of the `patterns` (`fnmatch`).
 
-    A tied parameter matches by any of its names. Raises ConfigError if nothing is left to learn,
-    and for a pattern that matches nothing unless the spec is that of a smaller model, `copied` from
-    the one the patterns were written for.
+    A tied parameter matches by any of its names. Raises ConfigError if no parameter is left to
+    train, and for a pattern that matches nothing. With `copied`, a pattern may match nothing: the
+    spec is that of a smaller copy of the model for which the patterns were written.
     """
     if not patterns:
         return spec
@@ -44,7 +44,7 @@ def frozen(spec: ModelSpec, patterns: Sequence[str], *, copied: bool = False) ->
 
 
 def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
-    """Freeze the parameters called `names`. Raises ConfigError if no other parameter learns."""
+    """Freeze the parameters called `names`. Raises ConfigError if no other parameter is trained."""
     parameters = dict(spec.build().named_parameters())
     if all(name in names or not p.requires_grad for name, p in parameters.items()):
         actual = f"all {len(parameters)} parameters"
@@ -69,8 +69,8 @@ def tiny_with(
 ) -> ModelSpec:
     """Return the spec with tiny copies that get the same `change`.
 
-    `found` has the values of parameters, by name; `lacking` says what a copy lacks if it has too
-    few blocks for all.
+    `of_whole`: what `change` does to each parameter of the whole model, by name. `lacking`: what a
+    copy lacks if it has too few blocks for all that is changed.
     """
     tiny_copy = spec.tiny.copy
     blocks = spec.blocks
@@ -90,10 +90,10 @@ def tiny_with(
 def carried(
     of_whole: Mapping[str, Value], blocks: Sequence[str], small: Sequence[str], copy: nn.Module
 ) -> tuple[dict[str, Value], bool]:
-    """Carry values of parameters over to a copy whose blocks are `small`.
+    """Carry values of parameters over from a model with `blocks` to a copy with the blocks `small`.
 
-    Each gets the entries of the block that it stands for. Also returns True if every kind of block
-    is among them.
+    Each block of the copy gets the values of the block that it stands for. Also returns True if the
+    copy has a block for every distinct set of values.
     """
     wanted = dict(of_whole)
     kinds = []
@@ -112,7 +112,8 @@ def carried(
 def stand_ins(kinds: Sequence[object], count: int) -> list[int]:
     """Choose, by index and in order, the blocks that the `count` blocks of a tiny copy stand for.
 
-    One for every change of kind if there is room, else each kind once, else some of them.
+    They are the first of each run of equal kinds if there are enough blocks, else the first of each
+    kind, else some of these.
     """
     starts = [i for i, kind in enumerate(kinds) if i == 0 or kind != kinds[i - 1]]
     if len(starts) > count:

@@ -1,4 +1,4 @@
-"""An existing adapter in a folder, from which `trainer.adapter.path` starts."""
+"""An existing adapter in a folder, from which training starts: `trainer.adapter.path`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OPENS = {
     "TOKEN_CLS": "peft.AutoPeftModelForTokenClassification.from_pretrained",
     None: "peft.AutoPeftModel.from_pretrained",
 }
-"""PEFT's `task_type` -> the function that opens an adapter; None: on the class it names."""
+"""PEFT's `task_type` -> the function that opens an adapter; None: on the class in its config."""
 TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCES: "SEQ_CLS", TOKENS: "TOKEN_CLS"}
 """Transformers' class that opens the base -> PEFT's `task_type`."""
 WEIGHT = ".weight"
@@ -44,7 +44,7 @@ _SAME = {
 }
 """Our keys that define an adapter -> PEFT's keys."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-"""PEFT's beginnings of an adapter that leave another base than the one it names."""
+"""PEFT's initialisations that change the base, so that it is not the one that a config names."""
 _HARMLESS = {
     *("task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "fan_in_fan_out", "init_lora_weights"),
@@ -100,23 +100,23 @@ def completed(options: AdapterSection) -> AdapterSection:
 
 
 def opened_as(model: nn.Module) -> Json:
-    """Return PEFT's keys that say what the adapter of a transformers model is opened on.
+    """Return PEFT's config keys for the class on which an adapter of this model is opened.
 
-    PEFT opens a causal language model and a head for labels by its auto class, any other by its
-    own class.
+    That is an auto class for a causal language model and for one with a head for labels, and the
+    model's own class for any other.
     """
     task = TASKS.get(opening_class(model))  # type: ignore[arg-type]
     return {"task_type": task} if task else opened_by_class(model)
 
 
 def opened_by_class(model: nn.Module) -> Json:
-    """Return PEFT's keys that say that an adapter is opened on the class of this model."""
+    """Return PEFT's config keys by which an adapter is opened on this model's own class."""
     kind = {"base_model_class": type(model).__name__, "parent_library": "transformers"}
     return {"task_type": None, "auto_mapping": kind}
 
 
 def _with_layers(given: Json) -> Json:
-    """Return PEFT's config with the weights of layers in `target_parameters` as target modules."""
+    """Return PEFT's config with layers that `target_parameters` names moved to `target_modules`."""
     parameters = given.get("target_parameters")
     modules = given.get("target_modules") or []
     names = parameters if isinstance(parameters, list) else []
@@ -129,10 +129,10 @@ def _with_layers(given: Json) -> Json:
 
 
 def opened_values(folder: Path, published: Sequence[Mapping[str, str]]) -> SafetensorsFolder:
-    """Open an adapter's values under the names of what the model learns.
+    """Open an adapter's values under the names of the trained parameters.
 
-    `published`: what these are called in files, in one way or another; the first is taken where
-    none is the file's.
+    `published`: alternatives, each the names of these parameters -> those in files. The one with
+    exactly the names in the file is used, or the first if there is none.
     """
     stored = SafetensorsFolder(folder, STEM).names()
     known = (names for names in published if {*names.values()} == stored)
@@ -144,9 +144,9 @@ def started(
     of_model: Mapping[str, tuple[int, ...]],
     published: Sequence[Mapping[str, str]],
 ) -> SafetensorsFolder:
-    """Open an adapter's values. Raises ConfigError unless they are exactly what the model learns.
+    """Open an adapter's values. Raises ConfigError unless they are exactly those that are trained.
 
-    `of_model`: the shapes of its tensors; `published`: as for `opened_values`.
+    `of_model`: the shapes of the trained parameters; `published`: as for `opened_values`.
     """
     place = f"{PLACE}: {folder / STEM}.safetensors"
     with refused(place, "the adapter's safetensors", OSError, SafetensorError):

@@ -1,7 +1,7 @@
 """The adapters that PEFT opens from a config and a file, compared with those that are trained.
 
-PEFT 0.19 to 0.21 read the names `gate_proj`, `up_proj` and `down_proj` of many mixtures of experts
-as their stacked experts, so that a linear layer of that name, in a dense or a shared MLP, gets no
+In many mixtures of experts, PEFT 0.19 to 0.21 take `gate_proj`, `up_proj` and `down_proj` as names
+of the stacked experts. A linear layer of that name, in a dense or a shared MLP, then gets no
 adapter from `target_modules`. Such layers are saved as `target_parameters`: the same tensors, under
 the same names.
 """
@@ -35,15 +35,15 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 class Adapters(NamedTuple):
-    """The matrices that carry an adapter, and the tensors that are its values."""
+    """The modules that have an adapter, and the tensors that are its values."""
 
     scalings: Mapping[str, float]
-    """The module of each adapter -> the factor of its output."""
+    """The name of a module with an adapter -> the factor of the adapter's output."""
     tensors: Mapping[str, str]
-    """The parameter that is trained -> the name of its tensor in a file."""
+    """The name of a trained parameter -> the name of its tensor in a file."""
 
     def difference(self, other: Adapters) -> str:
-        """Say how `other` differs; empty if it doesn't."""
+        """Describe how `other` differs; empty if it does not."""
         parts = []
         for own, theirs in ((self.scalings, other.scalings), (self.tensors, other.tensors)):
             if lost := own.keys() - theirs.keys():
@@ -61,11 +61,11 @@ class Adapters(NamedTuple):
 def injected(model: nn.Module, config: LoraConfig, targets: Sequence[str]) -> nn.Module:
     """Put adapters into exactly the modules `targets` of a model on the meta device, by PEFT.
 
-    Raises what PEFT raises for a config that it does not take.
+    Raises whatever PEFT raises for a config that it does not accept.
     """
     from peft import inject_adapter_in_model
 
-    # PEFT takes the modules from names of tensors; those in a config it may read as others
+    # names of tensors give PEFT the exact modules; names in a config it may read as other modules
     own = replace(copy.deepcopy(config), target_modules=_NONE)
     names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets}
     with torch.device("meta"), _silent():
@@ -75,7 +75,7 @@ def injected(model: nn.Module, config: LoraConfig, targets: Sequence[str]) -> nn
 
 
 def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
-    """Return the modules that carry an adapter, and the factor of its output."""
+    """Map each module with an adapter, without `prefix`, to the factor of the adapter's output."""
     carriers = ((name, module) for name, module in model.named_modules() if _carries(module))
     return {name.removeprefix(prefix): float(of.scaling[ADAPTER]) for name, of in carriers}  # type: ignore[index]
 
@@ -85,13 +85,13 @@ def _carries(module: nn.Module) -> bool:
 
 
 def opened(build: Callable[[], nn.Module], config: LoraConfig, shapes: Shapes) -> Adapters:
-    """Return what PEFT makes of a config, and of a file with tensors of these names and shapes.
+    """Return the adapters that PEFT opens from a config and a file with tensors of these `shapes`.
 
-    `build` makes the base on the meta device. Raises what PEFT raises.
+    `build` makes the base on the meta device. Raises whatever PEFT raises.
     """
     from peft import get_peft_model, set_peft_model_state_dict
 
-    # each tensor is one number, by which it is known wherever PEFT puts it
+    # each tensor is filled with its own number, which shows where PEFT puts it
     names = sorted(shapes)
     renamed = dict[str, str]()
     tensors = {
@@ -121,9 +121,9 @@ def loadable(
     trained: Adapters,
     shapes: Shapes,
 ) -> Any:
-    """Return the config to save, from which PEFT opens the adapters that are trained, and no other.
+    """Return the config to save: PEFT opens from it exactly the adapters that are trained.
 
-    Raises ConfigError if PEFT has none.
+    Raises ConfigError if there is none.
     """
 
     def difference(of: LoraConfig) -> str:
@@ -145,7 +145,7 @@ def loadable(
         plain,
         target_modules=[name for name in targets if last[name] not in lost],
         target_parameters=[f"{name}{WEIGHT}" for name in targets if last[name] in lost],
-        lora_dropout=0.0,  # PEFT has none for parameters, nor has inference
+        lora_dropout=0.0,  # PEFT supports none for parameters, and inference has none
     )
     if reason := difference(by_parameter):
         import peft
@@ -160,7 +160,7 @@ def loadable(
 
 
 def _misread(build: Callable[[], nn.Module], config: LoraConfig, names: Sequence[str]) -> bool:
-    """Return True unless PEFT puts adapters into the modules `names` if a config has them alone."""
+    """Return True unless PEFT adapts exactly the modules `names` if a config targets them alone."""
     try:
         with _silent(), torch.device("meta"):
             from peft import inject_adapter_in_model
@@ -173,9 +173,9 @@ def _misread(build: Callable[[], nn.Module], config: LoraConfig, names: Sequence
 
 
 def check_folder(folder: Path, config: LoraConfig, shapes: Shapes) -> None:
-    """Raise DiskError unless a folder holds this config, and a file with exactly these tensors.
+    """Raise DiskError unless a folder has this config, and a file with exactly these tensors.
 
-    From those PEFT opens what is trained, as `loadable` has shown.
+    From these PEFT opens the adapters that are trained, as `loadable` has shown.
     """
     from peft import LoraConfig
 
@@ -198,13 +198,13 @@ def check_folder(folder: Path, config: LoraConfig, shapes: Shapes) -> None:
 
 
 def _sorted(value: object) -> object:
-    """Return names in order: PEFT makes sets of them."""
+    """Sort names, of which PEFT makes sets; return any other value as it is."""
     return sorted(value) if isinstance(value, set | list | tuple) else value
 
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep PEFT from warning of what is compared here."""
+    """Silence PEFT's warnings, as this module checks what they are about."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

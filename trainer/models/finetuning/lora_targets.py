@@ -20,7 +20,9 @@ _SAVED = "trainer.adapter.modules_to_save"
 def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
     """Return the linear layers of blocks that `trainer.adapter.targets` selects.
 
-    Raises ConfigError if a target selects none.
+    `wanted`: "all-linear", a regular expression of whole names, or a list of names or of their ends
+    after a dot. Raises ConfigError if a target selects none, or if the expression matches any other
+    module.
     """
     linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
     if isinstance(wanted, str):
@@ -43,7 +45,7 @@ def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str
 
 
 def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
-    """Return the modules whose whole name matches, as in PEFT.
+    """Return the modules whose whole name matches a regular expression, as in PEFT.
 
     Raises ConfigError if there is none, or one that is not in `linear`.
     """
@@ -63,8 +65,9 @@ def left_out(
 ) -> Iterator[str]:
     """Yield a note on the matrices of blocks that have no adapter, as they are in no linear layer.
 
-    Of `"all-linear"` all of them: fused experts, routers, convolutions. Of other targets the
-    stacked experts that one could take them for: `gate_up_proj` beside `up_proj`.
+    With `"all-linear"` it lists all of them: fused experts, routers, convolutions. With other
+    targets it lists the stacked experts that one could take for a target: `gate_up_proj` beside
+    `up_proj`.
     """
     inside = {
         f"{name}.{key}": parameter
@@ -128,7 +131,10 @@ def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str])
 def check_saved(
     model: nn.Module, spec: ModelSpec, wanted: Sequence[str], targets: Sequence[str]
 ) -> None:
-    """Raise ConfigError for a module that does not exist, or can't be trained with the adapters."""
+    """Raise ConfigError for a name in `modules_to_save` whose module can't be trained as a whole.
+
+    The module must have parameters, and contain no adapter and no tied parameter.
+    """
     modules = dict(model.named_modules())
     tied = {*spec.tied, *spec.tied.values()}
     problems = []

@@ -31,9 +31,9 @@ class BaseWeights(Weights):
     """Weights of the base, under the names that its tensors have with an adapter around them."""
 
     def __init__(self, base: Weights, *, lasting: bool, started: Weights | None = None) -> None:
-        """Keep them in memory if `lasting`: they are read again after the engine is built.
+        """Keep the base in memory if `lasting`, as it is read again after the engine is built.
 
-        `started` is the adapter to start from.
+        `started`: the values of the adapter to start from; None: it gets initial values.
         """
         self.base = base
         self._lasting = lasting
@@ -47,7 +47,7 @@ class BaseWeights(Weights):
         if (learned := self._started.read(name)) is not None or is_adapters(name):
             return learned
         value = self.base.read(base_name(name))
-        # the copy that is trained and the original that is not may not share memory
+        # the copy is trained and the original is not, so they must not share memory
         is_copy = f".modules_to_save.{ADAPTER}." in name
         return value.clone() if value is not None and is_copy else value
 
@@ -57,10 +57,14 @@ class BaseWeights(Weights):
 
 
 class MergedWeights(Weights):
-    """Weights of the base with an adapter merged in: in float32, then in the base's dtype."""
+    """Weights of the base with an adapter merged in: in float32, then in the base's dtype.
+
+    A weight W becomes W + scaling x B A (LoRA, arXiv 2106.09685). With DoRA (arXiv 2402.09353),
+    each row of the sum is then scaled to its length in the magnitude vector.
+    """
 
     def __init__(self, base: Weights, model: nn.Module, adapter: SafetensorsFolder) -> None:
-        """`model`: that with the adapter, whose values `adapter` has under the names in it."""
+        """`model`: the model with the adapter. `adapter`: its values, under the model's names."""
         self.base = base
         self._model = model
         self._adapter = adapter
@@ -99,7 +103,7 @@ class MergedWeights(Weights):
 
 
 def made_up(spec: ModelSpec) -> MadeWeights:
-    """Return weights of a tiny copy's base: the same for every seed, rounded as files are."""
+    """Return weights of a tiny copy's base: the same for every seed, and rounded to bfloat16."""
 
     def make() -> dict[str, torch.Tensor]:
         tensors = tensors_of(on_host(spec))

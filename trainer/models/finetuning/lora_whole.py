@@ -1,4 +1,4 @@
-"""An adapter under the names of its base's whole model, where a part of that is trained."""
+"""An adapter under the names of its base's whole model, of which only a part is trained."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ class WholeNames:
 
     @classmethod
     def of(cls, base: BaseFolder | None) -> WholeNames:
-        """Return the names of a base's model; where that is trained itself, none differs."""
+        """Return the names for a base; empty, as none differs, if its whole model is trained."""
         if base is None or not base.is_part:
             return cls({})
         tensors = base.names().items()
         return cls({_module(ours): _module(theirs) for ours, theirs in tensors})
 
     def whole(self, name: str) -> str:
-        """Return the name in the whole model of a module, or of something in one."""
+        """Return the whole model's name for a module of the part, or for something in one."""
         return _translated(name, self.modules)
 
     def part(self, name: str) -> str:
-        """Return the name that a module of the whole model has in the part; others keep theirs."""
+        """Return the part's name for a module of the whole model; others keep theirs."""
         return _translated(name, {theirs: ours for ours, theirs in self.modules.items()})
 
     def in_files(self, published: Mapping[str, str]) -> dict[str, str]:
-        """Return our names of an adapter's tensors -> those in the whole model's adapter."""
+        """Map our names of an adapter's tensors to those in the files of the whole model's adapter.
+
+        `published`: our names -> those in the files of the part's adapter.
+        """
         return {
             ours: PREFIX + self.whole(theirs.removeprefix(PREFIX))
             for ours, theirs in published.items()
@@ -73,9 +76,9 @@ class WholeAdapter(BaseFolder):
         shapes: Shapes,
         bits: BitsOfBase | None,
     ) -> None:
-        """`config`, `trained`, `shapes` and `bits`: of PEFT's adapter for the part.
+        """Translate PEFT's adapter for the part, with its `config`, `trained`, `shapes` and `bits`.
 
-        Raises ConfigError if PEFT would not open the adapter so on the whole model.
+        Raises ConfigError if PEFT would not open the result on the whole model.
         """
         self._base = base
         names = WholeNames.of(base)
@@ -126,7 +129,7 @@ def whole_adapter(
     shapes: Shapes,
     bits: BitsOfBase | None,
 ) -> WholeAdapter | None:
-    """Return how the adapter is written for the whole model; None if that is what is trained."""
+    """Return the folder of an adapter for the whole model; None if the whole model is trained."""
     if base is None or not base.is_part:
         return None
     return WholeAdapter(base, config, trained, shapes, bits)

@@ -17,8 +17,9 @@ def tuned(spec: ModelSpec, groups: Sequence[ParameterGroup], *, copied: bool = F
     """Return the spec with each group's settings for the parameters that match it (`fnmatch`).
 
     The first group that matches counts; a tied parameter matches by any of its names. Raises
-    ConfigError for a pattern that matches nothing and for a group that has nothing left, unless the
-    spec is that of a smaller model, `copied` from the one the patterns were written for.
+    ConfigError for a pattern that matches nothing, and for a group whose parameters are all in
+    earlier groups. With `copied`, neither is an error: the spec is that of a smaller copy of the
+    model for which the patterns were written.
     """
     if not groups:
         return spec

@@ -1,5 +1,7 @@
-"""The class of transformers that opens a model: a language model, alone or with its image tower,
-one with a head for labels or for masked tokens, or a body without a head.
+"""The auto class of transformers that opens a model.
+
+The model may be a causal language model, alone or with its image tower; a model with a head for
+labels or for masked tokens; or a body without a head.
 """
 
 from __future__ import annotations
@@ -31,8 +33,8 @@ AutoClass = type[_BaseAutoModelClass]
 def auto_class(config: PreTrainedConfig) -> AutoClass:
     """Return the class that builds and opens the model of a config.
 
-    It is AutoModelForCausalLM wherever that knows the config or the model brings its own code;
-    a model that exists only with an image tower is opened with it.
+    It is AutoModelForCausalLM if that knows the config, or if the model brings its own code for it.
+    It is AutoModelForImageTextToText for a model that exists only with an image tower.
     """
     of_its_own = getattr(config, "auto_map", None) or {}
     if type(config) in CAUSAL._model_mapping or CAUSAL.__name__ in of_its_own:
@@ -47,8 +49,10 @@ def class_in_folder(config: PreTrainedConfig) -> AutoClass:
 
 
 def class_named(config: PreTrainedConfig, names: Sequence[str]) -> AutoClass:
-    """Return the class that opens the first of the models of these names that predicts no next
-    token; that of the config's own model if none does."""
+    """Return the auto class of the first named model class that is no causal language model.
+
+    If all are causal, or not known, it is that of the config's own model.
+    """
     others = (_not_causal(config, name) for name in names)
     return next((kind for kind in others if kind), None) or auto_class(config)
 
@@ -59,7 +63,7 @@ def opening_class(model: PreTrainedModel) -> AutoClass:
 
 
 def _not_causal(config: PreTrainedConfig, name: str) -> AutoClass | None:
-    """Return the auto class that opens the class of this name, if it predicts no next token."""
+    """Return the auto class of the model class `name`; None if it is causal or not known."""
     for kind in (SEQUENCES, TOKENS, MASKED, BODIES):
         known = kind._model_mapping.get(type(config), None)
         classes = known if isinstance(known, tuple) else (known,)

@@ -24,9 +24,9 @@ LARGEST = 50_000_000
 
 
 def stated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
-    """Return the members of the one module list below the head that is as long as the config says.
+    """Return the members of the one module list, below the head, with `num_hidden_layers` members.
 
-    Empty if there is no such list, or more than one that is in no other.
+    Empty if there is no such list, or more than one that is inside no other.
     """
     layers = getattr(text_config(model), "num_hidden_layers", 0)
     long = [name for name, module in _lists(model).items() if len(module) == layers]
@@ -36,7 +36,7 @@ def stated_blocks(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def blocks_like(model: nn.Module, blocks: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the model's blocks: the members of the lists that hold the blocks of its tiny copy."""
+    """Return the model's blocks: the members of the lists that have the tiny copy's `blocks`."""
     lists = dict.fromkeys(block.rpartition(".")[0] for block in blocks)
     sizes = {name: len(list(model.get_submodule(name).children())) for name in lists}
     return tuple(f"{name}.{index}" for name, size in sizes.items() for index in range(size))
@@ -54,8 +54,8 @@ def blocks_by_run(spec: ModelSpec) -> tuple[str, ...]:
 def blocks_of(model: nn.Module, ids: torch.Tensor) -> tuple[str, ...]:
     """Return the members of the module list whose modules run once each, in order; empty if none.
 
-    Each must give a tensor of the shape it is given. Of several such lists, the outermost counts;
-    of several outermost ones, that with the most parameters. `ids`: [batch, sequence].
+    Each must return a tensor of the shape of its input. Of several such lists, the outermost
+    counts; of several outermost ones, that with the most parameters. `ids`: [batch, sequence].
     """
     lists = {name: module for name, module in _lists(model).items() if len(module)}
     calls: dict[str, list[int]] = {name: [] for name in lists}

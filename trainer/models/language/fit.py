@@ -1,4 +1,4 @@
-"""The check that a model has an id for each token of the data, and a position."""
+"""The check that the data's token ids and sequence length fit a model."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from trainer.models.spec import ModelSpec
 
 
 def check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
-    """Raise unless the model has an id for each token, and a position: sequences have so many."""
+    """Raise DataError or ConfigError unless a model has all token ids and positions of the data.
+
+    `largest`: the largest token id; `sequence`: the number of tokens of a sequence.
+    """
     check_ids(spec.name, spec.language.vocabulary, largest)
     positions = spec.language.positions
     if positions is not None and sequence > positions:
@@ -16,7 +19,7 @@ def check_fit(spec: ModelSpec, largest: int, sequence: int) -> None:
 
 
 def check_ids(name: str, ids: int, largest: int) -> None:
-    """Raise DataError if the `largest` token id of the data is none of the model's `ids`."""
+    """Raise DataError unless the data's `largest` token id is below the model's number of `ids`."""
     if largest >= ids:
         expected = f"ids below {ids}, the rows of the embedding of {name}"
         own = "Use the model's own tokenizer (trainer.data.tokenizer)"

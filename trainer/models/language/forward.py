@@ -1,4 +1,4 @@
-"""How the forward of a transformers model is called, whose arguments differ by family."""
+"""The arguments of a transformers model's forward, which differ by family."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ CACHE = "use_cache"
 
 
 def without_cache(model: nn.Module) -> dict[str, bool]:
-    """Return the arguments that keep a model from storing keys and values, if it takes any.
+    """Return the arguments that keep a model from caching keys and values; empty if it takes none.
 
-    A body's own argument counts where the model passes on what it does not know.
+    If the model passes unknown arguments on to its body, those of the body count, too.
     """
     body = getattr(model, "base_model", model)
     own = inspect.signature(model.forward).parameters

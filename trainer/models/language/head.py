@@ -1,4 +1,4 @@
-"""Properties of a language model's table and head, found by running them."""
+"""Properties of a language model's input embedding and head, found by running them."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def has_plain_head(model: PreTrainedModel) -> bool:
 
 
 def ends_in_head(model: PreTrainedModel) -> bool:
-    """Return True if the logits are what the head gives, whatever is between it and the body.
+    """Return True if the logits are the head's output, whatever is between the body and the head.
 
-    The models of masked tokens have a layer there.
+    Models of masked tokens have a layer there.
     """
     width = getattr(model.config.get_text_config(), "hidden_size", None)
     run = _run_head(model, width)
@@ -73,20 +73,20 @@ def ends_in_head(model: PreTrainedModel) -> bool:
 
 
 class _HeadRun(NamedTuple):
-    """The tensors that a head meets in a forward pass of its model."""
+    """The tensors around a head in a forward pass of its model."""
 
     hidden: torch.Tensor
-    """The last hidden state."""
+    """The last hidden state, [1, 2, width]."""
     given: torch.Tensor
     """The input of the head."""
     is_last: bool
-    """True if its output is returned as the logits."""
+    """True if the head's output is returned as the logits."""
 
 
 def _run_head(model: PreTrainedModel, width: int | None = None) -> _HeadRun | None:
     """Run a model with a stand-in for its body; None without a linear head, or if that fails.
 
-    `width`: that of hidden states; None: as the head takes them.
+    `width`: that of hidden states; None: that of the head's input.
     """
     head = model.get_output_embeddings()
     body = model.base_model
@@ -104,15 +104,15 @@ def _run_head(model: PreTrainedModel, width: int | None = None) -> _HeadRun | No
     logits = attempt(lambda: model(input_ids=ids).logits)
     hook.remove()
     model.set_submodule(model.base_model_prefix, body)
-    if isinstance(logits, Raised) or not passed:  # a forward that needs more has no plain head
+    if isinstance(logits, Raised) or not passed:  # it needs more than the last hidden state
         return None
     return _HeadRun(hidden, passed[0], logits is passed[1])
 
 
 def is_word_by_word(model: PreTrainedModel) -> bool:
-    """Return True if each word's vector and logits come from its own row of table and head.
+    """Return True if a token's embedding and logit depend only on its own row of each matrix.
 
-    Runs both on the CPU with small matrices, whole and in parts, in the place of the model's.
+    Runs both on the CPU with small matrices in place of the model's, once whole and once in parts.
     """
     head = model.get_output_embeddings()
     table = model.get_input_embeddings()

@@ -49,9 +49,9 @@ NAMES = {
 
 
 def pretrained_blocks(options: ModelSection, layers: int, blocks: int) -> PreTrainedConfig:
-    """Return the config of the first `layers` of a base's `blocks`, as its folder states it.
+    """Return a base's config, from its folder, with the first `layers` of its `blocks` alone.
 
-    A quantised base stays one, and says that it is to be dequantised.
+    A quantised base keeps its `quantization_config`, which then says to dequantise it.
     """
     config = pretrained_config(options)
     stored = quantised.stored_config(config)
@@ -76,7 +76,7 @@ def read_config(options: ModelSection) -> PreTrainedConfig:
         expected = 'an architecture, such as "model_type": "llama"'
         raise ConfigError(Problem(place, "no model_type", expected))
     check_counts(values, place)
-    # of many kinds for a bad value
+    # transformers raises errors of many kinds for a bad value
     with opening(place, "a config that transformers accepts"), bounded(BUILD_MEMORY, BUILD_SECONDS):
         config = AutoConfig.for_model(**values)
     quantised.remove_config(config)
@@ -85,18 +85,25 @@ def read_config(options: ModelSection) -> PreTrainedConfig:
 
 
 def stated(config: Json | str | None) -> Json:
-    """Return what `trainer.model.config` states of a new model. Raises ConfigError."""
+    """Return what `trainer.model.config`, an object or a file, states of a new model.
+
+    Raises ConfigError for a file that has no JSON object.
+    """
     return _read_json(Path(config)) if isinstance(config, str) else config or {}
 
 
 def state_vocabulary(model: Json, rows: int) -> None:
-    """State the rows of a new model's table in a config's `trainer.model`, where it states none."""
+    """Set the vocabulary size of a new model, in place, to `rows` if `trainer.model` states none.
+
+    Raises ConfigError as `stated` does.
+    """
     if model["name_or_path"] is None:
         own = stated(model["config"])
         model["config"] = {"vocab_size": rows, **own} if own else {**EMBEDDED, "vocab_size": rows}
 
 
 def pretrained_config(options: ModelSection) -> PreTrainedConfig:
+    """Read and check the config of `trainer.model.name_or_path`. Raises ConfigError."""
     name = options.name_or_path
     assert name is not None
     place = f"trainer.model.name_or_path: {options.name_or_path}"

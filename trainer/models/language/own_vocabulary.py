@@ -31,9 +31,9 @@ def align(
 ) -> tuple[str, ...]:
     """Set a new model's vocabulary and special tokens, in place, to the tokenizer's.
 
-    What the user has `stated` stays; returns notes where it differs. A padding token that also
-    begins or ends texts is none of the model's: its embedding would get no gradient. Raises
-    ConfigError for a stated vocabulary that does not hold all of the tokenizer's ids.
+    What the user has `stated` stays; returns a note on each stated token that differs. A padding
+    token that also begins or ends texts is not set, as its embedding would get no gradient. Raises
+    ConfigError for a stated vocabulary that is too small for the tokenizer's ids.
     """
     text = config.get_text_config()
     inner = stated.get("text_config")

@@ -16,9 +16,10 @@ from trainer.models.spec import HEADS
 
 
 def tensor_plan_of(model: PreTrainedModel, blocks: tuple[str, ...], heads: int) -> dict[str, str]:
-    """Return the rules of the model's tensor plan within the blocks, layer numbers filled in.
+    """Return the style of each module and parameter of the blocks that the model's plan names.
 
-    A family without a plan gets one by the shapes of its layers, which is tried before it is used.
+    For a family without a plan, one is guessed from the shapes of its layers; it is tried before it
+    is used.
     """
     inside = tuple(f"{block}." for block in blocks)
     parts = dict((*model.named_modules(), *model.named_parameters()))
@@ -36,11 +37,11 @@ def tensor_plan_of(model: PreTrainedModel, blocks: tuple[str, ...], heads: int) 
 
 
 _OF_HEADS = re.compile(r"(^|\.)(w?[qkv]|query|key|value)(_proj|_lin)?$", re.IGNORECASE)
-"""The names of layers each of whose rows belongs to one head."""
+"""The names of layers in which each row of the matrix belongs to one head."""
 
 
 def widths(layer: nn.Module) -> tuple[int, int]:
-    """Return the widths of what a linear layer takes and gives."""
+    """Return the widths of a linear layer's input and output."""
     if isinstance(layer, Conv1D):
         return layer.weight.shape[0], layer.weight.shape[1]
     return layer.in_features, layer.out_features  # type: ignore[return-value]
@@ -49,9 +50,10 @@ def widths(layer: nn.Module) -> tuple[int, int]:
 def _guessed_plan(block: nn.Module, heads: int) -> dict[str, str]:
     """Return the styles of the large layers of a block, after Megatron (arXiv 1909.08053).
 
-    Queries, keys, values and the layer behind them are split by heads; a wide layer and the one
-    that takes what it gives by columns and rows. What lies between them is whole on each rank if it
-    draws random numbers or has parameters for all of it; as it is behind any other wide layer.
+    Queries, keys and values are split by heads, as is the layer after them. A wide layer is split
+    by columns, and the layer that takes its output by rows. What is between them works on a rank's
+    part, unless it draws random numbers or has parameters for all parts: then the output is
+    gathered. It is also gathered after a wide layer that no such layer follows.
     """
     layers = {n: m for n, m in block.named_modules() if isinstance(m, nn.Linear | Conv1D)}
     sizes = {name: widths(layer) for name, layer in layers.items()}
@@ -87,7 +89,7 @@ def _guessed_plan(block: nn.Module, heads: int) -> dict[str, str]:
 
 
 def _has(region: nn.Module, sizes: set[int]) -> bool:
-    """Return True if a module has tensors of these sizes beside those of linear layers."""
+    """Return True if a module has a tensor with such a dimension, apart from linear layers."""
     others = [m for m in region.modules() if not isinstance(m, nn.Linear | Conv1D)]
     tensors = [t for m in others for t in (*m._parameters.values(), *m._buffers.values())]
     return any(sizes & {*tensor.shape} for tensor in tensors if tensor is not None)

@@ -37,8 +37,9 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
     """Build the spec of the module that `build` makes.
 
     `blocks` is a dotted pattern in which `*` stands for a number, such as `layers.*`. Without one,
-    the children of an `nn.Sequential` are its blocks. Raises ConfigError if `build` makes no
-    module, can't run on the meta device, or the module has no such blocks.
+    the blocks are the children of an `nn.Sequential`; in any other module `_repeated` finds them.
+    `seed`: of the initial values. Raises ConfigError if `build` makes no module or can't run on the
+    meta device, and if the module has no such blocks or can't be trained.
     """
 
     def on_meta() -> nn.Module:
@@ -67,7 +68,10 @@ def spec_of(build: Callable[[], nn.Module], blocks: str | None, seed: int) -> Mo
 
 
 def _checked(on_meta: Callable[[], nn.Module]) -> nn.Module:
-    """Build the module on the meta device. Raises ConfigError if it can't be trained so."""
+    """Build the module on the meta device.
+
+    Raises ConfigError if that fails, and for a module that can't be trained.
+    """
     expected = "a callable that builds an nn.Module"
     start = "on the meta device: "
     with refused("model", f"{expected}, on any device", named=True, start=start):
@@ -125,10 +129,11 @@ def _blocks(model: nn.Module, pattern: str | None) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module) -> tuple[str, ...]:
-    """Find the blocks without a pattern: the largest class among members of module lists.
+    """Find the blocks without a pattern, as the members of module lists that have the same class.
 
-    Only classes that occur twice or more and have children count; all members of the class are
-    blocks, in order, except those inside another. `check_module` tries later if they run so.
+    Candidates are the classes of at least two members that have children. The class with the most
+    parameters in total is chosen, and all its members are blocks, in order, except those inside
+    another. The probe `block_order` checks later whether they run in this order.
     """
     lists = nn.ModuleList | nn.Sequential
     kinds: dict[type, dict[str, int]] = {}
@@ -162,12 +167,12 @@ def config_of(model: nn.Module) -> Json:
 
 
 def _save_config(model: nn.Module, folder: Path | str, dtype: torch.dtype | None) -> None:
-    """Write `module.json`: the class of the module, whose state dict the folder has."""
+    """Write `module.json`: the class of the module whose state dict is in the folder."""
     content = {"module": class_of(model)}
     (Path(folder) / "module.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
 def running_norms(root: nn.Module) -> dict[str, _NormBase]:
-    """Return the modules that keep running statistics, by name: batch norms and tracking others."""
+    """Return the batch and instance norms that keep running statistics, by name."""
     norms = {name: part for name, part in root.named_modules() if isinstance(part, _NormBase)}
     return {name: norm for name, norm in norms.items() if norm.running_mean is not None}

@@ -20,13 +20,13 @@ Made = Callable[..., object] | type | None
 
 
 def source_of(model: nn.Module, /, **parts: Made) -> dict[str, str]:
-    """Return a digest for each statement that defines the user's classes in the model, or `parts`.
+    """Return digests, by name, of the statements that define the user's classes in the model.
 
-    Those are the classes and functions at the top of their files, and what these need by name, in
-    their files and in other ones of the user's. Comments, docstrings and white space do not count;
-    values that a program computes do not, either, but for plain arguments of a
-    `functools.partial`. A class of an installed package is known by the
-    package's version.
+    These are the classes and functions at the top level of the user's files, and all that they need
+    by name, in the same files and in the user's other files. `parts`, such as a loss, are treated
+    alike. Comments, docstrings and white space do not count. Nor do values that a program computes,
+    except plain arguments of a `functools.partial`. For a class of an installed package, the result
+    has the package's version.
     """
     sources = _Sources()
     for kind in dict.fromkeys(map(type, model.modules())):
@@ -47,7 +47,7 @@ class _Sources:
         self._visited: set[tuple[str, str]] = set()
 
     def add(self, role: str, thing: object) -> None:
-        """Add what defines a class or a function; an object is what its class is."""
+        """Add what defines a class or a function; for any other object, what defines its class."""
         given = thing
         while isinstance(thing, partial | MethodType):
             if isinstance(thing, partial):
@@ -75,7 +75,7 @@ class _Sources:
                 return
 
     def _follow(self, module: ModuleType, name: str) -> None:
-        """Add the statement that gives a name at the top of a file, and what it needs."""
+        """Add the top-level statement that defines a name, and the statements that it needs."""
         if (module.__name__, name) in self._visited:
             return
         self._visited.add((module.__name__, name))
@@ -100,7 +100,7 @@ class _Sources:
         self.texts.setdefault(name, set()).add(text)
 
     def _is_own(self, module: ModuleType) -> bool:
-        """Return True for a user's file; note the version of an installed package."""
+        """Return True for a user's file; record the version of an installed package."""
         root = module.__name__.partition(".")[0]
         if root == "trainer" or (root in sys.stdlib_module_names and root != "__main__"):
             return False
@@ -114,17 +114,17 @@ class _Sources:
 
 
 _KNOWN = {"torch", "transformers", "torchvision", "numpy", "deepspeed", "accelerate", "peft"}
-"""Packages whose versions a checkpoint has anyway, or that no model is of."""
+"""Packages whose versions a checkpoint has anyway, or that define no model."""
 
 
 @cache
 def _tree(file: str, changed: int) -> ast.Module:
-    """Parse a file as it is since it `changed`."""
+    """Parse a file once for each modification time `changed`, in ns."""
     return ast.parse(Path(file).read_text(encoding="utf-8"))
 
 
 def _parsed(module: ModuleType) -> ast.Module:
-    """Return a module's tree; an empty one without a file."""
+    """Return a module's syntax tree; an empty one if its file can't be read or parsed."""
     file = getattr(module, "__file__", None)
     try:
         return _tree(file, Path(file).stat().st_mtime_ns) if file else ast.parse("")
@@ -133,7 +133,7 @@ def _parsed(module: ModuleType) -> ast.Module:
 
 
 def _statements(module: ModuleType) -> dict[str, ast.stmt]:
-    """Return the statement at the top of a file that gives each name last."""
+    """Map each name at the top level of a file to the last statement that defines it."""
     return {name: node for node in _parsed(module).body for name in _names(node)}
 
 
@@ -146,12 +146,12 @@ def _names(statement: ast.stmt) -> Iterator[str]:
             yield node.id
         elif isinstance(node, ast.alias):
             yield (node.asname or node.name).partition(".")[0]
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef):  # of an `if` or a `try`
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):  # inside an `if` or a `try`
             yield node.name
 
 
 def _lambdas(module: ModuleType, line: int) -> Iterator[str]:
-    """Yield the lambdas that begin in a line."""
+    """Yield the source of each lambda that begins on a line."""
     for node in ast.walk(_parsed(module)):
         if isinstance(node, ast.Lambda) and node.lineno == line:
             yield _plain(node)
@@ -170,7 +170,7 @@ def _plain(tree: ast.AST) -> str:
 
 
 def _text_of(value: object) -> str:
-    """Return a plain value as text; of any other object, its class."""
+    """Return a plain value as text; for any other object, its class."""
     if isinstance(value, dict):
         value = sorted(value.items(), key=str)
     if isinstance(value, list | tuple):

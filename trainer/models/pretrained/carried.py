@@ -1,4 +1,4 @@
-"""The tensors of a base that the trained model has no place for, as they come back."""
+"""The tensors of a base that the trained model has no place for, as they are saved again."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 class CarriedTensors:
     """Tensors of a base's files that are not trained: byte for byte, or the values of codes.
 
-    What comes back is not quantised, so codes are dequantised by the rule of the base.
+    What is saved is not quantised, so codes are dequantised by the base's own rule.
     """
 
     def __init__(
         self, stored: StoredTensors, names: Iterable[str], quantiser: HfQuantizer | None, place: str
     ) -> None:
-        """`quantiser`: transformers' own of the base, or None.
+        """Plan how the tensors `names` are read; `quantiser`: transformers', or None.
 
         Raises ConfigError for a tensor that can't be read or dequantised.
         """
@@ -63,11 +63,11 @@ class CarriedTensors:
 
     @property
     def codes(self) -> list[str]:
-        """The tensors that would come back as codes, as nothing gives their values."""
+        """The tensors that would be saved as codes, as nothing dequantises them."""
         return [name for name in self if not self.is_dequantised(name) and self._is_code(name)]
 
     def is_dequantised(self, name: str) -> bool:
-        """Return True for the values of codes, in float32; others come back byte for byte."""
+        """Return True for the values of codes, in float32; others are saved byte for byte."""
         return self._conversions[name].transform is not None
 
     def like(self, name: str) -> torch.Tensor:
@@ -77,7 +77,7 @@ class CarriedTensors:
         return like.float() if self.is_dequantised(name) else like
 
     def read(self, name: str) -> torch.Tensor:
-        """Read a tensor as it comes back."""
+        """Read a tensor as it is saved. Raises ConfigError if transformers can't dequantise it."""
         conversion = self._conversions[name]
         if conversion.transform is None:
             return self._stored[conversion.sources[0][0]]
@@ -85,7 +85,7 @@ class CarriedTensors:
             return converted(conversion, self._stored, _model_of(name))[name]
 
     def _is_quantised(self, conversion: Conversion) -> bool:
-        """Return True for a matrix in codes of a byte each, with its scale."""
+        """Return True for one tensor of codes (float8 or float4), with one scale."""
         scales = [pattern for _, pattern in conversion.sources if pattern and is_scale(pattern)]
         weights = conversion.weights
         if len(scales) != 1 or len(weights) != 1:
@@ -96,7 +96,7 @@ class CarriedTensors:
         return is_code(self.like(name)) or bool(COMPANION.search(name.rpartition(".")[2]))
 
     def _try(self) -> None:
-        """Raise at the start what would be raised at the end: of shapes, and of one conversion."""
+        """Read all shapes and convert one tensor, so that errors come now and not when saving."""
         for name in self:
             self.like(name)
         if first := next(filter(self.is_dequantised, self), ""):
@@ -104,7 +104,7 @@ class CarriedTensors:
 
 
 def _model_of(name: str) -> nn.Module:
-    """Return a model of one tensor in float32: transformers looks up the dtype to convert to."""
+    """Return a model with one float32 tensor: transformers looks up the dtype to convert to."""
     root = owner = nn.Module()
     *parents, leaf = name.split(".")
     for parent in parents:

@@ -18,7 +18,7 @@ _DTYPES = ("torch_dtype", "dtype")
 
 
 def architecture(config: PreTrainedConfig) -> Json:
-    """Return what a config says of the architecture, as JSON has it."""
+    """Return the part of a config that describes the architecture, as JSON values."""
     values = json.loads(config.to_json_string(use_diff=False))
     return {key: value for key, value in values.items() if key not in NOT_ARCHITECTURE}
 
@@ -33,7 +33,7 @@ def _set_dtype(values: Json, name: str) -> None:
 
 
 def path_to_part(config: PreTrainedConfig, kind: type) -> tuple[str, ...] | None:
-    """Return the keys that lead to the part of a config of a type, or None if it has none."""
+    """Return the keys that lead to the part of a config of the type `kind`; None if it has none."""
     if type(config) is kind:
         return ()
     for key, part in vars(config).items():
@@ -51,7 +51,8 @@ def changed(
     """Return a base's config, as its file states it, with what training has changed.
 
     `before`: the config as transformers reads it; `after`: that of the trained model, which may be
-    a part of it. `dtype`: that of the trained weights. Raises ValueError if `after` is no part.
+    a part of it. `dtype`: that of the trained weights. The result has no `quantization_config`.
+    Raises ValueError if `after` is no part.
     """
     place = path_to_part(before, type(after))
     if place is None:
@@ -76,7 +77,7 @@ def changed(
 
 
 def _changes(before: Json, after: Json) -> Json:
-    """Return what is new or other in `after`, in sections as deep as it goes."""
+    """Return the entries that are new or different in `after`, nested as they are there."""
     changes = {}
     for key, value in after.items():
         known = before.get(key)

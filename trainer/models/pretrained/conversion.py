@@ -1,4 +1,4 @@
-"""The way of one or several tensors of a base's files into the model."""
+"""The conversion of tensors in a base's files to tensors of the model."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
 
 @dataclass
 class Conversion:
-    """The way from tensors of the files to one or several of the model."""
+    """The conversion of tensors in files to one or several tensors of the model."""
 
     first: str
-    """The model's tensor; of several, the first."""
+    """The name of the model's tensor; of several, the first."""
     transform: Any = None
-    """Transformers' converter; None: the value as it is stored."""
+    """Transformers' converter; None: the value is read as it is stored."""
     sources: list[tuple[str, str | None]] = field(default_factory=list)
-    """Tensors of the files, in natural order, each with the pattern that it matches."""
+    """Tensors of the files, in natural order, each with the converter's pattern that it matches."""
     whole_blocks: tuple[int, int] | None = None
-    """Rows and columns of codes in whole blocks, of which the tensor has fewer; None: as many."""
+    """Rows and columns of the codes padded to whole blocks; None if they are not padded."""
 
     def pass_on(self) -> None:
-        """Read the value as it is stored."""
+        """Drop the converter: the value is then read as it is stored."""
         self.transform = None
 
     def fill_blocks(self, size: tuple[int, int] | None) -> None:
-        """Read the codes with zeros up to so many rows and columns; None: as they are stored."""
+        """Pad the codes with zeros, when read, to this many rows and columns; None: not at all."""
         self.whole_blocks = size
 
     @property
@@ -56,10 +56,11 @@ class Conversion:
 def plan(
     keys: Iterable[str], model: PreTrainedModel, quantiser: HfQuantizer | None
 ) -> tuple[dict[str, Conversion], dict[str, str]]:
-    """Return the conversions of a model by their first tensors, by transformers' own rules.
+    """Return the conversions for a model, by the names of their first tensors.
 
-    `keys`: the names in the files; `quantiser`: transformers' own, or None. The second result is
-    the names that the model has no place for, and what they would be called in it.
+    They follow transformers' own rules. `keys`: the names in the files; `quantiser`: transformers'
+    own, or None. Also returns the names in the files that are not read -> those that they would
+    have in the model.
     """
     like = model.state_dict()
     mapping = get_model_conversion_mapping(model, None, quantiser)
@@ -68,7 +69,7 @@ def plan(
     by_pattern = {pattern: step for step in converters for pattern in step.source_patterns}
     planned: dict[str, Conversion] = {}
     unread: dict[str, str] = {}
-    prefix = type(model).base_model_prefix  # that of the files, which `correct_prefix` leaves
+    prefix = type(model).base_model_prefix  # that of the files: `correct_prefix` sets the model's
     for key in sorted(keys, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, prefix, like)
         if name not in like and key in like:  # it has the model's own name already
@@ -89,9 +90,10 @@ def plan(
 def converted(
     conversion: Conversion, stored: StoredTensors, model: nn.Module, on_meta: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return the tensors that a conversion makes, by transformers; `on_meta`: of shapes alone.
+    """Return the tensors that transformers makes by a conversion, by name.
 
-    Raises ValueError if the first of them is not made, and what transformers raises.
+    `on_meta`: their shapes and dtypes alone. Raises ValueError if the first of them is not made,
+    and whatever transformers raises.
     """
     first = conversion.first
     transform = deepcopy(conversion.transform)
@@ -112,7 +114,7 @@ def converted(
 def _in_whole_blocks(
     conversion: Conversion, read: Callable[[str], torch.Tensor], key: str
 ) -> torch.Tensor:
-    """Read a source; codes with zeros up to the end of the last blocks."""
+    """Read a source; codes are padded with zeros to whole blocks."""
     value = read(key)
     if conversion.whole_blocks is None or key not in conversion.weights:
         return value
@@ -122,5 +124,5 @@ def _in_whole_blocks(
 
 
 def targets_of(conversions: Iterable[Conversion]) -> dict[str, str]:
-    """Return the model's tensor that each tensor of the files is read into; of several, one."""
+    """Map each tensor of the files to the model's tensor that it is read into; of several, one."""
     return {key: conversion.first for conversion in conversions for key, _ in conversion.sources}

@@ -85,7 +85,8 @@ def stored_tensors(folder: Path, config: PreTrainedConfig) -> StoredTensors:
     """Open the files with a folder's weights; `config`: that of the folder.
 
     One file comes before an index, and safetensors before pickles, as in transformers. Raises
-    ConfigError if there are none, if the config names others, or if an adapter lies beside them.
+    ConfigError if there are none, if the config names another file, or if an adapter is beside
+    them.
     """
     place = f"trainer.model.name_or_path: {folder}"
     if (folder / ADAPTER).is_file():

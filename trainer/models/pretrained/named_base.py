@@ -1,4 +1,4 @@
-"""A base that a config names: its folder, its weights, and how it is written again."""
+"""A base that a config names: its folder, its weights, and how it is saved again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from trainer.config.sections.model_and_data import ModelSection
 
 OTHER_FORMATS = ["*/*.safetensors", "consolidated*.safetensors"]
-"""The patterns of weights that hub repositories have a second time, for other libraries."""
+"""The patterns of files in which hub repositories have the weights again, for other libraries."""
 
 
 @dataclass(frozen=True)
@@ -35,11 +35,14 @@ class NamedBase:
     name: str
     folder: Path
     config: PreTrainedConfig
-    """It is not to be changed, as building a model would."""
+    """The config as transformers reads it. Building a model changes a config: give it a copy."""
 
     @classmethod
     def opened(cls, options: ModelSection) -> NamedBase:
-        """Open `trainer.model.name_or_path`, downloaded if it is on the hub. Raises ConfigError."""
+        """Open `trainer.model.name_or_path`, downloaded if it is on the hub.
+
+        Raises ConfigError if it has no config that transformers opens.
+        """
         assert options.name_or_path is not None
         return cls(options.name_or_path, folder_of(options), pretrained_config(options))
 
@@ -59,7 +62,7 @@ class NamedBase:
     def whole(
         self, weights: ConvertedWeights, model: PreTrainedModel, stated: list[str]
     ) -> WholeBase:
-        """Return the folder as it is to be written again; `stated`: the classes that it names.
+        """Return the folder as it is to be saved again; `stated`: the classes in its config.
 
         Raises ConfigError if something of it would be lost.
         """
@@ -101,7 +104,7 @@ def folder_of(options: ModelSection) -> Path:
 
 
 def untied(model: PreTrainedModel, weights: ConvertedWeights) -> str:
-    """Return a tied tensor that the files have twice, with other values; empty if there is none."""
+    """Return a tied tensor that the files have twice, with different values; empty if none."""
     stored = weights.names()
     for alias, first in aliases_of(model).items():
         if {alias, first} <= stored and not _same(weights.read(alias), weights.read(first)):
@@ -119,9 +122,9 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def base_notes(
     weights: ConvertedWeights, model: PreTrainedModel, name: str, base: WholeBase | None
 ) -> Iterator[str]:
-    """Yield notes on how a base is stored, and on tensors that come back otherwise or not at all.
+    """Yield notes on how a base is stored, and on tensors that are saved differently or not at all.
 
-    `base`: the folder as it is written again; None if the model alone is.
+    `base`: the base's folder as it is saved again; None if the model alone is saved.
     """
     if method := weights.quantised_by:
         how = f"{name} is quantised by {method}: its values are dequantised as they are read"
@@ -143,6 +146,6 @@ def base_notes(
 
 
 def untie(config: PreTrainedConfig) -> None:
-    """Have the models of a config keep head and table apart; changes it in place."""
+    """Change a config, in place, so that its models do not tie the head to the input embedding."""
     for part in (config, config.get_text_config(decoder=True)):
         part.update({"tie_word_embeddings": False})

@@ -1,4 +1,7 @@
-"""Bases that are stored in fewer bits: read as the values that they stand for, or unsupported."""
+"""Quantised bases: dequantised as they are read, or unsupported.
+
+A code is a stored entry that is not a number itself; with its scale it gives one.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ COMPANION = re.compile(
     r"(^|_|\.)(scale|scales|scale_inv|zero_point|zeros|qzeros|qweight|packed|blocks|g_idx|absmax"
     r"|nested_absmax|quant_map|quant_state|codebook|amax|SCB|perm|qscale)(_|\.|$|\d)"
 )
-"""The names of what a quantised weight is stored with, by its various libraries."""
+"""The names of tensors that quantisation libraries store beside a weight, or in its place."""
 ACTIVATIONS = re.compile(
     r"(^|\.)(input|output|activation|kv|[qkv])(_global)?_(scale|zero_point)(_inv)?$"
 )
@@ -34,11 +37,11 @@ SCALES = re.compile(r"(?<!global)_scales?(_inv)?$")
 VALUES = ("weight", "_packed", "_blocks")
 """The ends of the patterns of the codes themselves."""
 CODES = {getattr(torch, name) for name in dir(torch) if name.startswith(("float8", "float4"))}
-"""Dtypes of fewer than 16 bits."""
+"""Floating-point dtypes of fewer than 16 bits, in which only codes are stored."""
 
 
 def stored_config(config: PreTrainedConfig) -> Mapping[str, object] | None:
-    """Return the `quantization_config` of a model's config, or of the part that is its text."""
+    """Return the `quantization_config` of a config, or else of its text part, or None."""
     text = config.get_text_config(decoder=True)
     stored = getattr(config, KEY, None) or getattr(text, KEY, None)
     return stored if stored is None or isinstance(stored, Mapping) else stored.to_dict()
@@ -52,9 +55,10 @@ def remove_config(config: PreTrainedConfig) -> None:
 
 
 def dequantiser(values: Mapping[str, object] | None, place: str) -> HfQuantizer | None:
-    """Return transformers' quantiser that gives each stored weight its value; None for no values.
+    """Return transformers' quantiser that dequantises each stored weight; None if `values` is None.
 
-    Raises ConfigError for a method whose weights transformers cannot dequantise as it reads them.
+    `values`: a base's `quantization_config`. Raises ConfigError for a method whose weights
+    transformers cannot dequantise as it reads them, and without the method's library.
     """
     if values is None:
         return None
@@ -92,9 +96,9 @@ def dequantiser(values: Mapping[str, object] | None, place: str) -> HfQuantizer 
 
 
 def _mixed(parsed: object) -> str:
-    """Return what transformers ignores of compressed-tensors; empty if nothing.
+    """Name what transformers ignores in a config of compressed-tensors; empty if nothing.
 
-    It takes one scheme for all experts, and one for all other layers.
+    It applies one scheme to all experts, and one to all other layers.
     """
     stated = getattr(parsed, "quantization_config", None)
     schemes: dict[bool, set[str]] = {False: set(), True: set()}
@@ -105,12 +109,12 @@ def _mixed(parsed: object) -> str:
 
 
 def is_code(like: torch.Tensor) -> bool:
-    """Return True for a stored tensor whose dtype says that it is not the value of a number."""
+    """Return True for a stored tensor whose dtype shows that it has codes and not numbers."""
     return not like.dtype.is_floating_point or like.dtype in CODES
 
 
 def check_read(stored: StoredTensors, key: str, like: torch.Tensor, place: str) -> None:
-    """Raise ConfigError for a number of a model that is stored as a code for it."""
+    """Raise ConfigError if a floating-point tensor of a model, `like`, is stored as codes."""
     if like.dtype.is_floating_point and is_code(stored.like(key)):
         dtype = stored.like(key).dtype
         actual = f"{key} is stored as {dtype}, and nothing says what number that stands for"
@@ -123,12 +127,12 @@ def check_scaled(
     quantiser: HfQuantizer | None,
     place: str,
 ) -> tuple[int, int] | None:
-    """Raise ConfigError unless each code that is dequantised has its own scale, and fits to it.
+    """Raise ConfigError unless each tensor of codes to be dequantised has a scale that fits it.
 
-    Transformers takes a code without a scale for the number itself, pairs experts with scales by
-    their order, and takes the blocks of a scale to be equal. `sources`: names in the files, and the
-    patterns of transformers' converter that they match. Returns the rows and columns in which a
-    single tensor is to be read so that all its blocks are whole; None: as it is.
+    Transformers takes codes without a scale for the numbers themselves, pairs experts with scales
+    by their order, and takes all blocks of a tensor to have the same size. `sources`: names in the
+    files, and the patterns of transformers' converter that they match. Returns the rows and columns
+    to which a single tensor is to be padded so that all its blocks are whole; None: not at all.
     """
     scales = {key.rpartition(".")[0]: key for key, pattern in sources if is_scale(pattern)}
     codes = [key for key, pattern in sources if _leaf(pattern).endswith(VALUES)]
@@ -154,9 +158,10 @@ def check_scaled(
 def _whole_blocks(
     codes: Sequence[int], scale: Sequence[int], size: Sequence[int]
 ) -> tuple[int, int] | None:
-    """Return the rows and columns of a matrix that is filled up to whole blocks; None if it is so.
+    """Return a matrix's rows and columns, padded to whole blocks; None if it needs no padding.
 
-    A single block may be smaller than the others are.
+    `codes` and `scale`: the shapes; `size`: that of a block. A dimension with a single block may be
+    smaller than this.
     """
     wanted = []
     for length, count, block in zip(codes[-2:], scale[-2:], size, strict=True):
@@ -167,7 +172,7 @@ def _whole_blocks(
 
 
 def is_scale(pattern: str) -> bool:
-    """Return True for the pattern of scales by which transformers multiplies codes."""
+    """Return True for a pattern of scales by which transformers multiplies codes."""
     return bool(SCALES.search(pattern)) and not ACTIVATIONS.search(pattern)
 
 
@@ -178,10 +183,10 @@ def _leaf(name: str) -> str:
 def stray_companions(
     unread: Mapping[str, str], read: Collection[str], model: nn.Module
 ) -> Iterator[str]:
-    """Yield the tensors that nothing reads, though they stand beside a weight that is read.
+    """Yield the companions of a weight that nothing reads, though the weight is read.
 
-    `unread`: names in the files, and the names that they would have in the model; `read`: names in
-    the files that are read. Those of modules that the model does not have belong to other weights.
+    `unread`: names in the files -> those that they would have in the model; `read`: names in the
+    files that are read. Companions in modules that the model does not have belong to other weights.
     """
     modules = {name for name, _ in model.named_modules()}
     beside = {key.rpartition(".")[0] for key in read} - {""}
@@ -203,7 +208,7 @@ def check_unread(
 ) -> None:
     """Raise ConfigError if a scale or other companion of a weight would be left out.
 
-    Of a quantised base, the scales of activations may be: its weights are read without them.
+    In a quantised base the scales of activations may be left out: its weights do not need them.
     """
     stray = sorted(stray_companions(unread, read, model))
     if quantiser is not None:

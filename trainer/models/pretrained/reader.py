@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 
 class ConvertedWeights(Weights):
-    """The weights of a base: transformers' `from_pretrained`, a tensor at a time.
+    """The weights of a base as transformers' `from_pretrained` gives them, one tensor at a time.
 
-    A value has the dtype that it is stored in; a dequantised one is in float32. Only what a tensor
-    is made of is in memory while it is read.
+    A value has the dtype that it is stored in; a dequantised one is in float32. While a tensor is
+    read, only the tensors that it is made of are in memory.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class ConvertedWeights(Weights):
     ) -> None:
         """Plan what each tensor of `model`, on the meta device, is read from.
 
-        Raises ConfigError for a quantised weight that would be read as its codes.
+        Raises ConfigError for a quantised weight that would be read as its codes, and for a scale
+        that nothing would read.
         """
         self._stored = stored
         self._model = model
@@ -52,7 +53,7 @@ class ConvertedWeights(Weights):
         self._like: dict[str, torch.Tensor] = model.state_dict()
         self._conversions: dict[str, Conversion] = {}
         self.unread: dict[str, str] = {}
-        """Tensors of the files that the model has no place for -> their names in the model."""
+        """Tensors of the files that are not read -> the names that they would have in the model."""
         self._plan()
         self._latest: tuple[str, dict[str, torch.Tensor]] = ("", {})
         read = {key for conversion in self._conversions.values() for key, _ in conversion.sources}
@@ -78,13 +79,13 @@ class ConvertedWeights(Weights):
         return self._stored
 
     def targets(self) -> dict[str, str]:
-        """Return the model's tensor that each tensor of the files is read into; of several, one."""
+        """Map each tensor of the files to the tensor that it is read into; of several, one."""
         return targets_of(self._conversions.values())
 
     def pieces(self) -> dict[str, tuple[FileTensor, ...]]:
-        """Return the tensors of the files that the bytes of each of the model's tensors are.
+        """Map each of the model's tensors to those of the files that make up its bytes, in order.
 
-        Those that are not whole tensors of the files have none.
+        One whose bytes are not whole tensors of the files is left out.
         """
         result: dict[str, tuple[FileTensor, ...]] = {}
         for conversion in {id(one): one for one in self._conversions.values()}.values():
@@ -92,9 +93,9 @@ class ConvertedWeights(Weights):
         return result
 
     def dtypes(self) -> dict[str, torch.dtype]:
-        """Return the dtype in the files of each of the model's tensors that has one source there.
+        """Map each of the model's tensors in the files to the dtype of its first source there.
 
-        Those of quantised weights are the dtypes of codes.
+        For a quantised weight it is the dtype of its codes.
         """
         return {
             name: self._stored.like(conversion.sources[0][0]).dtype
@@ -102,13 +103,13 @@ class ConvertedWeights(Weights):
         }
 
     def values(self) -> set[str]:
-        """Return the names in the files of all that is read, without the scales of codes."""
+        """Return the names of all that is read, without scales, as in a base in 16 bits."""
         return {name for one in self._conversions.values() for name in values_of(one)}
 
     def strangers(self) -> list[str]:
         """List the tensors of the files that the model has no place for.
 
-        The scales of activations of a quantised base are none: they belong to weights that are
+        The scales of activations in a quantised base do not count: they belong to weights that are
         read.
         """
         keys = sorted(key for key, name in self.unread.items() if name not in self._like)
@@ -145,7 +146,7 @@ class ConvertedWeights(Weights):
                 self._conversions[target] = conversion
 
     def _targets(self, conversion: Conversion) -> Iterator[str]:
-        """Yield the tensors that a conversion makes; for several, it is run on shapes alone."""
+        """Yield the tensors that a conversion makes; if several, it runs on shapes to find them."""
         patterns = [] if conversion.transform is None else conversion.transform.target_patterns
         if len(patterns) > 1 or any("*" in pattern for pattern in patterns):
             yield from self._converted(conversion, on_meta=True)
@@ -155,7 +156,8 @@ class ConvertedWeights(Weights):
     def _check(self, conversion: Conversion) -> None:
         """Raise ConfigError for a code that would be read as a number.
 
-        What a quantiser's own converter only passes on is then read as it is stored.
+        Also sets the padding of codes to whole blocks, and drops the quantiser's converter where
+        the only source is no code, so that the value is read as it is stored.
         """
         stored = self._stored
         sources = conversion.sources
@@ -173,7 +175,7 @@ class ConvertedWeights(Weights):
         if conversion.transform is None:
             return {conversion.first: self._stored[conversion.sources[0][0]]}
         if self._latest[0] != conversion.first:
-            self._latest = ("", {})  # not two at a time
+            self._latest = ("", {})  # frees the last before the next is read
             self._latest = (conversion.first, self._converted(conversion))
         values = self._latest[1]
         if len(values) == 1:

@@ -1,4 +1,4 @@
-"""The way back from a model's tensors to those that its base's files have: names and shapes."""
+"""The reverse of a conversion: a model's tensors under the names and shapes of the base's files."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainer.models.pretrained.files import StoredTensors
 from trainer.state import FileTensor
 
 LONGEST = 3
-"""The most entries of a dimension when an order of bytes is tried out."""
+"""The most entries of a dimension when the order of bytes is found by a trial."""
 _CODES = re.compile(r"(_packed|_blocks)$")
-"""The ends of the patterns of codes, which the name of a value in 16 bits does not have."""
+"""The endings of the patterns of codes, which names in a base in 16 bits do not have."""
 
 
 def pieces_of(
@@ -28,11 +28,11 @@ def pieces_of(
     stored: StoredTensors,
     model: PreTrainedModel,
 ) -> dict[str, tuple[FileTensor, ...]]:
-    """Return the tensors of the files that the bytes of the model's tensors are, in their order.
+    """Map each tensor that a conversion makes to those of the files that make up its bytes.
 
-    `likes`: the model's tensors that the conversion makes. Empty where the bytes of one are not
-    those of whole tensors of the files, one after the other: where transformers permutes values, or
-    divides a tensor.
+    They are in the order of the bytes. `likes`: the model's tensors, by name. Empty if the bytes of
+    one are not those of whole tensors of the files, one after the other: where transformers
+    permutes values, or divides a tensor.
     """
     orders = _in_order(conversion, stored, model)
     names = {key: _value_name(key, pattern) for key, pattern in conversion.sources}
@@ -50,23 +50,23 @@ def pieces_of(
 
 
 def values_of(conversion: Conversion) -> list[str]:
-    """Return the names of a conversion's sources in 16 bits: no scales, and values for codes."""
+    """Return the names that a conversion's sources, without scales, have in a base in 16 bits."""
     weights = conversion.weights
     return [_value_name(key, pattern) for key, pattern in conversion.sources if key in weights]
 
 
 def _value_name(key: str, pattern: str | None) -> str:
-    """Return the name in 16 bits of a tensor that matches a pattern of transformers' converter."""
+    """Return the name in a base in 16 bits of a tensor that matches a converter's pattern."""
     return _CODES.sub("", key) if pattern and _CODES.search(pattern) else key
 
 
 def _in_order(
     conversion: Conversion, stored: StoredTensors, model: PreTrainedModel
 ) -> dict[str, list[str]]:
-    """Return the sources of each tensor in the order of their bytes; empty if they are mixed.
+    """Map each tensor made to its sources, in the order of their bytes; empty if they are mixed.
 
-    Transformers converts tensors that are as small as they can be, each value another number: where
-    these come to lie shows the order.
+    Transformers converts small tensors in which every value is a different number. The places of
+    these numbers in the result show the order.
     """
     weights = conversion.weights
     if conversion.transform is None:
@@ -106,7 +106,10 @@ def _itself(value: torch.Tensor) -> torch.Tensor:
 
 
 def _consecutive(flat: list[int], numbers: dict[int, tuple[str, int]]) -> list[str]:
-    """Return the keys whose runs of numbers a list consists of; empty if they are torn apart."""
+    """Return the keys whose runs of numbers a list consists of, in order; empty if one is broken.
+
+    `numbers`: the first number of each run -> its key and length.
+    """
     keys = []
     place = 0
     while place < len(flat):

@@ -16,15 +16,16 @@ from trainer.models.spec import Weights
 from trainer.storage import parse_json, read_file
 
 SAMPLED = 1024
-"""The number of values at the beginning, middle and end of a tensor that its fingerprint covers."""
+"""The number of values at each of a tensor's beginning, middle and end in its fingerprint."""
 
 
 class SafetensorsFolder(Weights):
     """A folder of safetensors, memory-mapped: reading a tensor touches that tensor alone.
 
-    One file comes before an index of several, as in transformers, which reads all that those hold:
-    of an index, only the names of its files count, and of two tensors of a name the last file's.
-    `renamed`: the names in the files of tensors that are read under other names.
+    A single file takes precedence over an index of several. Of an index, only the names of the
+    files count: all tensors in them are read, and of two with the same name, the one in the last
+    file. Transformers does the same. `renamed`: the names by which tensors are read -> those in the
+    files, where they differ.
     """
 
     def __init__(
@@ -73,7 +74,10 @@ class SafetensorsFolder(Weights):
 
 
 def indexed(index: Path, ending: str) -> list[str]:
-    """Read an index's files, in order. Raises ConfigError unless they end so and lie beside it."""
+    """Return the names of the files in an index, sorted.
+
+    Raises ConfigError unless each has this `ending` and is a plain name, without a folder.
+    """
     expected = "a weight_map of names to files"
     kinds = (LookupError, TypeError, AttributeError)
     with refused(str(index), expected, OSError, ValueError, *kinds, named=True):
@@ -94,7 +98,7 @@ class Reads(Protocol):
 def fingerprint(weights: Reads, names: Iterable[str]) -> str:
     """Return the SHA-256 of names, shapes, dtypes, and each tensor's first, middle and last values.
 
-    It distinguishes bases without reading them whole; it misses a single value changed by hand in
+    It distinguishes bases without reading them whole. It does not show a change of values in
     between.
     """
     digest = hashlib.sha256()

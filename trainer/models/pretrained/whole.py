@@ -1,4 +1,4 @@
-"""A base's folder as it comes back: the trained values in it, and all that was not trained."""
+"""A base's folder as it is saved again: the trained values in it, and all that was not trained."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ CONFIG = "config.json"
 GENERATION = "generation_config.json"
 TEMPLATES = "additional_chat_templates"
 FOLDERS = (TEMPLATES, "custom_generate")
-"""The folders inside a model's that transformers reads."""
+"""The folders inside a model's folder that transformers reads."""
 MODEL_FILES = (
     *("*.json", "*.jinja", "*.py", "*.txt", "*.model", "*.tiktoken", "tokenizer*"),
     *("LICENSE*", "NOTICE*", "USE_POLICY*"),
@@ -45,20 +45,21 @@ TOKENIZER = (
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
     *("*.model", "*.tiktoken", "chat_template*", f"{TEMPLATES}/*"),
 )
-"""The patterns of a tokenizer's files, which come along with the base's own tokenizer alone."""
+"""The patterns of a tokenizer's files, copied only if the base's own tokenizer is used."""
 NOT_KEPT = (
     *(CONFIG, "*.index.json", "trainer_state.json", "adapter_config.json", "manifest.json"),
     *("*quant*config*.json", "*_results.json", "trainer.json"),
 )
-"""The patterns of files that would say of the trained model what is true of its base alone."""
+"""The patterns of files that are not copied: they describe the base, not the trained model."""
 WHOLE_KEY = "trainer.model.keep_untrained"
 
 
 class WholeBase:
-    """The folder of a base, to be written again around the trained values.
+    """The folder of a base, to be saved again with the trained values in it.
 
-    Its tensors have the names that they have in the base's files; those that the trained model has
-    no place for come along byte for byte. Its config keeps the base's class.
+    Tensors keep the names that they have in the base's files. Those that the trained model has no
+    place for are copied byte for byte, or dequantised if the base is quantised. The config keeps
+    the base's class, unless the trained model has another head.
     """
 
     def __init__(
@@ -69,10 +70,11 @@ class WholeBase:
         config: PreTrainedConfig,
         build_whole: Callable[[], PreTrainedModel] | None,
     ) -> None:
-        """`model`: the trained one; `config`: the base's, as transformers reads it.
+        """Raise ConfigError if something of the base would be lost.
 
-        `build_whole` makes the model that the base's config names, on the meta device; None where
-        that is the trained one. Raises ConfigError if something of the base would be lost.
+        `model`: the trained one; `config`: the base's, as transformers reads it. `build_whole`
+        makes the model that the base's config names, on the meta device; None if the trained model
+        is no part of a larger one.
         """
         self._folder = folder
         self._weights = weights
@@ -110,7 +112,7 @@ class WholeBase:
         return CarriedTensors(weights.stored, weights.strangers(), weights.quantiser, place)
 
     def names(self) -> dict[str, str]:
-        """Return the whole model's name of each tensor of the trained model that it has."""
+        """Map each tensor's name in the trained model to its name in the whole model, if any."""
         if self._build_whole is None:
             return {name: name for name in self._weights.names()}
         trained = self._weights.targets()
@@ -118,7 +120,7 @@ class WholeBase:
         return {trained[key]: name for key, name in whole.items() if key in trained}
 
     def entries(self, entries: Sequence[StateTensor], ranks: Ranks) -> list[StateTensor]:
-        """Return state tensors as they are in the base's files, and those that come along.
+        """Return state tensors as they are in the base's files, and those that are not trained.
 
         Each rank reads a share of the latter.
         """
@@ -126,7 +128,7 @@ class WholeBase:
         return [*trained, *self._carried_entries(ranks)]
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
-        """Write the base's config with what has changed, and its other files but a tokenizer's."""
+        """Write the base's config with its changes, and its other files except the tokenizer's."""
         trained = self._model.config
         stated = config_json.changed(self._stated, self._config, trained, dtype)
         if self._is_other_class:
@@ -151,7 +153,7 @@ class WholeBase:
             raise DiskError(Problem(place, actual, f"the {len(self.written)} of the base"))
 
     def save_tokenizer_files(self, folder: Path) -> None:
-        """Copy those files of the base's tokenizer that its library has not written itself."""
+        """Copy the files of the base's tokenizer that the tokenizer's library did not write."""
         template = any(folder.glob("chat_template*"))
         for name in self._others(()):
             stale = template and name.startswith(("chat_template", TEMPLATES))
@@ -163,11 +165,11 @@ class WholeBase:
         shutil.copyfile(self._folder / name, folder / name)
 
     def _others(self, without: Sequence[str]) -> Iterator[str]:
-        """Yield the paths in the folder of files that belong to the model, but for `without`."""
+        """Yield the paths in the folder of files that belong to the model, except `without`."""
         paths = [*self._folder.iterdir()]
         for name in FOLDERS:
             paths += (self._folder / name).rglob("*")
-        if any(path.suffix == ".py" for path in paths):  # code of its own may be in packages
+        if any(path.suffix == ".py" for path in paths):  # the model's own code may be in packages
             paths += self._folder.glob("[!.]*/**/*.py")
         names = (path.relative_to(self._folder).as_posix() for path in paths if path.is_file())
         for name in sorted({*names}):
@@ -180,15 +182,16 @@ class WholeBase:
 
     @cached_property
     def _planned(self) -> dict[str, Conversion]:
-        """The whole model's tensors, and what they are read from."""
+        """The first tensor of each conversion into the whole model -> that conversion."""
         weights = self._weights
         return plan(weights.stored.names(), self._whole, weights.quantiser)[0]
 
     @cached_property
     def _places(self) -> dict[str, list[tuple[FileTensor, ...]]]:
-        """The tensors of the files that each trained tensor is; else the whole model's name.
+        """Trained tensor -> its places in the files: for each, the tensors that make up its bytes.
 
-        A tied tensor that the files have under each of its names has several places.
+        A tensor whose bytes are not whole tensors of the files is saved under the whole model's
+        name. A tied tensor that the files have under each of its names has several places.
         """
         own = self.names()
         pieces = self._weights.pieces()
@@ -236,7 +239,7 @@ class WholeBase:
 
     @property
     def _is_other_class(self) -> bool:
-        """True if the trained model is no part of what the config names: that has another head."""
+        """True if the trained model is neither what the config names nor a part of it."""
         stated = self._stated.get("architectures") or ()
         kind = class_named(stated)
         trained = type(self._model)
@@ -245,11 +248,11 @@ class WholeBase:
 
     @property
     def renamed(self) -> list[str]:
-        """The tensors of the files that come back under other names, divided or turned."""
+        """The tensors of the files that are saved under other names, divided or transposed."""
         return sorted(self._weights.values() - self.written)
 
     def _read_carried(self, name: str) -> torch.Tensor:
-        """Read a tensor that comes along. Raises DiskError if the base's folder is gone."""
+        """Read a tensor that is not trained. Raises DiskError if the base's folder is gone."""
         expected = f"{name}, as at the start of the run"
         with refused(str(self._folder), expected, OSError, SafetensorError, raises=DiskError):
             return self.carried.read(name)
@@ -262,7 +265,7 @@ class WholeBase:
             raise self._refused(actual, "a config that has that of its text")
 
     def _check_carried(self) -> None:
-        """Raise ConfigError for codes that nothing dequantises: the result is not quantised."""
+        """Raise ConfigError for codes that nothing dequantises: what is saved is not quantised."""
         codes = self.carried.codes
         if codes and self._weights.quantised_by:
             actual = f"{len(codes)} quantised tensors that are not trained: {listed(codes, 3)}"
@@ -275,7 +278,7 @@ class WholeBase:
         return {*(piece.name for place in places for piece in place), *self.carried}
 
     def _check_complete(self) -> None:
-        """Raise ConfigError if the whole model would miss a tensor that it has from the base."""
+        """Raise ConfigError if the whole model would lack a tensor that the base's files have."""
         complete = {
             name
             for name, conversion in self._planned.items()
@@ -295,7 +298,7 @@ class WholeBase:
 
 
 def class_named(stated: Sequence[str]) -> type[PreTrainedModel] | None:
-    """Return transformers' class of the first name in `architectures`; None if it has none."""
+    """Return transformers' class for the first name in `architectures`; None if there is none."""
     kind = getattr(transformers, next(iter(stated), ""), None)
     is_model = isinstance(kind, type) and issubclass(kind, PreTrainedModel)
     return kind if is_model else None
