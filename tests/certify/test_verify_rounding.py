@@ -16,6 +16,7 @@ from tests.support.certify.certifying import config
 from tests.support.certify.faults.planting import around
 from tests.support.commands import ROOT
 from tests.support.pool import machine_here
+from trainer.certify.one_process.repeated import Computed, rounding_of_float32
 
 
 def scaled_by(factor: float) -> Any:
@@ -149,3 +150,17 @@ def test_what_a_loss_is_multiplied_by_is_not_rounded_to_16_bits():
         result.append(leaf.grad.double().flatten())
     exact, low = result
     assert abs(float(low @ exact / (exact @ exact)) - 1) < 5e-4
+
+
+@pytest.mark.parametrize("loss", [-2.0, 0.0, 2.0])
+def test_the_rounding_of_a_step_is_measured_whatever_its_loss_is(loss):
+    model = torch.nn.Linear(8, 8)
+
+    def compute(of, parts):
+        weight = of.weight.detach().double()
+        moved = float((weight - model.weight.detach()).abs().sum())
+        return Computed(loss + moved, {"weight": weight}, {})
+
+    rounding = rounding_of_float32(model, compute, (), compute(model, ()))
+    assert 0 < rounding.norm < 1e-5 and rounding.gradients["weight"] > 0
+    assert rounding.loss > 0

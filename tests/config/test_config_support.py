@@ -90,6 +90,14 @@ def test_other_numbers_are_refused_and_auto_goes_to_deepspeed(
     shows(caught.value, f"honour {place} {json.dumps(value)}: {KEYS[place].instead}.")
 
 
+@pytest.mark.parametrize("name", ["fp32", "float32", "torch.float32", "Float"])
+def test_a_dtype_under_each_of_its_names_is_the_same(tmp_path: Path, name: str) -> None:
+    content = {"data_types": {"grad_accum_dtype": name, "buffer_dtype": name}}
+    config = resolve(compile_(tmp_path, content), RuntimeFacts(2, None, None, False, "cpu"))
+    assert config.settings["data_types"]["grad_accum_dtype"] == "fp32"
+    assert "mesh" not in support.refusals(config)
+
+
 LOW = {"enabled": True, "bf16_master_weights_and_grads": True}
 STATES = LOW | {"bf16_optimizer_states": True}
 IN_LOW_PRECISION: dict[str, tuple[dict[str, Any], str | None]] = {

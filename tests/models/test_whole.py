@@ -361,6 +361,15 @@ def test_code_and_templates_in_folders_come_along(tmp_path):
     assert names & (kept | others) == kept
 
 
+def test_a_base_that_cant_be_downloaded_is_a_config_error(monkeypatch):
+    def download(name: str, **options: Any) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    with pytest.raises(ConfigError, match="me/tiny"):
+        named_base.folder_of(ModelSection(name_or_path="me/tiny"))
+
+
 def test_the_hub_is_asked_for_weights_once_and_for_what_comes_along(tmp_path, monkeypatch):
     base = write_base(tmp_path, "llama")
     requests: dict[str, Any] = {}

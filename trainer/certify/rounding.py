@@ -117,7 +117,7 @@ def _allowed(small: Tiny, engine: str) -> float:
     kinds = [accumulated, settings.get("communication_data_type")]
     if engine != "deepspeed":
         kinds = [kind for kind in kinds if kind == "bf16"]
-    if all(kind in ("fp32", "float32", "float") for kind in kinds):
+    if all(kind == "fp32" for kind in kinds):
         return 0.0
     eps = torch.finfo(getattr(torch, layout.precision)).eps
     return layout.accumulation * layout.data_ranks * eps / 2

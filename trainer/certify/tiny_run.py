@@ -192,6 +192,7 @@ def _in_precision(config: Config, precision: str) -> Change:
     reduced = config.settings.get("communication_data_type")
     if config.settings.get("bf16", {}).get("bf16_master_weights_and_grads") is True:
         small += ["bf16.bf16_optimizer_states=false", "bf16.bf16_master_weights_and_grads=false"]
+        small.append("data_types.grad_accum_dtype=null")  # that of bfloat16 alone
         notes.append("float32 weights and optimizer state in place of bfloat16 alone")
     if reduced in ("bf16", "fp16") and f"{reduced}.enabled=true" not in small:
         notes.append(f"gradients reduced in float32 in place of {reduced}")
@@ -259,10 +260,11 @@ def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
     settings = small.config.settings
     if not float(settings.get("gradient_clipping", 0.0)):
         return small
-    low, high = max(pairwise(sorted(norms)), key=lambda pair: pair[1] / pair[0])
-    if not high > APART * low:
+    apart = [(low, high) for low, high in pairwise(sorted(norms)) if high > APART * low > 0]
+    if not apart:
         note = "all its steps have one gradient norm, on one side of the limit: it proves less"
         return small.noting(note)
+    low, high = max(apart, key=lambda pair: pair[1] / pair[0])
     limit = sqrt(low * high)
     over = " and ".join(str(step) for step, norm in enumerate(norms) if norm > limit)
     under = " and ".join(str(step) for step, norm in enumerate(norms) if not norm > limit)

@@ -13,12 +13,6 @@ from trainer.config.sections.trainer import TrainerSection
 from trainer.errors import Problem, show
 from trainer.storage import Json
 
-SAME = {
-    "fp32": ("fp32", "float32", "float"),
-    "fp16": ("fp16", "float16", "half"),
-    "bf16": ("bf16", "bfloat16"),
-}
-"""DeepSpeed's names for each precision."""
 BATCH = "train_batch_size"
 MICRO = "train_micro_batch_size_per_gpu"
 ACCUMULATION = "gradient_accumulation_steps"
@@ -197,7 +191,7 @@ def _model_dtype(settings: Json) -> Iterator[Problem]:
     if not wanted or AUTO in computes.values():
         return
     name = next((name for name, enabled in computes.items() if enabled), "fp32")
-    if wanted.removeprefix("torch.") not in SAME[name]:
+    if wanted != name:
         place = "data_types.param_dtype"
         actual = f"saw {show(wanted)}, and a model in {name}"
         yield Problem(place, actual, show(name), "fp16.enabled and bf16.enabled say it.")

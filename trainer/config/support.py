@@ -8,7 +8,6 @@ from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.keys import KEYS
 from trainer.config.keys.key import Key
 from trainer.config.read import at, leaves
-from trainer.config.rules import SAME
 from trainer.errors import show
 from trainer.storage import Json
 
@@ -49,7 +48,7 @@ def _updated(settings: Json) -> str | None:
             "false."
         )
     sums = settings.get("data_types", {}).get("grad_accum_dtype")
-    if sums and sums.removeprefix("torch.") not in SAME["bf16"]:
+    if sums and sums != "bf16":
         return f"It adds gradients up in the weights' bfloat16, and {_SUMS} is {sums}."
     return None
 

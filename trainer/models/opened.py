@@ -102,7 +102,7 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
         return _on_four_bits(folder, bits, trust, place, **options)
     stated = object_in(folder / "adapter_config.json")
     name = stated.get("base_model_name_or_path")
-    base = _checked_class(name, trust, place)
+    base = _checked_class(name, trust, place, stated.get("revision"))
     # without a task, the config names the class of the base's whole model
     whole = stated.get("task_type") is None and stated.get("auto_mapping")
     kind = peft.AutoPeftModel if whole else peft.AutoPeftModelForCausalLM
@@ -127,16 +127,16 @@ def _on_four_bits(
     """
     from trainer.models.finetuning.four_bits.four_bit_opened import opened_in_four_bits
 
-    name = object_in(folder / "adapter_config.json").get("base_model_name_or_path")
-    _checked_class(name, trust, place)
+    stated = object_in(folder / "adapter_config.json")
+    _checked_class(stated.get("base_model_name_or_path"), trust, place, stated.get("revision"))
     on_gpu = bool(options.get("device_map"))
     device = torch.device("cuda" if on_gpu else "cpu")
     with opening(place, EXPECTED):
         return opened_in_four_bits(folder, bits, trust, device, keep=on_gpu)
 
 
-def _checked_class(source: object, trust: bool, place: str) -> AutoClass:
-    """Return transformers' class for a folder or hub id.
+def _checked_class(source: object, trust: bool, place: str, revision: object = None) -> AutoClass:
+    """Return transformers' class for a folder or hub id, of which `revision` is opened.
 
     Raises ConfigError unless its config makes a model of a plausible size.
     """
@@ -149,7 +149,8 @@ def _checked_class(source: object, trust: bool, place: str) -> AutoClass:
         raise ConfigError(Problem(place, f"the base {source!r}"[:200], "its folder or hub id"))
     check_folder(Path(source))
     with opening(place, EXPECTED), bounded(BUILD_MEMORY, BUILD_SECONDS):
-        config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+        pinned = {} if revision is None else {"revision": revision}
+        config = AutoConfig.from_pretrained(source, trust_remote_code=trust, **pinned)
     check_kernels(config, place)
     with opening(place, EXPECTED), bounded(BUILD_MEMORY, BUILD_SECONDS), torch.device("meta"):
         empty = class_in_folder(config).from_config(config, trust_remote_code=trust)

@@ -314,20 +314,27 @@ def exported(spec: ModelSpec, entries: Sequence[StateTensor], ranks: Ranks) -> l
 
 
 def given_tensors(spec: ModelSpec, ranks: Ranks) -> list[StateTensor]:
-    """Return the weights as state tensors, without an engine; each rank writes a share of them."""
+    """Return the tensors of the weights, without an engine; each rank reads a share. Collective."""
     model = spec.build()
     stateful = model.state_dict().keys()
+    weights = spec.building.weights
+    tensors = dict((*model.named_parameters(), *model.named_buffers()))
+    kept = [name for name in tensors if name in stateful]
+    owners = {name: index % ranks.world_size for index, name in enumerate(kept)}
+    own = [name for name in kept if owners[name] == ranks.rank]
+    read = {name: value.dtype for name in own if (value := weights.read(name)) is not None}
+    dtypes = {name: dtype for of_rank in ranks.gather(read) for name, dtype in of_rank.items()}
 
-    def entry(name: str, like: torch.Tensor, owner: int) -> StateTensor:
+    def entry(name: str) -> StateTensor:
         def parts() -> list[Part]:
-            value = spec.building.weights.read(name) if owner == ranks.rank else None
+            value = weights.read(name) if owners[name] == ranks.rank else None
             return [] if value is None else [Part(value)]
 
-        value = spec.building.weights.read(name)
-        dtype = like.dtype if value is None else value.dtype
-        shape = tuple(like.shape)
-        return StateTensor(name, WEIGHT, shape, dtype, owner, parts, write=lambda value: None)
+        like = tensors[name]
+        dtype = dtypes.get(name, like.dtype)
+        owner = owners[name]
+        return StateTensor(
+            name, WEIGHT, tuple(like.shape), dtype, owner, parts, write=lambda value: None
+        )
 
-    tensors = dict((*model.named_parameters(), *model.named_buffers()))
-    kept = [(name, tensor) for name, tensor in tensors.items() if name in stateful]
-    return [entry(*named, index % ranks.world_size) for index, named in enumerate(kept)]
+    return [entry(name) for name in kept]

@@ -75,10 +75,6 @@ def label_of(key: tuple[str, str]) -> str:
     return key[0] if key[1] == WEIGHT else f"{key[0]} ({key[1]})"
 
 
-def relative_error(ours: float, theirs: float) -> float:
-    return abs(ours - theirs) / max(abs(theirs), 1e-12)
-
-
 def distance(ours: torch.Tensor, theirs: torch.Tensor) -> float:
     if ours.numel() != theirs.numel():
         return math.inf

@@ -12,12 +12,11 @@ from trainer.certify.comparisons.differences import (
     exact_value,
     first_finding,
     one_sided,
-    relative_error,
     states_finding,
     wrong,
 )
 from trainer.certify.finding import OPTION, TOLERANCES, CheckResult, Order
-from trainer.certify.one_process.expected import largest_value
+from trainer.certify.one_process.expected import largest_value, relative_error
 from trainer.certify.one_process.optimizers import scheduler_of
 from trainer.certify.one_process.options import ShownEffect
 from trainer.certify.parameters import Published

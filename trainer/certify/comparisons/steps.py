@@ -12,14 +12,19 @@ from trainer.certify.comparisons.differences import (
     exact_value,
     first_finding,
     one_sided,
-    relative_error,
     states_finding,
     tolerance_of,
     wrong,
 )
 from trainer.certify.finding import TOLERANCES, CheckResult, Order
 from trainer.certify.one_process.cancelled import largest_in_layers
-from trainer.certify.one_process.expected import Expected, Judged, largest_value, norm_of
+from trainer.certify.one_process.expected import (
+    Expected,
+    Judged,
+    largest_value,
+    norm_of,
+    relative_error,
+)
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Recording, Tensors
 from trainer.state import MASTER, WEIGHT

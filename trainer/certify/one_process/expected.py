@@ -123,5 +123,9 @@ def largest_value(values: torch.Tensor) -> float:
     return float(values.abs().max()) if values.numel() else 0.0
 
 
+def relative_error(ours: float, theirs: float) -> float:
+    return abs(ours - theirs) / max(abs(theirs), 1e-12)
+
+
 def norm_of(gradients: Tensors) -> float:
     return float(torch.stack([value.double().norm() for value in gradients.values()]).norm())

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from trainer.certify.one_process.expected import MicroBatch, Rounding, norm_of
+from trainer.certify.one_process.expected import MicroBatch, Rounding, norm_of, relative_error
 from trainer.certify.one_process.factors import lowered, shaken
 from trainer.certify.outputs import Outputs, apart
 from trainer.certify.recording import Tensors
@@ -90,8 +90,8 @@ def _rounding(exact: Computed, runs: Sequence[Computed], dtype: torch.dtype) -> 
     }
     norm = norm_of(exact.gradients)
     return Rounding(
-        max(abs(run.loss - exact.loss) for run in runs) / exact.loss,
-        max(abs(norm_of(run.gradients) - norm) for run in runs) / norm,
+        max(relative_error(run.loss, exact.loss) for run in runs),
+        max(relative_error(norm_of(run.gradients), norm) for run in runs),
         gradients,
         outputs,
         torch.finfo(dtype).eps / 2,

@@ -171,7 +171,12 @@ FLAGS = {
     **dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True),
     **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False),
 }
-DTYPES = ("fp32", "float32", "float", "fp16", "float16", "half", "bf16", "bfloat16")
+DTYPES = {
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+}
+"""DeepSpeed's names of dtypes, with or without "torch.", and the one to which each is converted."""
 
 
 def coerce(value: Any, key: Values) -> object:
@@ -229,9 +234,10 @@ def _int(value: object) -> int:
 
 
 def _dtype(value: object) -> str:
-    if not isinstance(value, str) or value.lower().removeprefix("torch.") not in DTYPES:
+    name = value.lower().removeprefix("torch.") if isinstance(value, str) else ""
+    if name not in DTYPES:
         raise ValueError
-    return value.lower()
+    return DTYPES[name]
 
 
 def _instance(kind: type) -> Callable[[object], object]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from trainer.errors import refused
 from trainer.models.door import BUILD_MEMORY, BUILD_SECONDS, bounded, opening
 from trainer.models.language.model_config import pretrained_config
 from trainer.models.names import aliases_of, in_short
@@ -89,7 +90,10 @@ class NamedBase:
 
 
 def folder_of(options: ModelSection) -> Path:
-    """Return the folder of a base, downloaded if it is on the hub."""
+    """Return the folder of a base, downloaded if it is on the hub.
+
+    Raises ConfigError if it can't be downloaded.
+    """
     folder = Path(options.name_or_path or "")
     if folder.is_dir():
         return folder
@@ -97,9 +101,11 @@ def folder_of(options: ModelSection) -> Path:
 
     download = partial(snapshot_download, options.name_or_path, revision=options.revision)
     patterns = [*MODEL_FILES, "*.safetensors"]
-    folder = Path(download(allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
-    if not any(folder.glob("*.safetensors")):
-        download(allow_patterns=["pytorch_model*.bin"])
+    place = f"trainer.model.name_or_path: {options.name_or_path}"
+    with refused(place, "a folder, or a model of the hub that can be downloaded", named=True):
+        folder = Path(download(allow_patterns=patterns, ignore_patterns=OTHER_FORMATS))
+        if not any(folder.glob("*.safetensors")):
+            download(allow_patterns=["pytorch_model*.bin"])
     return folder
 
 
