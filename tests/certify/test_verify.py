@@ -463,7 +463,7 @@ def test_a_failure_ends_with_76(tmp_path):
     script.write_text(
         f"import runpy, sys\nsys.path.insert(0, {str(ROOT)!r})\n"
         "import trainer.certify.comparison as comparison\n"
-        "comparison.TOLERANCES['gradient'] = -1.0\n"
+        "comparison.TOLERANCES['initial'] = -1.0\n"
         f"sys.argv[0] = {str(ROOT / 'launch' / 'verify.py')!r}\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )

@@ -61,8 +61,10 @@ def codes_in_another_order() -> Any:
 def values_rounded_to_16_bits() -> Any:
     real = nf4.dequantise
 
-    def dequantise(data: Any, shape: Any, double: bool, dtype: torch.dtype) -> torch.Tensor:
-        return real(data, shape, double, torch.bfloat16).to(dtype)
+    def dequantise(
+        data: Any, shape: Any, double: bool, dtype: torch.dtype, part: nf4.MatrixPart
+    ) -> torch.Tensor:
+        return real(data, shape, double, torch.bfloat16, part).to(dtype)
 
     return mock.patch.object(nf4, "dequantise", dequantise)
 

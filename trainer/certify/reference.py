@@ -257,8 +257,7 @@ class Reference(ABC):
         """Measure the rounding of float32 in a step whose result, without an update, is `one`."""
         self._load(state)
         exact = Computed(one.loss, one.gradients, one.outputs)
-        with self._loads.aside():
-            return rounding_of_float32(self.model, self._compute(step, one.targets), parts, exact)
+        return rounding_of_float32(self.model, self._compute(step, one.targets), parts, exact)
 
     def _rounding(
         self, step: int, parts: list[MicroBatch], counted: int, exact: Computed
