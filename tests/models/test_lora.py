@@ -231,7 +231,7 @@ def merged_without_shared_mlps() -> Iterator[None]:
     own = lora_weights.MergedWeights.read
 
     def read(self: Any, name: str) -> Any:
-        return self._base.read(name) if "shared_experts" in name else own(self, name)
+        return self.base.read(name) if "shared_experts" in name else own(self, name)
 
     with mock.patch.object(lora_weights.MergedWeights, "read", read):
         yield
@@ -242,7 +242,7 @@ def merged_by_another_factor() -> Iterator[None]:
     own = lora_weights.MergedWeights.read
 
     def read(self: Any, name: str) -> Any:
-        value, base = own(self, name), self._base.read(name)
+        value, base = own(self, name), self.base.read(name)
         return base if value is None or base is None else (base + 0.9 * (value - base))
 
     with mock.patch.object(lora_weights.MergedWeights, "read", read):

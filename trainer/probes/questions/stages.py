@@ -95,6 +95,8 @@ def _forward(spec: ModelSpec, boundary: StageBoundary, trial: Trial) -> list[_St
         run = trial.output if last else trial.hidden
         output = attempt(partial(run, stage.eval()))
         if isinstance(output, Raised):
+            if isinstance(output.error, Differs):
+                raise output.error
             where = f"the stage of {spec.blocks[index]} fails at {raised_at(output.error)}"
             raise Differs(f"{where}: {output.reason}. {RULE}")
         if not isinstance(output, torch.Tensor):
