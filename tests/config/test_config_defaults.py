@@ -27,7 +27,7 @@ from tests.support.messages import raises
 from trainer.config import Config, RuntimeFacts, load, mesh_sizes, origin_table, resolve, support
 from trainer.config.keys import DIFFERS, KEYS, LOW_PRECISION, RENAMED, SCHEDULERS
 from trainer.config.keys.hints import useless
-from trainer.config.keys.key import DTYPES, coerce
+from trainer.config.keys.key import coerce
 from trainer.config.read import leaves
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
@@ -227,6 +227,8 @@ CONTENTS: list[dict[str, Any]] = [
 def test_deepspeed_makes_the_same_of_what_it_is_given_as_of_the_users_file(
     content: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from deepspeed.runtime.config import DtypeEnum
+
     content = json.loads(content.read_text()) if isinstance(content, Path) else content
     config = compiled(content)
     ranks, sizes = (
@@ -242,9 +244,10 @@ def test_deepspeed_makes_the_same_of_what_it_is_given_as_of_the_users_file(
         for note in config.notes
         if note.startswith(path.rpartition(".")[0] + " has no ")
     }
-    # DeepSpeed, too, takes each of a dtype's names as the same
-    dtypes = {path for path in before if KEYS.get(path) and KEYS[path].kind == "dtype"}
-    before |= {path: DTYPES.get(before[path], before[path]) for path in dtypes}
+    for path in before.keys() & after.keys():
+        if KEYS[path].kind == "dtype" and before[path] is not None:
+            before[path] = DtypeEnum(before[path])  # DeepSpeed's own reading of a dtype's names
+            after[path] = DtypeEnum(after[path])
     moved = {
         path for path in before.keys() - FREE.keys() - autos - noted if before[path] != after[path]
     }

@@ -27,12 +27,14 @@ def layer_of(name: str) -> str:
     return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
 
 
-def stacks_experts(module: nn.Module) -> bool:
-    """Return True for a module whose parameters are stacked over the routed experts of a layer.
+def expert_stacks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
+    """List the modules of blocks whose parameters are stacked over a layer's routed experts.
 
-    It is one whose computation transformers lets one choose (`experts_implementation`).
+    They are those whose computation transformers lets one choose (`experts_implementation`).
     """
-    return hasattr(type(module), "_apply_gate")
+    inside = tuple(f"{block}." for block in blocks)
+    named = model.named_modules()
+    return [n for n, m in named if n.startswith(inside) and hasattr(type(m), "_apply_gate")]
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:

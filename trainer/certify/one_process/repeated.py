@@ -55,12 +55,10 @@ def rounding_of_low_precision(
         low = lowered(model, dtype, layout.float8)
         runs.append(compute(low, parts))
         alone = [compute(low, group) for group in groups]
-        summed = {
-            name: torch.stack([one.gradients[name] for one in alone if name in one.gradients]).sum(
-                0
-            )
-            for name in runs[0].gradients
-        }
+        summed: Tensors = {}
+        for name in runs[0].gradients:
+            terms = [one.gradients[name] for one in alone if name in one.gradients]
+            summed[name] = torch.stack(terms).sum(0)
         runs.append(Computed(sum(one.loss for one in alone), summed, {}))
     if layout.float8 != "none":
         runs += [compute(shaken(low, seed), parts) for seed in range(repeats)]

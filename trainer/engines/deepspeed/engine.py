@@ -16,6 +16,7 @@ from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import Placement, materialise
+from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import Builder, in_deepspeed
 from trainer.optim.optimizer import step_if_finite
@@ -23,7 +24,6 @@ from trainer.parallel.apply import sharding_of, wrap_blocks
 from trainer.parallel.gradients import GradientNorm
 from trainer.parallel.probes import expert_parts
 from trainer.parallel.recompute import tiles
-from trainer.parallel.splits.expert_ranks import stacks
 from trainer.probes.questions.stages import check_cut
 from trainer.storage import Json, installed
 from trainer.tasks.mixers import runs_by_document
@@ -145,7 +145,7 @@ def _whole(job: Job, config: Json) -> AccumulatedStep:
     )
     if layout.zero_stage == 3:
         _gather_once(model, job.spec, tiled=bool(layout.recompute.tile))
-    if layout.zero_stage == 3 and stacks(model, job.spec):
+    if layout.zero_stage == 3 and expert_stacks(model, job.spec.blocks):
         model.get_submodule(job.spec.blocks[0]).register_forward_pre_hook(_with_gradient)
 
     options: Json = {}

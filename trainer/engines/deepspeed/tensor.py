@@ -22,11 +22,11 @@ from torch.distributed.tensor import DTensor
 from trainer.engines.deepspeed import patches
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
+from trainer.models.names import expert_stacks
 from trainer.models.spec import WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.probes import tensor_parts
 from trainer.parallel.splits import matrices
-from trainer.parallel.splits.expert_ranks import stacks
 from trainer.state import Part
 from trainer.storage import Json
 
@@ -191,7 +191,7 @@ def mark_experts(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> list[
     """Mark the parameters of spread experts for ZeRO, and return them; none if none are."""
     if mesh.experts is None:
         return []
-    layers = [model.get_submodule(name) for name in stacks(model, spec)]
+    layers = [model.get_submodule(name) for name in expert_stacks(model, spec.blocks)]
     experts = [parameter for layer in layers for parameter in layer.parameters()]
     patches.mark_experts(experts, mesh.experts)
     return experts

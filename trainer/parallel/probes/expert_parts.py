@@ -9,10 +9,11 @@ from torch import nn
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
+from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel.probes.rank_parts import difference
 from trainer.parallel.splits import experts
-from trainer.parallel.splits.expert_ranks import spread, stacks
+from trainer.parallel.splits.expert_ranks import spread
 from trainer.parallel.splits.experts import Part
 from trainer.probes.question import Need, Question, by_check
 
@@ -35,7 +36,7 @@ def _no_terms(small: ModelSpec) -> Callable[[str], bool]:
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
     model = spec.build()
-    names = stacks(model, spec)
+    names = expert_stacks(model, spec.blocks)
     if not names:
         yield "no layer has its experts stacked in one module", "a mixture of experts"
     for name in names:
@@ -51,7 +52,7 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
 
 
 def _spread(model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part) -> None:
-    for name in stacks(model, spec):
+    for name in expert_stacks(model, spec.blocks):
         spread(model.get_submodule(name), ranks, part, ranks)
 
 

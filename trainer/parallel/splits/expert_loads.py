@@ -17,9 +17,9 @@ from torch import nn
 
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem
+from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
-from trainer.parallel.splits.expert_ranks import stacks
 from trainer.tasks.task import Batch
 
 KEY = "trainer.router_bias_update_rate"
@@ -37,7 +37,7 @@ def biases_of(spec: ModelSpec, built: nn.Module | None = None) -> dict[str, str]
     kept = learned | spec.training.frozen.keys() | spec.training.unsaved
     sizes = {name: t.numel() for name, t in model.state_dict().items() if name not in kept}
     biases = {}
-    for stack in stacks(model, spec):
+    for stack in expert_stacks(model, spec.blocks):
         count = len(next(model.get_submodule(stack).parameters()))
         beside = f"{stack.rpartition('.')[0]}."
         inside = f"{stack}."

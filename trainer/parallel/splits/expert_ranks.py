@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 
 from trainer.distributed.dtensor import part_of
 from trainer.distributed.exchange import Exchange
-from trainer.models.names import stacks_experts
+from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
@@ -34,15 +34,8 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
     part = partial(part_of, along)
     whole_rows = layout.tensor > 1 and not layout.sequence_parallel
     alike = Exchange(mesh.axis("tensor")) if whole_rows else None
-    for name in stacks(model, spec):
+    for name in expert_stacks(model, spec.blocks):
         spread(model.get_submodule(name), Exchange(along.get_group()), part, alike)
-
-
-def stacks(model: nn.Module, spec: ModelSpec) -> list[str]:
-    """List the modules of blocks whose parameters are stacked over a layer's routed experts."""
-    inside = tuple(f"{name}." for name in spec.blocks)
-    named = model.named_modules()
-    return [n for n, m in named if n.startswith(inside) and stacks_experts(m)]
 
 
 def spread(experts: nn.Module, ranks: Exchange, part: Part, alike: Exchange | None) -> None:
@@ -117,7 +110,7 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOp
     axes = ("replicate", "expert_shard") if replicated else "expert_shard"
     shards = mesh.experts["expert_shard"].size()
     own = {"mesh": mesh.experts[axes], "shard_placement_fn": partial(placement, shards)}
-    for name in stacks(model, spec):
+    for name in expert_stacks(model, spec.blocks):
         unit: Any = model.get_submodule(name)
         fully_shard(unit, **{**options, **own})
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))

@@ -124,17 +124,20 @@ def _quantising_error(
     model = spec.build().requires_grad_(False)
     stored = weights_in_four_bits(in_four_bits(model, spec.blocks, quantize.double_quant))
     forms = {name: weight.form for name, weight in stored.items() if name in values}
-    squares = [0.0, 0.0]
+    moved = 0.0
+    size = 0.0
     shares = dict[str, float]()
     for name, form in forms.items():
         value = values[name].float()
         rounding = form.dequantised(form.stored(value), torch.float32) - value
-        own = [float(each.double().square().sum()) for each in (rounding, value)]
-        squares = [total + more for total, more in zip(squares, own, strict=True)]
-        shares[name] = math.sqrt(own[0] / max(own[1], 1e-300))
+        own_moved = float(rounding.double().square().sum())
+        own_size = float(value.double().square().sum())
+        shares[name] = math.sqrt(own_moved / max(own_size, 1e-300))
+        moved += own_moved
+        size += own_size
     if not shares:
         return "no weight of the base is in four bits"
-    whole = math.sqrt(squares[0] / max(squares[1], 1e-300))
+    whole = math.sqrt(moved / max(size, 1e-300))
     worst = max(shares, key=lambda name: shares[name])
     return (
         f"four bits move {len(shares)} tensors of the base by {whole:.1%} of their size (root mean "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from trainer.layout import Layout
-from trainer.parallel.splits import expert_ranks
+from trainer.models.names import expert_stacks
 from trainer.tools.planner.cluster import Cluster, Traffic, time_of
 from trainer.tools.planner.extrapolate import Plan
 
@@ -50,7 +50,7 @@ class ClosedForm:
         spec = plan.workload.spec
         layout = plan.workload.layout
         model = spec.build()
-        layers = map(model.get_submodule, expert_ranks.stacks(model, spec))
+        layers = map(model.get_submodule, expert_stacks(model, spec.blocks))
         stacked = [p for layer in layers for p in layer.parameters()]
         routed = sum(p.numel() for p in stacked)
         experts = min(map(len, stacked), default=0)

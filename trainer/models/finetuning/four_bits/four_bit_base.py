@@ -196,7 +196,7 @@ def note_of(base: str, model: nn.Module) -> str:
     """
     stored = weights_in_four_bits(model)
     if not stored:
-        actual = f"{base} has no frozen layer in its blocks that is a torch.nn.Linear"
+        actual = f"{base} has no frozen torch.nn.Linear and no stacked experts in its blocks"
         raise ConfigError(Problem("trainer.adapter.quantize", actual, "one at least"))
     named = model.named_parameters()
     rest = sum(p.numel() for name, p in named if name not in stored and not p.requires_grad)

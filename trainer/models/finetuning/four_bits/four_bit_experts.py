@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, wraps
-from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +19,7 @@ from trainer.models.finetuning.four_bits.four_bit_base import (
     dtype_for,
     linear_in_four_bits,
 )
-from trainer.models.names import stacks_experts
+from trainer.models.names import expert_stacks
 from trainer.models.patches import as_class, with_tensors
 
 _COUNTS = ("num_experts", "_is_expert_parallel")
@@ -31,10 +30,8 @@ def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> nn.Mo
     """Put the frozen linear layers and experts of a model's blocks into four bits, in place, and
     return it."""
     linear_in_four_bits(model, blocks, double)
-    inside = tuple(f"{block}." for block in blocks)
-    for name, module in model.named_modules():
-        if name.startswith(inside) and stacks_experts(module):
-            stack_in_four_bits(module, double)
+    for name in expert_stacks(model, blocks):
+        stack_in_four_bits(model.get_submodule(name), double)
     return model
 
 
@@ -62,7 +59,7 @@ def _kind(kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of experts in four bits that computes as `kind` does."""
 
     @wraps(kind.forward)
-    def forward(self: FourBitExperts, *args: Any, **kwargs: Any) -> object:
+    def forward(self: FourBitExperts, *args: object, **kwargs: object) -> object:
         return _computed(self, kind.forward, args, kwargs)
 
     return type(f"FourBit{kind.__name__}", (FourBitExperts, kind), {"forward": forward})
@@ -71,19 +68,21 @@ def _kind(kind: type[nn.Module]) -> type[nn.Module]:
 def _computed(
     experts: FourBitExperts,
     plain: Callable[..., object],
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
+    args: Sequence[object],
+    kwargs: dict[str, object],
 ) -> object:
     """Compute with dequantised stacks, which are dequantised again, and all computed again, for the
     backward pass: no layer keeps them.
 
     What the module has now is what it has then, though engines may have taken it out since.
     """
-    dtype = dtype_for(args[0] if args else next(iter(kwargs.values())))
+    hidden = args[0] if args else next(iter(kwargs.values()))
+    assert isinstance(hidden, torch.Tensor)
+    dtype = dtype_for(hidden)
     tensors = dict(experts.named_parameters(recurse=False))
     counts = {name: vars(experts)[name] for name in _COUNTS if name in vars(experts)}
 
-    def run(*args: Any) -> object:
+    def run(*args: object) -> object:
         stacks = {k: form.dequantised(tensors[k], dtype) for k, form in experts.forms.items()}
         with with_tensors(experts, {**tensors, **stacks}, counts):
             return plain(experts, *args, **kwargs)
