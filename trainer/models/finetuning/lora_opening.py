@@ -69,9 +69,7 @@ def injected(model: nn.Module, config: LoraConfig, targets: Sequence[str]) -> nn
     own = replace(copy.deepcopy(config), target_modules=_NONE)
     names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets}
     with torch.device("meta"), _silent():
-        return inject_adapter_in_model(
-            own, model, ADAPTER, low_cpu_mem_usage=True, state_dict=names
-        )
+        return inject_adapter_in_model(own, model, ADAPTER, state_dict=names)
 
 
 def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
@@ -104,9 +102,7 @@ def opened(build: Callable[[], nn.Module], config: LoraConfig, shapes: Shapes) -
 
     with _silent():
         with torch.device("meta"):
-            model: nn.Module = get_peft_model(
-                build(), copy.deepcopy(config), low_cpu_mem_usage=True
-            )  # type: ignore[arg-type]
+            model: nn.Module = get_peft_model(build(), copy.deepcopy(config))  # type: ignore[arg-type]
         model.register_load_state_dict_pre_hook(note)
         result: Any = set_peft_model_state_dict(model, tensors, ADAPTER, low_cpu_mem_usage=True)
     for name in result.unexpected_keys:
@@ -166,7 +162,7 @@ def _misread(build: Callable[[], nn.Module], config: LoraConfig, names: Sequence
             from peft import inject_adapter_in_model
 
             own = replace(copy.deepcopy(config), target_modules=list(names), modules_to_save=None)
-            model = inject_adapter_in_model(own, build(), ADAPTER, low_cpu_mem_usage=True)
+            model = inject_adapter_in_model(own, build(), ADAPTER)
     except Exception:  # whatever PEFT raises for names that it reads as others
         return True
     return scalings_of(model).keys() != set(names)
