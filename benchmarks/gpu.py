@@ -401,12 +401,12 @@ class Bench:
         return engine, lambda i: engine.step(i, [self.batch(i)], Update(RATE)), kernels
 
     def draw_bits(self, model: Any) -> None:
-        """Give layers in four bits random weights: without a base to read they have zeros."""
+        """Give quantised layers random weights: without a base to read they have zeros."""
         import torch
 
-        from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
+        from trainer.models.finetuning.quantised.quantised_base import quantised_weights
 
-        weights = weights_in_four_bits(model).values()
+        weights = quantised_weights(model).values()
         seconds = 0.0
         for weight in weights:
             value = torch.randn(weight.form.shape, device=self.device) * 0.02
@@ -454,7 +454,7 @@ class Bench:
 
 
 def _quantise(weight: Any, value: Any) -> None:
-    """Give a weight in four bits its values, of which a rank may have a part."""
+    """Give a quantised weight its values, of which a rank may have a part."""
     from trainer.distributed.dtensor import local, own_shard
 
     data = weight.form.stored(value)

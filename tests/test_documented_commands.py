@@ -476,7 +476,7 @@ ELSEWHERE: dict[str, str] = {
     "meshloom merge": "test_merge.py::test_a_run_and_another_base_are_named",
     "meshloom merge runs/NAME OUT": "test_merge.py::test_a_run_and_another_base_are_named",
     "meshloom merge runs/qlora OUT --quantised-base": (
-        "test_merge.py::test_a_base_in_four_bits_is_merged_as_it_was_trained"
+        "test_merge.py::test_a_quantised_base_is_merged_as_it_was_trained"
     ),
     f"python {TRAIN} bad.json": (
         "test_documented_commands.py::test_the_errors_of_a_bad_config_are_those_of_the_page"

@@ -17,7 +17,7 @@ from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten
 from tests.support.certify.certifying import config
 from tests.support.messages import shows
 from tests.support.pool import Pools, machine_here
-from trainer.certify.one_process import four_bits
+from trainer.certify.one_process import quantising
 from trainer.config.sections.adapter import QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models import huggingface
@@ -121,16 +121,17 @@ def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
     assert files.finding is None and "too large" in files.notes[0]
 
 
-@pytest.mark.parametrize("double", [False, True])
-def test_how_far_four_bits_move_a_base_is_said(tmp_path, double):
+@pytest.mark.parametrize("keys", [{}, {"double_quant": True}, {"type": "int8"}])
+def test_how_far_quantising_moves_a_base_is_said(tmp_path, keys):
+    quantize = QuantizeSection(**keys)
     write_base(tmp_path, "llama")
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     layers = dict(model.model.layers.named_modules())
     values = {n: m.weight.data for n, m in layers.items() if isinstance(m, torch.nn.Linear)}
     values["1.mlp.up_proj"][:, 0] *= 10  # large values, beside which the others are lost
     model.save_pretrained(tmp_path)
-    (note,) = compared(tmp_path, QuantizeSection(double_quant=double)).notes
-    moved = [four_bits.rounded(value, double) - value for value in values.values()]
+    (note,) = compared(tmp_path, quantize).notes
+    moved = [quantising.rounded(value, quantize) - value for value in values.values()]
     squares = [sum(float(v.double().square().sum()) for v in of) for of in (moved, values.values())]
     share = f"{math.sqrt(squares[0] / squares[1]):.1%}"
     shows(note, f"{len(values)} tensors", share, "most model.layers.1.mlp.up_proj.weight")

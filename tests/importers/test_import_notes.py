@@ -11,6 +11,7 @@ import yaml
 
 from trainer.command.import_config import main
 from trainer.config import load
+from trainer.config.sections.adapter import QuantizeSection
 from trainer.errors import ConfigError
 from trainer.tools.importers.reading import read_file, read_flags
 from trainer.tools.importers.tables import read_table, rows_of, shared_rows
@@ -95,7 +96,7 @@ DECIDES = [
 ]
 """Keys that decide what is trained: `--partial` drops none of them."""
 UNSUPPORTED = [
-    ("llamafactory", {"quantization_bit": 8}, "quantization_bit"),
+    ("llamafactory", {"quantization_bit": 3}, "quantization_bit"),
     ("axolotl", {"load_in_8bit": True}, "load_in_8bit"),
     ("axolotl", {"gptq": True}, "gptq"),
     ("axolotl", {"model_quantization_config": "Mxfp4Config"}, "model_quantization_config"),
@@ -164,6 +165,28 @@ def test_a_known_difference_is_carried_and_noted(tmp_path: Path, system, keys, n
     draft = written(tmp_path, system, keys)
     assert draft.lost == {} and note[1] in noted(draft)[note[0]]
     load(draft.made)
+
+
+LORA = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("system", "keys", "entry"),
+    [
+        ("axolotl", LORA | {"adapter": "lora", "load_in_8bit": True}, "load_in_8bit"),
+        ("llamafactory", LORA | {"quantization_bit": 8}, "quantization_bit"),
+        ("trl", LORA | {"use_peft": True, "load_in_8bit": True}, "load_in_8bit"),
+    ],
+)
+def test_a_base_in_eight_bits_is_carried(tmp_path: Path, system: str, keys: dict, entry: str):
+    axolotl = {"base_model": "m", "lora_target_linear": True}
+    keys |= axolotl if system == "axolotl" else {"model_name_or_path": "m"}
+    if system == "trl":
+        keys["lora_target_modules"] = "all-linear"
+    draft = written(tmp_path, system, keys)
+    assert "inputs" in noted(draft)[entry]
+    adapter = load(draft.made).trainer.adapter
+    assert adapter is not None and adapter.quantize == QuantizeSection(type="int8")
 
 
 @pytest.mark.parametrize(

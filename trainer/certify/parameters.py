@@ -20,7 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from trainer.certify.one_process.four_bits import in_four_bits
+from trainer.certify.one_process.quantising import quantised
 from trainer.config import TrainerSection
 from trainer.config.sections.adapter import AdapterSection
 from trainer.config.sections.model_and_data import ModelSection
@@ -81,7 +81,7 @@ def learner(
         whole = _adapted(whole, section, targets)
         model = _adapted(base, section, inside)
         if section.adapter.quantize is not None:
-            in_four_bits(model, copied[1].blocks, section.adapter.quantize.double_quant)
+            quantised(model, copied[1].blocks, section.adapter.quantize)
 
     def of_copy(of_whole: Mapping[str, T]) -> Mapping[str, T]:
         if copied is None:

@@ -12,18 +12,19 @@ import torch
 from torch import nn
 
 from trainer import checkpoint
-from trainer.certify.one_process import four_bits
+from trainer.certify.one_process import quantising
 from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import loss_in_chunks
 from trainer.certify.rounding import Rounded, measured, recording_into
 from trainer.certify.tiny_run import PROBE_RATE, Tiny
+from trainer.config.sections.adapter import QuantizeSection
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.mixture import Source
 from trainer.data.order import SampleOrder
 from trainer.engines import ENGINES, Engine, Job, Metrics
 from trainer.engines.engine import Machine
-from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
+from trainer.models.finetuning.quantised.quantised_base import quantised_weights
 from trainer.models.spec import stored
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, Update, schedule_of
@@ -327,19 +328,20 @@ def _schedule(small: Tiny) -> LRSchedule:
 def state_of(engine: Engine) -> State:
     """Return all state tensors, whole, on the first rank, which compares them. Collective.
 
-    Weights in four bits are read by the certificate's own code.
+    Quantised weights are read by the certificate's own code.
     """
     ranks = engine.job.machine.ranks
     state = {(entry.name, entry.key): entry.read(ranks) for entry in engine.state_tensors()}
     if not ranks.first:
         return {}
-    plan = engine.job.spec.language.tensor_plan
-    for name, weight in weights_in_four_bits(engine.job.spec.build()).items():
+    spec = engine.job.spec
+    plan = spec.language.tensor_plan
+    for name, weight in quantised_weights(spec.build()).items():
         key = name, WEIGHT
         if key in state:
-            form = weight.form
+            quantize = QuantizeSection.model_validate(spec.config["adapter"]["quantize"])
             style = plan.get(name.removesuffix(".weight"), "")
             dim = int(style.startswith("rowwise"))
             parts = engine.job.layout.tensor if style.startswith(("colwise", "rowwise")) else 1
-            state[key] = four_bits.read(state[key], form.shape, form.double, dim, parts)
+            state[key] = quantising.read(state[key], weight.form.shape, quantize, dim, parts)
     return state

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 DESCRIPTION = """
 Merge a LoRA adapter into its base, and write a model that transformers opens by itself, in the
-dtype of the base. One tensor at a time is in memory. An adapter that was trained on a base in four
-bits (trainer.adapter.quantize) is added to the base as it is in its files, unless
---quantised-base asks for the one in four bits.
+dtype of the base. One tensor at a time is in memory. An adapter that was trained on a quantised
+base (trainer.adapter.quantize) is added to the base as it is in its files, unless
+--quantised-base asks for the quantised one.
 """
 EPILOG = (
     "\nexit codes: 0 written, 64 the adapter or its base is wrong, 65 no tokenizer, 74 the disk\n"
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, a new one")
     text = "the base's folder or hub id (default: the one that the adapter names)"
     parser.add_argument("--base", metavar="DIR", help=text)
-    text = "add it to the base in four bits, dequantised: the model that was trained"
+    text = "add it to the quantised base, dequantised: the model that was trained"
     parser.add_argument("--quantised-base", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
     if options.out.exists():
@@ -42,11 +42,15 @@ def main(arguments: Sequence[str], name: str) -> int:
     folder = model_in(options.adapter)
     check_folder(folder)
     base = _base_of(folder, options.base)
+    from trainer.models.finetuning.quantised import quantised_files
+
     bits = _bits_of(folder, options.quantised_base)
     if bits is not None and not options.quantised_base:
         another = "so what is merged differs from what was trained by the error of quantising"
-        print(f"note    the adapter was trained on a base in four bits, {another}")
-        print("        (--quantised-base merges into the base in four bits, dequantised)")
+        print(
+            f"note    the adapter was trained on a base {quantised_files.name_of(bits)}, {another}"
+        )
+        print("        (--quantised-base merges into that base, dequantised)")
     opens = merge(folder, base, options.out, bits if options.quantised_base else None)
     print(f"merged: {options.out} opens with {opens}")
     return 0
@@ -55,12 +59,12 @@ def main(arguments: Sequence[str], name: str) -> int:
 def _bits_of(folder: Path, requested: bool) -> QuantizeSection | None:
     """Return how an adapter's base was quantised. Raises ConfigError if it is `requested` and was
     not."""
-    from trainer.models.finetuning.four_bits import four_bit_files
+    from trainer.models.finetuning.quantised import quantised_files
 
-    bits = four_bit_files.read(folder)
+    bits = quantised_files.read(folder)
     if requested and bits is None:
-        actual = f"{folder} has no {four_bit_files.FILE}"
-        expected = "an adapter that was trained on a base in four bits"
+        actual = f"{folder} has no {quantised_files.FILE}"
+        expected = "an adapter that was trained on a quantised base"
         raise ConfigError(Problem("--quantised-base", actual, expected, "Leave it out."))
     return bits
 
@@ -94,8 +98,8 @@ def merge(folder: Path, base: str, out: Path, bits: QuantizeSection | None = Non
     from trainer.data.text.tokenizer import load_tokenizer
     from trainer.distributed.ranks import ALONE
     from trainer.models.door import opening
-    from trainer.models.finetuning.four_bits.four_bit_files import dequantised, layers_of
     from trainer.models.finetuning.lora import adapted
+    from trainer.models.finetuning.quantised.quantised_files import dequantised, layers_of
     from trainer.models.huggingface import spec_of
     from trainer.models.language.model_config import read_config as read_architecture
     from trainer.models.spec import exported, given_tensors

@@ -89,7 +89,7 @@ def materialise(
         own: dict[nn.Parameter, nn.Parameter] = {}  # whole value -> the part that is kept
         for meta, value in values.whole.items():
             dtype = (placement.base_dtype if meta in base else None) or placement.dtype
-            if not meta.is_floating_point():  # bytes of a weight in four bits
+            if not meta.is_floating_point():  # bytes of a quantised weight
                 dtype = meta.dtype
             own[value] = values.made[meta] = _own(value, meta, placement, dtype)
         values.whole.clear()

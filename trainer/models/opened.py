@@ -20,7 +20,7 @@ from trainer.models.door import (
     object_in,
     opening,
 )
-from trainer.models.finetuning.four_bits import four_bit_files
+from trainer.models.finetuning.quantised import quantised_files
 from trainer.models.names import aliases_of
 from trainer.models.own.module import class_of
 from trainer.models.pretrained.weights import SafetensorsFolder
@@ -98,8 +98,8 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
 
     from trainer.models.language.auto_class import CAUSAL, class_in_folder
 
-    if (bits := four_bit_files.read(folder)) is not None:
-        return _on_four_bits(folder, bits, trust, place, **options)
+    if (bits := quantised_files.read(folder)) is not None:
+        return _on_quantised(folder, bits, trust, place, **options)
     stated = object_in(folder / "adapter_config.json")
     name = stated.get("base_model_name_or_path")
     base = _checked_class(name, trust, place, stated.get("revision"))
@@ -118,21 +118,21 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
         return peft.PeftModel.from_pretrained(model, str(folder)).eval()
 
 
-def _on_four_bits(
+def _on_quantised(
     folder: Path, bits: QuantizeSection, trust: bool, place: str, **options: Any
 ) -> nn.Module:
-    """Open an adapter on its base in four bits, on the current GPU or on the CPU.
+    """Open an adapter on its quantised base, on the current GPU or on the CPU.
 
     On the CPU the base is dequantised as it is read: doing that for each token would be too slow.
     """
-    from trainer.models.finetuning.four_bits.four_bit_opened import opened_in_four_bits
+    from trainer.models.finetuning.quantised.quantised_opened import opened_on_quantised
 
     stated = object_in(folder / "adapter_config.json")
     _checked_class(stated.get("base_model_name_or_path"), trust, place, stated.get("revision"))
     on_gpu = bool(options.get("device_map"))
     device = torch.device("cuda" if on_gpu else "cpu")
     with opening(place, EXPECTED):
-        return opened_in_four_bits(folder, bits, trust, device, keep=on_gpu)
+        return opened_on_quantised(folder, bits, trust, device, keep=on_gpu)
 
 
 def _checked_class(source: object, trust: bool, place: str, revision: object = None) -> AutoClass:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_map
 from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.layout import Layout
-from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
+from trainer.models.finetuning.quantised.quantised_base import quantised_weights
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import sharding_by
 from trainer.parallel.splits.vocabulary import looks_up
@@ -77,19 +77,19 @@ def options_of(
 
 
 def kept_whole(module: nn.Module, layout: Layout) -> set[nn.Parameter]:
-    """Return the frozen weights in four bits if every rank keeps all of them, as below ZeRO-3.
+    """Return the quantised weights if every rank keeps all of them, as below ZeRO-3.
 
     FSDP would hold its shard and the gathered copy at once.
     """
     if layout.zero_stage == 3 or layout.offloads:
         return set()
-    return {weight.data for weight in weights_in_four_bits(module).values()}
+    return {weight.data for weight in quantised_weights(module).values()}
 
 
 def check_bytes(module: nn.Module, options: FsdpOptions) -> None:
-    """Raise ConfigError if FSDP would cast weights in four bits, which are bytes, as it gathers."""
+    """Raise ConfigError if FSDP would cast quantised weights, which are bytes, as it gathers."""
     casts = options["mp_policy"].param_dtype is not None and torch.__version__ < KEEPS_BYTES
-    gathered = weights_in_four_bits(module).values()
+    gathered = quantised_weights(module).values()
     ignored = options.get("ignored_params", set())
     if casts and any(weight.data not in ignored for weight in gathered):
         actual = f"FSDP of PyTorch {torch.__version__} casts bytes that it gathers"

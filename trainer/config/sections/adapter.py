@@ -23,9 +23,15 @@ def _pattern(value: str) -> str:
 class QuantizeSection(Section):
     """A frozen base in fewer bits, as bitsandbytes has it."""
 
-    type: Literal["nf4"] = "nf4"
+    type: Literal["nf4", "int8"] = "nf4"
     double_quant: bool = False
     """True to keep the scales of nf4 in 8 bits, too."""
+
+    @model_validator(mode="after")
+    def _has_scales_in_blocks(self) -> QuantizeSection:
+        if self.double_quant and self.type != "nf4":
+            raise ValueError(f"double_quant is for nf4: {self.type} has one scale a row")
+        return self
 
 
 class AdapterSection(Section):

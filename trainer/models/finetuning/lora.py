@@ -20,10 +20,6 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
-from trainer.models.finetuning.four_bits import four_bit_files
-from trainer.models.finetuning.four_bits.four_bit_base import FourBits, note_of, values_of
-from trainer.models.finetuning.four_bits.four_bit_experts import in_four_bits
-from trainer.models.finetuning.four_bits.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import (
     OPENS,
     PREFIX,
@@ -42,6 +38,10 @@ from trainer.models.finetuning.lora_opening import (
 )
 from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
 from trainer.models.finetuning.lora_whole import WholeNames, whole_adapter
+from trainer.models.finetuning.quantised import quantised_files
+from trainer.models.finetuning.quantised.quantised_base import Quantised, note_of, values_of
+from trainer.models.finetuning.quantised.quantised_experts import quantised
+from trainer.models.finetuning.quantised.quantised_files import QuantisedLayers
 from trainer.models.names import aliases_of, pattern_of
 from trainer.models.patches import has_values, mark_values, saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
@@ -124,9 +124,9 @@ def _started(
     base_weights = base.building.weights
     weights = lora_weights.BaseWeights(base_weights, lasting=options.merge, started=values)
     notes = [f"the adapter starts as that of {folder} (trainer.adapter.path)"]
-    if (of_folder := four_bit_files.read(folder)) != options.quantize:
-        before = four_bit_files.name_of(of_folder)
-        now = four_bit_files.name_of(options.quantize)
+    if (of_folder := quantised_files.read(folder)) != options.quantize:
+        before = quantised_files.name_of(of_folder)
+        now = quantised_files.name_of(options.quantize)
         notes.append(f"that adapter was trained on a base {before}; this base is {now}")
     return replace(described.with_weights(weights), notes=(*described.notes, *notes))
 
@@ -140,7 +140,7 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         adapted = injected(spec.build(), config, targets)
         if options.quantize is None:
             return adapted
-        return in_four_bits(adapted, spec.blocks, options.quantize.double_quant)
+        return quantised(adapted, spec.blocks, quantised_files.format_of(options.quantize))
 
     expected = "an adapter that PEFT makes"
     with refused("trainer.adapter", expected, ValueError, TypeError, named=True):
@@ -173,18 +173,18 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         tied=aliases_of(model),
         training=training,
         files=_files(spec, options, model, config, published),
-        notes=(*spec.notes, note, *_notes_on_bits(spec.name, model, options)),
+        notes=(*spec.notes, note, *_notes_on_quantising(spec.name, model, options)),
         config={**spec.config, "adapter": _settings(options, config)},
     )
 
 
-def _notes_on_bits(base: str, model: nn.Module, options: AdapterSection) -> list[str]:
-    """Say what is in four bits, and that a merged model is not."""
+def _notes_on_quantising(base: str, model: nn.Module, options: AdapterSection) -> list[str]:
+    """Say what is quantised, and that a merged model is not."""
     if options.quantize is None:
         return []
-    notes = [note_of(base, model)]
+    notes = [note_of(base, model, quantised_files.format_of(options.quantize))]
     if options.merge:
-        another = "not that in four bits, and so another model"
+        another = "not the quantised one, and so another model"
         notes.append(f"final-merged/ is the base of the files, {another}")
     return notes
 
@@ -218,8 +218,8 @@ def _files(
     adapters = Adapters(scalings, published)
     saved = saved_adapter_config(loadable(spec.build, config, list(scalings), adapters, shapes))
     known = (published, WholeNames.of(spec.files.base).in_files(published))
-    bits = BitsOfBase.of(model, options.quantize)
-    base = whole_adapter(spec.files.base, config, adapters, shapes, bits)
+    layers = QuantisedLayers.of(model, options.quantize)
+    base = whole_adapter(spec.files.base, config, adapters, shapes, layers)
 
     def merged(folder: Path) -> ModelSpec:
         adapter = opened_values(folder, known)
@@ -228,7 +228,7 @@ def _files(
 
     def save_config(folder: Path, dtype: torch.dtype | None) -> None:
         saved.save_pretrained(str(folder))
-        four_bit_files.write(folder, bits, spec.build)
+        quantised_files.write(folder, layers, spec.build)
 
     def check(folder: Path) -> None:
         check_folder(folder, saved, shapes)
@@ -296,7 +296,7 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
     module = root.get_submodule(name)
     if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict):
         return
-    if isinstance(module, FourBits):
+    if isinstance(module, Quantised):
         for key in module.forms:
             if not has_values(data := module.get_parameter(key)):  # a plan has no weights to read
                 mark_values(data.zero_(), given=True)

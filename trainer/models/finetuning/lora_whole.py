@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from trainer.distributed.ranks import Ranks
-from trainer.models.finetuning.four_bits import four_bit_files
-from trainer.models.finetuning.four_bits.four_bit_files import BitsOfBase
 from trainer.models.finetuning.lora_folder import OPENS, PREFIX, opened_by_class
 from trainer.models.finetuning.lora_opening import Adapters, Shapes, check_folder, loadable
+from trainer.models.finetuning.quantised import quantised_files
+from trainer.models.finetuning.quantised.quantised_files import QuantisedLayers
 from trainer.models.patches import saved_adapter_config
 from trainer.models.spec import BaseFolder
 from trainer.state import StateTensor, renamed
@@ -74,9 +74,9 @@ class WholeAdapter(BaseFolder):
         config: Any,
         trained: Adapters,
         shapes: Shapes,
-        bits: BitsOfBase | None,
+        quantised: QuantisedLayers | None,
     ) -> None:
-        """Translate PEFT's adapter for the part, with its `config`, `trained`, `shapes` and `bits`.
+        """Translate PEFT's adapter for the part, with its `config`, `trained`, `shapes` and `quantised` layers.
 
         Raises ConfigError if PEFT would not open the result on the whole model.
         """
@@ -92,7 +92,7 @@ class WholeAdapter(BaseFolder):
         self._config = saved_adapter_config(
             loadable(base.whole, whole, targets, adapters, self._shapes)
         )
-        self._bits = bits and bits.renamed(names.whole)
+        self._quantised = quantised and quantised.renamed(names.whole)
 
     @property
     def opens(self) -> str:
@@ -113,7 +113,7 @@ class WholeAdapter(BaseFolder):
 
     def save_config(self, folder: Path, dtype: torch.dtype | None) -> None:
         self._config.save_pretrained(str(folder))
-        four_bit_files.write(folder, self._bits, self.whole)
+        quantised_files.write(folder, self._quantised, self.whole)
 
     def save_tokenizer_files(self, folder: Path) -> None:
         self._base.save_tokenizer_files(folder)
@@ -127,9 +127,9 @@ def whole_adapter(
     config: Any,
     trained: Adapters,
     shapes: Shapes,
-    bits: BitsOfBase | None,
+    quantised: QuantisedLayers | None,
 ) -> WholeAdapter | None:
     """Return the folder of an adapter for the whole model; None if the whole model is trained."""
     if base is None or not base.is_part:
         return None
-    return WholeAdapter(base, config, trained, shapes, bits)
+    return WholeAdapter(base, config, trained, shapes, quantised)

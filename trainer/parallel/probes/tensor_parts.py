@@ -12,7 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
-from trainer.models.finetuning.four_bits.four_bit_base import FourBitLinear
+from trainer.models.finetuning.quantised.quantised_base import QuantisedLinear
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of
 from trainer.models.spec import ModelSpec
@@ -75,7 +75,7 @@ def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
         if style == "colwise" and name in parameters:
             what = "size"
             width = len(parameters[name])
-        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D | FourBitLinear):
+        elif style in STYLES and isinstance(layer, nn.Linear | Conv1D | QuantisedLinear):
             what = "in_features" if rows else "out_features"
             width = widths(layer)[not rows]
         else:

@@ -22,8 +22,8 @@ from trainer.distributed.dtensor import local, part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import listed
 from trainer.layout import Layout
-from trainer.models.finetuning.four_bits import nf4
-from trainer.models.finetuning.four_bits.four_bit_base import FourBitLinear
+from trainer.models.finetuning.quantised.format import MatrixPart
+from trainer.models.finetuning.quantised.quantised_base import QuantisedLinear
 from trainer.models.language.tensor_plan import widths
 from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
@@ -106,9 +106,9 @@ def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry
     dim_of_weight = style.dim
     if isinstance(layer, Conv1D):
         dim_of_weight = 1 - style.dim
-    elif isinstance(layer, FourBitLinear):  # the bytes of one part after the other
+    elif isinstance(layer, QuantisedLinear):  # the bytes of one part after the other
         dim_of_weight = 0
-        layer.divide(nf4.MatrixPart(style.dim, ranks.group.rank(), ranks.group.size()))
+        layer.divide(MatrixPart(style.dim, ranks.group.rank(), ranks.group.size()))
     layer.register_parameter("weight", part(layer.weight, dim_of_weight))
     if style.dim == 0 and layer.bias is not None:
         layer.register_parameter("bias", part(layer.bias, 0))
@@ -143,11 +143,11 @@ def _by_rows(
 
 
 def _product(
-    layer: nn.Linear | Conv1D | FourBitLinear,
+    layer: nn.Linear | Conv1D | QuantisedLinear,
     given: torch.Tensor,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    if isinstance(layer, FourBitLinear):
+    if isinstance(layer, QuantisedLinear):
         return layer.product(given, bias)
     weight = local(layer.weight)
     return F.linear(given, weight.T if isinstance(layer, Conv1D) else weight, bias)

@@ -13,8 +13,9 @@ from torch import nn
 from trainer.certify.finding import CheckResult
 from trainer.errors import refused
 from trainer.models import huggingface
-from trainer.models.finetuning.four_bits.four_bit_base import weights_in_four_bits
-from trainer.models.finetuning.four_bits.four_bit_experts import in_four_bits
+from trainer.models.finetuning.quantised.quantised_base import quantised_weights
+from trainer.models.finetuning.quantised.quantised_experts import quantised
+from trainer.models.finetuning.quantised.quantised_files import format_of
 from trainer.models.language import model_config
 from trainer.models.language.auto_class import auto_class
 from trainer.models.pretrained.files import PICKLES, SAFETENSORS
@@ -120,9 +121,10 @@ def _worst(spec: ModelSpec, theirs: dict[str, torch.Tensor]) -> CheckResult:
 def _quantising_error(
     spec: ModelSpec, values: Mapping[str, torch.Tensor], quantize: QuantizeSection
 ) -> str:
-    """Say how far the values in four bits are from those of the base, relative to their size."""
+    """Say how far the quantised values are from those of the base, relative to their size."""
     model = spec.build().requires_grad_(False)
-    stored = weights_in_four_bits(in_four_bits(model, spec.blocks, quantize.double_quant))
+    format = format_of(quantize)
+    stored = quantised_weights(quantised(model, spec.blocks, format))
     forms = {name: weight.form for name, weight in stored.items() if name in values}
     moved = 0.0
     size = 0.0
@@ -136,11 +138,11 @@ def _quantising_error(
         moved += own_moved
         size += own_size
     if not shares:
-        return "no weight of the base is in four bits"
+        return "no weight of the base is quantised"
     whole = math.sqrt(moved / max(size, 1e-300))
     worst = max(shares, key=lambda name: shares[name])
     return (
-        f"four bits move {len(shares)} tensors of the base by {whole:.1%} of their size (root mean "
+        f"{format.name} moves {len(shares)} tensors of the base by {whole:.1%} of their size (root mean "
         f"square), most {worst}: {shares[worst]:.1%}"
     )
 

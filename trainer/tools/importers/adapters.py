@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from trainer.tools.importers.draft import Draft, Roles, names
+from trainer.tools.importers.draft import Draft, Entry, Roles, names
 from trainer.tools.importers.tables import read_table
 
 _ADAPTER = read_table("arguments")["values"]["adapter"]
@@ -46,29 +46,40 @@ def adapter(draft: Draft, keys: Roles) -> None:
 
 
 def _bits(draft: Draft, keys: Roles) -> None:
-    """Set a base in four bits: NF4, as bitsandbytes has it."""
+    """Set a quantised base: NF4 or 8-bit integers, as bitsandbytes has them."""
     kind = keys["use_peft"]
     four = keys["load_in_4bit"]
+    eight = keys["load_in_8bit"]
     bits = keys["quantization_bit"]
     nested = keys["double_quant"]
-    experts = keys["quantize_moe_experts"]
     if kind.value == "qlora" and four.value is not True:
         draft.lose(kind, "nothing says load_in_4bit: true")
     elif kind.value == "lora" and four.value is True:
         draft.lose(four, "beside lora Axolotl has FP4, not NF4: say adapter: qlora")
-    elif four.value is True or (bits.is_set and bits.value == 4):
+    elif four.value is True or bits.value == 4:
         entry = four if four.value is True else bits
-        draft.put(entry, "trainer.adapter.quantize.type", "nf4")
+        _quantised(draft, keys, entry, "nf4")
         decides = nested if nested.key else kind
         double = bool(nested.value) or kind.value == "qlora"
         draft.put(decides, "trainer.adapter.quantize.double_quant", double)
-        draft.note(entry, "other parameters are in the run's precision, and not all in float32")
-        if experts.value:
-            draft.skip(experts)
-        else:
-            draft.note(entry, "routed experts are in four bits, too: there they are in 16")
+    elif eight.value is True or bits.value == 8:
+        entry = eight if eight.value is True else bits
+        _quantised(draft, keys, entry, "int8")
+        draft.note(entry, "weights alone are in 8 bits: there inputs of layers are, too")
+        draft.skip(nested)
     else:
         draft.skip(nested)
+
+
+def _quantised(draft: Draft, keys: Roles, entry: Entry, form: str) -> None:
+    """Set the format of the base, which an `entry` requests; say what else differs."""
+    draft.put(entry, "trainer.adapter.quantize.type", form)
+    draft.note(entry, "other parameters are in the run's precision, and not all in float32")
+    experts = keys["quantize_moe_experts"]
+    if experts.value:
+        draft.skip(experts)
+    else:
+        draft.note(entry, "routed experts are quantised, too: there they are in 16 bits")
 
 
 def _faster_b(draft: Draft, keys: Roles) -> None:

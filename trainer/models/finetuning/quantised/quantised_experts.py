@@ -1,6 +1,6 @@
-"""Routed experts in four bits: the matrices of a stack, each quantised by itself.
+"""Routed experts, quantised: the matrices of a stack, each by itself.
 
-transformers stacks the matrices of a layer's experts in one parameter [experts, ...]. In four bits
+transformers stacks the matrices of a layer's experts in one parameter [experts, ...]. Quantised,
 it has a row of bytes for each expert: ranks can divide it by experts, as they divide the stack.
 """
 
@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.models.finetuning.four_bits.four_bit_base import (
+from trainer.models.finetuning.quantised.format import Format
+from trainer.models.finetuning.quantised.quantised_base import (
     Form,
-    FourBits,
+    Quantised,
     dtype_for,
-    linear_in_four_bits,
+    quantise_linear,
 )
 from trainer.models.names import expert_stacks
 from trainer.models.patches import as_class, with_tensors
@@ -26,23 +27,22 @@ _COUNTS = ("num_experts", "_is_expert_parallel")
 """The attributes that say of which experts a rank has the parameters."""
 
 
-def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> nn.Module:
-    """Put the frozen linear layers and experts of a model's blocks into four bits, in place, and
-    return it."""
-    linear_in_four_bits(model, blocks, double)
+def quantised(model: nn.Module, blocks: Sequence[str], format: Format) -> nn.Module:
+    """Quantise the frozen linear layers and experts of a model's blocks, in place, and return it."""
+    quantise_linear(model, blocks, format)
     for name in expert_stacks(model, blocks):
-        stack_in_four_bits(model.get_submodule(name), double)
+        quantise_stacks(model.get_submodule(name), format)
     return model
 
 
-class FourBitExperts(FourBits):
-    """A module of experts whose stacks are frozen, in NF4."""
+class QuantisedExperts(Quantised):
+    """A module of experts whose stacks are frozen and quantised."""
 
 
-def stack_in_four_bits(experts: nn.Module, double: bool) -> None:
-    """Put the frozen stacks of a module of experts into four bits, in place."""
+def quantise_stacks(experts: nn.Module, format: Format) -> None:
+    """Quantise the frozen stacks of a module of experts, in place."""
     frozen = {
-        key: Form(tuple(stack.shape), double, stacked=True)
+        key: Form(tuple(stack.shape), format, stacked=True)
         for key, stack in experts.named_parameters(recurse=False)
         if stack.ndim == 3 and not stack.requires_grad
     }
@@ -56,17 +56,17 @@ def stack_in_four_bits(experts: nn.Module, double: bool) -> None:
 
 @cache
 def _kind(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of experts in four bits that computes as `kind` does."""
+    """Return the class of quantised experts that computes as `kind` does."""
 
     @wraps(kind.forward)
-    def forward(self: FourBitExperts, *args: object, **kwargs: object) -> object:
+    def forward(self: QuantisedExperts, *args: object, **kwargs: object) -> object:
         return _computed(self, kind.forward, args, kwargs)
 
-    return type(f"FourBit{kind.__name__}", (FourBitExperts, kind), {"forward": forward})
+    return type(f"Quantised{kind.__name__}", (QuantisedExperts, kind), {"forward": forward})
 
 
 def _computed(
-    experts: FourBitExperts,
+    experts: QuantisedExperts,
     plain: Callable[..., object],
     args: Sequence[object],
     kwargs: dict[str, object],

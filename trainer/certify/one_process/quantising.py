@@ -1,6 +1,6 @@
-"""A base in four bits, quantised and read again in plain NumPy, from the format's description.
+"""A quantised base, quantised and read again in plain NumPy, from the formats' description.
 
-Written from docs/qlora.md and from bitsandbytes' definition of its two data types.
+Written from docs/qlora.md and from bitsandbytes' definition of its data types.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+
+from trainer.config.sections.adapter import QuantizeSection
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 
@@ -36,12 +38,14 @@ def dynamic() -> Floats:
     return np.array(sorted(numbers), np.float32)
 
 
-def rounded(value: torch.Tensor, double: bool) -> torch.Tensor:
-    """Return a weight as it is after it was quantised and dequantised, in float32."""
+def rounded(value: torch.Tensor, quantize: QuantizeSection) -> torch.Tensor:
+    """Return a matrix as it is after it was quantised and dequantised, in float32."""
+    if quantize.type == "int8":
+        return _rounded_to_integers(value)
     flat: Floats = value.detach().float().flatten().numpy()
     scales = _scales(flat, 64)
     used = scales
-    if double:
+    if quantize.double_quant:
         mean = np.float32(sum(map(Fraction, scales.tolist())) / len(scales))
         used = _nearest(scales - mean, _scales(scales - mean, 256), 256, dynamic()) + mean
     indices = _indices(flat, scales, 64, NF4)
@@ -49,8 +53,20 @@ def rounded(value: torch.Tensor, double: bool) -> torch.Tensor:
     return torch.from_numpy(values).view(value.shape)
 
 
+def _rounded_to_integers(value: torch.Tensor) -> torch.Tensor:
+    """Return a matrix in 8-bit integers, a scale for each row, in float32."""
+    matrix: Floats = value.detach().float().numpy()
+    scales = np.abs(matrix).max(1, keepdims=True)
+    factors = np.float32(1) / np.maximum(scales, np.float32(1e-36)) * np.float32(127)
+    return torch.from_numpy(np.round(matrix * factors) * scales * np.float32(1 / 127))
+
+
 def read(
-    data: torch.Tensor, shape: Sequence[int], double: bool, dim: int = 0, parts: int = 1
+    data: torch.Tensor,
+    shape: Sequence[int],
+    quantize: QuantizeSection,
+    dim: int = 0,
+    parts: int = 1,
 ) -> torch.Tensor:
     """Return the weight, in float32, that a run has in these bytes: [mean] scales codes.
 
@@ -58,15 +74,26 @@ def read(
     has such bytes for each of its matrices.
     """
     if data.ndim == 2:
-        return torch.stack([read(matrix, shape[1:], double) for matrix in data])
+        return torch.stack([read(matrix, shape[1:], quantize) for matrix in data])
     count = int(np.prod(shape))
-    places = np.split(np.arange(count).reshape(shape), parts, dim)
+    places = np.split(np.arange(count).reshape(tuple(shape)), parts, dim)
     whole = np.empty(count, np.float32)
     for own, raw in zip(places, np.split(data.numpy(), parts), strict=True):
-        scales, codes = _scales_and_codes(raw.tobytes(), -(-count // 64), double)
-        indices = np.stack([codes // 16, codes % 16], 1).ravel()[: own.size]
-        whole[own.ravel()] = NF4[indices] * scales[own.ravel() // 64]
+        whole[own.ravel()] = _part_of(raw.tobytes(), shape, quantize, own.ravel())
     return torch.from_numpy(whole).view(*shape)
+
+
+def _part_of(raw: bytes, shape: Sequence[int], quantize: QuantizeSection, places: Any) -> Floats:
+    """Return the values, at these places of the whole, that a part's bytes are."""
+    rows, columns = shape
+    if quantize.type == "int8":
+        scales = np.frombuffer(raw[: 4 * rows], np.float32)
+        integers = np.frombuffer(raw[4 * rows :], np.int8)
+        return integers * scales[places // columns] * np.float32(1 / 127)
+    blocks = -(-rows * columns // 64)
+    scales, codes = _scales_and_codes(raw, blocks, quantize.double_quant)
+    indices = np.stack([codes // 16, codes % 16], 1).ravel()[: places.size]
+    return NF4[indices] * scales[places // 64]
 
 
 def _scales_and_codes(raw: bytes, blocks: int, double: bool) -> tuple[Floats, Any]:
@@ -83,20 +110,20 @@ def _scales_and_codes(raw: bytes, blocks: int, double: bool) -> tuple[Floats, An
     return scales, np.frombuffer(raw[at:], np.uint8)
 
 
-def in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> None:
-    """Round the frozen linear layers of a model's blocks, in place, as nf4 does; of each stack of
-    experts, every matrix by itself."""
+def quantised(model: nn.Module, blocks: Sequence[str], quantize: QuantizeSection) -> None:
+    """Round the frozen linear layers of a model's blocks, in place, as a format does; of each stack
+    of experts, every matrix by itself."""
     inside = tuple(f"{block}." for block in blocks)
     for name, module in model.named_modules():
         if name.startswith(inside) and hasattr(type(module), "_apply_gate"):
             for stack in module.parameters(recurse=False):
                 if stack.ndim == 3 and not stack.requires_grad:
-                    stack.data = torch.stack([rounded(matrix, double) for matrix in stack])
+                    stack.data = torch.stack([rounded(matrix, quantize) for matrix in stack])
         copies = "original_module" in name or "lora_" in name
         if not name.startswith(inside) or copies or type(module) is not nn.Linear:
             continue
         if not module.weight.requires_grad:
-            module.weight.data = rounded(module.weight, double)
+            module.weight.data = rounded(module.weight, quantize)
 
 
 def _scales(flat: Floats, size: int) -> Floats:

@@ -1,4 +1,4 @@
-"""A trained adapter opened on its base in four bits: the model that was trained."""
+"""A trained adapter opened on its quantised base: the model that was trained."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.models.door import object_in
-from trainer.models.finetuning.four_bits.four_bit_files import dequantised, layers_of
 from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_folder import CONFIG
 from trainer.models.finetuning.lora_weights import is_adapters
+from trainer.models.finetuning.quantised.quantised_files import dequantised, layers_of
 from trainer.models.huggingface import spec_of
 from trainer.models.language.auto_class import CAUSAL, class_named
 from trainer.models.language.model_config import read_config
@@ -25,12 +25,12 @@ from trainer.models.materialise import CPU, Placement, materialise
 from trainer.models.spec import ModelSpec
 
 
-def opened_in_four_bits(
+def opened_on_quantised(
     folder: Path, bits: QuantizeSection, trust: bool, device: torch.device = CPU, *, keep: bool
 ) -> nn.Module:
     """Open the adapter of `folder` around its base, in evaluation mode, on a device.
 
-    Weights are quantised one by one, as they are read. If `keep`, they stay in four bits, else as
+    Weights are quantised one by one, as they are read. If `keep`, they stay quantised, else as
     what they are once dequantised: the same values. The base is in the dtype of its config, and the
     adapter in float32, as by PEFT. Raises ConfigError.
     """

@@ -1,4 +1,4 @@
-"""A base in four bits is bit for bit that of one process under every layout; a fault is caught."""
+"""A quantised base is bit for bit that of one process under every layout; a fault is caught."""
 
 from __future__ import annotations
 
@@ -16,25 +16,39 @@ from tests.support.certify.certifying import config
 from tests.support.commands import run
 from tests.support.messages import shows
 from tests.support.pool import machine_here
-from trainer.models.finetuning.four_bits import four_bit_experts, nf4
-from trainer.models.finetuning.four_bits.four_bit_base import Form
+from trainer.models.finetuning.quantised import nf4, quantised_experts
+from trainer.models.finetuning.quantised.format import MatrixPart
+from trainer.models.finetuning.quantised.int8 import Int8
+from trainer.models.finetuning.quantised.nf4 import FLOAT, NF4
+from trainer.models.finetuning.quantised.quantised_base import Form
 
 DOUBLE = {"r": 4, "dropout": 0.1, "quantize": {"double_quant": True}}
 WITHOUT_DROPOUT = {"r": 4, "quantize": {"double_quant": True}}
 """Tensor ranks would draw other numbers than one process."""
 SINGLE = {"r": 4, "quantize": {"type": "nf4"}}
+INTEGERS = {"r": 4, "quantize": {"type": "int8"}}
 
 
 def changed(change: Callable[[list[torch.Tensor]], None]) -> Any:
     """The bytes as they are, but for what `change` does to mean, scales and codes."""
-    real = nf4.quantise
+    real = NF4.quantise
 
-    def quantise(values: torch.Tensor, double: bool) -> torch.Tensor:
-        parts = list(real(values, double).split(nf4.sizes(values.numel(), double)))
+    def quantise(form: NF4, matrix: torch.Tensor) -> torch.Tensor:
+        parts = list(real(form, matrix).split(form.sizes(matrix.numel())))
         change(parts)
         return torch.cat(parts)
 
-    return mock.patch.object(nf4, "quantise", quantise)
+    return mock.patch.object(NF4, "quantise", quantise)
+
+
+def integers_of_the_next_row() -> Any:
+    real = Int8.quantise
+
+    def quantise(form: Int8, matrix: torch.Tensor) -> torch.Tensor:
+        scales, codes = real(form, matrix).split([FLOAT * len(matrix), matrix.numel()])
+        return torch.cat([scales.roll(FLOAT), codes])
+
+    return mock.patch.object(Int8, "quantise", quantise)
 
 
 def scales_of_other_blocks() -> Any:
@@ -59,31 +73,31 @@ def codes_in_another_order() -> Any:
 
 
 def values_rounded_to_16_bits() -> Any:
-    real = nf4.dequantise
+    real = NF4.dequantise
 
     def dequantise(
-        data: Any, shape: Any, double: bool, dtype: torch.dtype, part: nf4.MatrixPart
+        form: NF4, data: Any, shape: Any, dtype: torch.dtype, part: MatrixPart
     ) -> torch.Tensor:
-        return real(data, shape, double, torch.bfloat16, part).to(dtype)
+        return real(form, data, shape, torch.bfloat16, part).to(dtype)
 
-    return mock.patch.object(nf4, "dequantise", dequantise)
+    return mock.patch.object(NF4, "dequantise", dequantise)
 
 
 def scales_of_the_next_rank() -> Any:
     """Each tensor rank takes the scales of the places of another part."""
 
-    def places(self: nf4.MatrixPart, shape: Any, device: Any) -> torch.Tensor:
-        return real(self._replace(number=(self.number + 1) % self.of), shape, device)
+    def places(part: MatrixPart, shape: Any, device: Any) -> torch.Tensor:
+        return real(part._replace(number=(part.number + 1) % part.of), shape, device)
 
-    real = nf4.MatrixPart.places
-    return mock.patch.object(nf4.MatrixPart, "places", places)
+    real = nf4._places
+    return mock.patch.object(nf4, "_places", places)
 
 
 def a_layer_in_16_bits_too_many() -> Any:
-    real = four_bit_experts.in_four_bits
+    real = quantised_experts.quantised
     return mock.patch(
-        "trainer.models.finetuning.lora.in_four_bits",
-        lambda model, blocks, double: real(model, blocks[1:], double),
+        "trainer.models.finetuning.lora.quantised",
+        lambda model, blocks, form: real(model, blocks[1:], form),
     )
 
 
@@ -94,7 +108,7 @@ def a_stack_with_one_mean() -> Any:
     def stored(form: Form, value: torch.Tensor) -> torch.Tensor:
         data = real(form, value)
         if form.stacked:
-            data[:, : nf4.FLOAT] = data[0, : nf4.FLOAT]
+            data[:, :FLOAT] = data[0, :FLOAT]
         return data
 
     return mock.patch.object(Form, "stored", stored)
@@ -106,6 +120,7 @@ FAULTS = {
     codes_in_another_order: "initial",
     values_rounded_to_16_bits: "output",
     a_layer_in_16_bits_too_many: "initial",
+    integers_of_the_next_row: "initial",
 }
 
 
@@ -144,6 +159,15 @@ LAYOUTS = {
     "context-zero3": {"engine": "mesh", "stage": 3, "context": 2},
     "tensor": {"engine": "mesh", "stage": 0, "tensor": 2, "adapter": WITHOUT_DROPOUT},
 }
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ["mesh-zero3", "deepspeed-zero3", "pipeline-zero2", "tensor"])
+def test_a_base_of_integers_is_that_of_one_process(pools, tmp_path, base, layout):
+    adapter = {"model": {"name_or_path": base}, **LAYOUTS[layout], "adapter": INTEGERS}
+    path = config(tmp_path, **adapter)
+    for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
+        assert passed, table
 
 
 @pytest.mark.more
@@ -191,7 +215,7 @@ def routed(tmp_path_factory: Any) -> dict[str, str]:
 @pytest.mark.more
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", ROUTED)
-def test_experts_in_four_bits_are_those_of_one_process(pools, tmp_path, routed, layout, family):
+def test_quantised_experts_are_those_of_one_process(pools, tmp_path, routed, layout, family):
     adapter = {"adapter": DOUBLE, "model": {"name_or_path": routed[family]}}
     path = config(tmp_path, **(adapter | ROUTED[layout]))
     for passed, table in pools[2].run(certified, path=path, ranks=2, fault=None):
@@ -240,8 +264,9 @@ def test_scales_of_another_tensor_rank_are_seen_at_the_start(pools, tmp_path, ba
 
 @pytest.mark.more
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_fault_in_four_bits_is_caught(pools, tmp_path, base, fault):
-    path = config(tmp_path, "mesh", 3, adapter=DOUBLE, model={"name_or_path": base})
+def test_a_fault_of_quantising_is_caught(pools, tmp_path, base, fault):
+    adapter = INTEGERS if fault is integers_of_the_next_row else DOUBLE
+    path = config(tmp_path, "mesh", 3, adapter=adapter, model={"name_or_path": base})
     for passed, table in pools[2].run(certified, path=path, ranks=2, fault=fault.__name__):
         assert not passed
         shows(table.splitlines()[-1], f"rank 0: {FAULTS[fault]}")
@@ -249,7 +274,7 @@ def test_a_fault_in_four_bits_is_caught(pools, tmp_path, base, fault):
 
 @pytest.mark.more
 @pytest.mark.parametrize("layout", ["mesh-zero2", "mesh-zero3", "deepspeed-zero3"])
-def test_a_base_in_four_bits_in_the_configs_precision(pools, tmp_path, base, layout):
+def test_a_quantised_base_in_the_configs_precision(pools, tmp_path, base, layout):
     given = {"adapter": DOUBLE, "model": {"name_or_path": base}, **LAYOUTS[layout]}
     path = config(tmp_path, **given)
     overrides = ["bf16.enabled=true", "optimizer.params.lr=1e-5"]
@@ -261,7 +286,7 @@ def test_a_base_in_four_bits_in_the_configs_precision(pools, tmp_path, base, lay
 
 @pytest.mark.more
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_base_in_four_bits_in_compiled_blocks(tmp_path, base, stage):
+def test_a_quantised_base_in_compiled_blocks(tmp_path, base, stage):
     path = config(tmp_path, "mesh", stage, adapter=DOUBLE, model={"name_or_path": base})
     out = tmp_path / "certificate.json"
     words = "--config", path, "--compile", "--world-size", "2", "--output", out

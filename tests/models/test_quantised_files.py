@@ -1,4 +1,4 @@
-"""A trained adapter says that its base was in four bits, and opens on the base as it was trained."""
+"""A trained adapter says how its base was quantised, and opens on the base as it was trained."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from transformers import (
 from tests.support.labels import BODIES
 from tests.support.messages import shows
 from tests.support.models.lora import job, train_here, write_base
-from trainer.certify.one_process import four_bits
+from trainer.certify.one_process import quantising
 from trainer.command import use
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError
-from trainer.models.finetuning.four_bits import four_bit_base
-from trainer.models.finetuning.four_bits.four_bit_files import read
-from trainer.models.finetuning.four_bits.four_bit_opened import opened_in_four_bits
 from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.quantised import quantised_base
+from trainer.models.finetuning.quantised.quantised_files import read
+from trainer.models.finetuning.quantised.quantised_opened import opened_on_quantised
 from trainer.models.huggingface import spec_of
 from trainer.models.language.model_config import read_config
 from trainer.models.materialise import on_host
@@ -53,8 +53,8 @@ KINDS: dict[str, tuple[dict[str, Any], Any, str | None, dict[str, Any]]] = {
 }
 
 
-def written(folder: Path, name: str, double: bool) -> Any:
-    """An adapter on a base, as PEFT saves it, and what has the same values in NumPy's four bits."""
+def written(folder: Path, name: str, quantize: QuantizeSection) -> Any:
+    """An adapter on a base, as PEFT saves it, and what has the same values as NumPy quantises."""
     sizes, kind, task, more = KINDS[name]
     torch.manual_seed(1)
     whole = AutoModelForMaskedLM if kind is AutoModelForMaskedLM else AutoModelForCausalLM
@@ -75,12 +75,14 @@ def written(folder: Path, name: str, double: bool) -> Any:
         base.config.update({"architectures": [type(base).__name__]})  # as a run saves it
         base.config.save_pretrained(folder / "adapter")
     path.write_text(json.dumps(json.loads(path.read_text()) | names))
-    stated = {**NF4, "bnb_4bit_use_double_quant": double}
+    stated = {**NF4, "bnb_4bit_use_double_quant": quantize.double_quant}
+    if quantize.type == "int8":
+        stated = {"quant_method": "bitsandbytes", "load_in_8bit": True}
     (folder / "adapter" / "quantization_config.json").write_text(json.dumps(stated))
     model = kind.from_pretrained(folder / "base")
     model = PeftModel.from_pretrained(model, str(folder / "adapter")).eval()
     blocks = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
-    four_bits.in_four_bits(model, [blocks], double)
+    quantising.quantised(model, [blocks], quantize)
     return model
 
 
@@ -89,22 +91,24 @@ def output(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 43).view(2, 20))[0]
 
 
-@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("keys", [{}, {"double_quant": True}, {"type": "int8"}])
 @pytest.mark.parametrize("name", KINDS)
-def test_an_adapter_opens_on_its_base_in_four_bits(tmp_path, name, double):
-    expected = output(written(tmp_path, name, double))
-    kept = opened_in_four_bits(tmp_path / "adapter", read(tmp_path / "adapter"), False, keep=True)
-    assert four_bit_base.weights_in_four_bits(kept)
+def test_an_adapter_opens_on_its_quantised_base(tmp_path, name, keys):
+    expected = output(written(tmp_path, name, QuantizeSection(**keys)))
+    kept = opened_on_quantised(tmp_path / "adapter", read(tmp_path / "adapter"), False, keep=True)
+    assert quantised_base.quantised_weights(kept)
     values = opened(tmp_path / "adapter")
-    assert not four_bit_base.weights_in_four_bits(values)
+    assert not quantised_base.quantised_weights(values)
     assert torch.equal(output(values), output(kept))
     torch.testing.assert_close(output(values), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.more
-def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path):
+@pytest.mark.parametrize("keys", [{"double_quant": True}, {"type": "int8"}])
+def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path, keys):
+    quantize = QuantizeSection(**keys)
     base = write_base(tmp_path / "base")
-    adapter = {"r": 4, "quantize": {"double_quant": True}}
+    adapter = {"r": 4, "quantize": keys}
     path = job(tmp_path, base, "mesh", 2, adapter)
     losses = pools[2].run(train_here, path=path)
     assert not isinstance(losses[0], str), losses[0]
@@ -112,16 +116,18 @@ def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path):
     for folder in (run / "final", run / "checkpoints" / "step-000004" / "model"):
         stated = json.loads((folder / "quantization_config.json").read_text())
         config = BitsAndBytesConfig.from_dict(stated)
-        assert config.quantization_method() == "nf4" and config.bnb_4bit_use_double_quant
+        method = "llm_int8" if quantize.type == "int8" else quantize.type
+        assert config.quantization_method() == method
+        assert config.bnb_4bit_use_double_quant is quantize.double_quant
         assert config.llm_int8_skip_modules == ["lm_head"]
     section = ModelSection(name_or_path=str(base))
-    of_run = AdapterSection(path=str(run / "final"), quantize=QuantizeSection(double_quant=True))
+    of_run = AdapterSection(path=str(run / "final"), quantize=quantize)
     trained = adapted(spec_of(read_config(section), section), of_run)
     assert torch.equal(output(opened(run / "final")), output(on_host(trained).eval()))
     words = [str(run), "--prompt", "What is", "--tokens", "2"]
     assert use.main(words, "meshloom generate") == 0
     plain = adapted(spec_of(read_config(section), section), AdapterSection(path=of_run.path))
-    shows(plain.notes[-1], "in four bits (nf4, double_quant)", "16 bits")
+    shows(plain.notes[-1], quantize.type, "16 bits")
     assert not torch.equal(output(opened(run / "final")), output(on_host(plain).eval()))
 
 

@@ -3,7 +3,7 @@
 A linear layer keeps its weight as bytes (`nf4.py`), one frozen parameter. To engines it is one of
 any other dtype: they place, shard and gather it. A weight is quantised whole, as it is read, before
 any of that, and dequantised where it multiplies: whole, or a tensor rank's part. Routed experts are
-in `four_bit_experts.py`.
+in `quantised_experts.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, Problem
-from trainer.models.finetuning.four_bits import nf4
+from trainer.models.finetuning.quantised.format import WHOLE, Format, MatrixPart
 from trainer.models.names import aliases_of
 
 CHUNK = 2**24
@@ -26,14 +26,13 @@ CHUNK = 2**24
 
 
 class Form(NamedTuple):
-    """All that the bytes of a weight do not say."""
+    """What the bytes of a weight do not say."""
 
     shape: tuple[int, ...]
-    double: bool
-    """True if its scales are in 8 bits."""
+    format: Format
     stacked: bool = False
     """True for a stack over its first dimension, whose matrices are quantised each by itself."""
-    part: nf4.MatrixPart = nf4.WHOLE
+    part: MatrixPart = WHOLE
     """The part of the weight that this rank multiplies by."""
 
     @property
@@ -49,51 +48,51 @@ class Form(NamedTuple):
     def empty(self, device: torch.device) -> nn.Parameter:
         """Make the frozen parameter for the bytes of the whole, [bytes] or [matrices, bytes]."""
         stack = self.shape[:1] if self.stacked else ()
-        size = sum(nf4.sizes(math.prod(self.shape[len(stack) :]), self.double))
+        size = self.format.size(self.shape[len(stack) :])
         data = torch.empty(*stack, size, dtype=torch.uint8, device=device)
         return nn.Parameter(data, requires_grad=False)
 
     def stored(self, value: torch.Tensor) -> torch.Tensor:
         """Quantise a whole weight; return its bytes, those of all parts."""
         if self.stacked:
-            return torch.stack([nf4.quantise(matrix, self.double) for matrix in value])
-        data = nf4.quantise(value, self.double)
+            return torch.stack([self.format.quantise(matrix) for matrix in value])
+        data = self.format.quantise(value)
         return self.divided(data) if self.part.of > 1 else data
 
     def divided(self, data: torch.Tensor) -> torch.Tensor:
         """Return the bytes of all parts of a matrix, one after the other; `data`: of the whole."""
-        return nf4.divided(data, self.shape, self.double, self.part.dim, self.part.of)
+        return self.format.divided(data, self.shape, self.part.dim, self.part.of)
 
     def dequantised(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rank's part of the weight; of a stack, the matrices whose bytes are given."""
         if data.dtype != torch.uint8:  # of an engine that casts all that it gathers
-            raise TypeError(f"a weight in four bits has become {data.dtype}")
+            raise TypeError(f"the bytes of a quantised weight have become {data.dtype}")
         if not self.stacked:
-            return nf4.dequantise(data, self.shape, self.double, dtype, self.part)
+            return self.format.dequantise(data, self.shape, dtype, self.part)
         matrix = self.shape[1:]
         stack = torch.empty(len(data), *matrix, dtype=dtype, device=data.device)
         size = max(1, CHUNK // math.prod(matrix))
         for matrices, rows in zip(stack.split(size), data.split(size), strict=True):
-            matrices.copy_(nf4.dequantise(rows, matrices.shape, self.double, dtype))
+            matrices.copy_(self.format.dequantise(rows, matrices.shape, dtype))
         return stack
 
 
-class FourBits(nn.Module):
-    """A module with weights in four bits."""
+class Quantised(nn.Module):
+    """A module with quantised weights."""
 
     forms: dict[str, Form]
     """The forms of these parameters, by their names in the module."""
 
 
-class FourBitLinear(FourBits):
-    """A linear layer whose weight is frozen, in NF4."""
+class QuantisedLinear(Quantised):
+    """A linear layer whose weight is frozen and quantised."""
 
-    def __init__(self, linear: nn.Linear, double: bool) -> None:
+    def __init__(self, linear: nn.Linear, format: Format) -> None:
         """Take the place of `linear`, on its device; the weight has no values yet."""
         super().__init__()
         self.in_features = linear.in_features
         self.out_features = linear.out_features
-        self.forms = {"weight": Form((self.out_features, self.in_features), double)}
+        self.forms = {"weight": Form((self.out_features, self.in_features), format)}
         self.weight = self.form.empty(linear.weight.device)
         self.bias = linear.bias
 
@@ -102,7 +101,7 @@ class FourBitLinear(FourBits):
         """The form of the weight."""
         return self.forms["weight"]
 
-    def divide(self, part: nf4.MatrixPart) -> None:
+    def divide(self, part: MatrixPart) -> None:
         """Let the layer multiply by a part; its weight, of all parts, is still to be divided."""
         self.forms = {"weight": self.form._replace(part=part)}
         self.weight = nn.Parameter(self.form.divided(self.weight.data), requires_grad=False)
@@ -117,8 +116,8 @@ class FourBitLinear(FourBits):
         return _Product.apply(given, local(self.weight), bias, self.form)  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        kind = "nf4, scales in 8 bits" if self.form.double else "nf4"
-        return f"in_features={self.in_features}, out_features={self.out_features}, {kind}"
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, {self.form.format.name}"
 
 
 def dtype_for(given: torch.Tensor) -> torch.dtype:
@@ -153,15 +152,15 @@ class _Product(torch.autograd.Function):
 
 
 class StoredWeight(NamedTuple):
-    """A weight in four bits."""
+    """A quantised weight."""
 
     data: nn.Parameter
     """Its bytes, or this rank's part of them."""
     form: Form
 
 
-def linear_in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -> None:
-    """Put the frozen linear layers of a model's blocks into four bits, in place.
+def quantise_linear(model: nn.Module, blocks: Sequence[str], format: Format) -> None:
+    """Quantise the frozen linear layers of a model's blocks, in place.
 
     The head and what is trained stay as they are, as do layers of other classes and tied weights.
     """
@@ -176,12 +175,12 @@ def linear_in_four_bits(model: nn.Module, blocks: Sequence[str], double: bool) -
         if module.weight.requires_grad or ".original_module" in name:
             continue
         parent, _, key = name.rpartition(".")
-        setattr(model.get_submodule(parent), key, FourBitLinear(module, double))
+        setattr(model.get_submodule(parent), key, QuantisedLinear(module, format))
 
 
-def weights_in_four_bits(model: nn.Module) -> dict[str, StoredWeight]:
-    """Return the weights in four bits by their names."""
-    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, FourBits)]
+def quantised_weights(model: nn.Module) -> dict[str, StoredWeight]:
+    """Return the quantised weights by their names."""
+    modules = [(name, m) for name, m in model.named_modules() if isinstance(m, Quantised)]
     return {
         f"{name}.{key}": StoredWeight(module.get_parameter(key), form)
         for name, module in modules
@@ -189,12 +188,12 @@ def weights_in_four_bits(model: nn.Module) -> dict[str, StoredWeight]:
     }
 
 
-def note_of(base: str, model: nn.Module) -> str:
-    """Say how much of a frozen base is in four bits, and how much is not.
+def note_of(base: str, model: nn.Module, format: Format) -> str:
+    """Say how much of a frozen base is quantised, and how much is not.
 
     Raises ConfigError if nothing is.
     """
-    stored = weights_in_four_bits(model)
+    stored = quantised_weights(model)
     if not stored:
         actual = f"{base} has no frozen torch.nn.Linear and no stacked experts in its blocks"
         raise ConfigError(Problem("trainer.adapter.quantize", actual, "one at least"))
@@ -206,13 +205,13 @@ def note_of(base: str, model: nn.Module) -> str:
     of_experts = f" and {stacks} stacks of experts" if stacks else ""
     return (
         f"{len(stored) - stacks} linear layers{of_experts} ({values / 1e6:,.1f} M values) are in "
-        f"four bits ({size / 2**30:.2f} GiB); the other {rest / 1e6:,.1f} M frozen values are not "
+        f"{format.name} ({size / 2**30:.2f} GiB); the other {rest / 1e6:,.1f} M frozen values are not "
         f"({2 * rest / 2**30:.2f} GiB in 16 bits)"
     )
 
 
 def values_of(model: nn.Module) -> dict[str, int]:
-    """Return the number of values of each parameter, by name; those in four bits count whole."""
+    """Return the number of values of each parameter, by name; those that are quantised count whole."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    stored = weights_in_four_bits(model).items()
+    stored = quantised_weights(model).items()
     return sizes | {name: weight.form.values for name, weight in stored}

@@ -1,1 +1,0 @@
-"""A frozen base in four bits."""

@@ -1,0 +1,1 @@
+"""A frozen base in four or eight bits."""
