@@ -499,7 +499,7 @@ SETS = [{"path": "a", "type": "chat_template"}]
             for code in (0, 1, 2)
         ),
         ("llamafactory", {"lora_target": ".*q_proj"}, "lora_target"),
-        ("llamafactory", {"quantization_bit": 8}, "quantization_bit"),
+        ("llamafactory", {"quantization_bit": 3}, "quantization_bit"),
         ("llamafactory", {"template": "alpaca"}, "template"),
         ("llamafactory", {"dataset": "nowhere"}, "dataset"),
         ("llamafactory", {"mix_strategy": "interleave_under"}, "mix_strategy"),

@@ -174,14 +174,14 @@ LORA = {"lora_r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
     ("system", "keys", "entry"),
     [
         ("axolotl", LORA | {"adapter": "lora", "load_in_8bit": True}, "load_in_8bit"),
-        ("llamafactory", LORA | {"quantization_bit": 8}, "quantization_bit"),
-        ("trl", LORA | {"use_peft": True, "load_in_8bit": True}, "load_in_8bit"),
+        ("llamafactory", {"quantization_bit": 8}, "quantization_bit"),
+        ("trainer", LORA | {"use_peft": True, "load_in_8bit": True}, "load_in_8bit"),
     ],
 )
 def test_a_base_in_eight_bits_is_carried(tmp_path: Path, system: str, keys: dict, entry: str):
     axolotl = {"base_model": "m", "lora_target_linear": True}
     keys |= axolotl if system == "axolotl" else {"model_name_or_path": "m"}
-    if system == "trl":
+    if system == "trainer":
         keys["lora_target_modules"] = "all-linear"
     draft = written(tmp_path, system, keys)
     assert "inputs" in noted(draft)[entry]
