@@ -43,7 +43,9 @@ def put_share(draft: Draft, held_out: Entry) -> None:
     A number of rows can't be converted, as the rows are not counted: the default share stays.
     """
     if held_out.value > 1:
-        text = "so many rows are held out there, here the share evaluation_fraction (default 0.01)"
+        text = (
+            "a number of rows is held out there, here the share evaluation_fraction (default 0.01)"
+        )
         draft.note(held_out, text)
     elif not draft.get("trainer.data.evaluation_path"):
         draft.put(held_out, "trainer.data.evaluation_fraction", held_out.value)
