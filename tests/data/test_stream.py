@@ -15,6 +15,7 @@ from io import StringIO
 from itertools import product
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 from typing import Any, cast
 
 import fsspec
@@ -41,6 +42,7 @@ from trainer.data.text.tokenizer import embedded_tokenizer
 from trainer.data.workers import Beside, in_order
 from trainer.distributed.ranks import ALONE
 from trainer.errors import DataError
+from trainer.recipes.causal_lm.subject import LanguageSubject
 from trainer.run.loop import LoopPlan
 from trainer.run.prepare import Prepared
 from trainer.run.vote import Vote
@@ -130,6 +132,16 @@ def test_it_goes_on_from_any_step_in_an_empty_cache(
     saved = Place(*json.loads(json.dumps(place)))
     *rest, _ = read(opened(tmp_path, cache="other"), range(stop, 9), place=saved)
     assert first + rest == whole
+
+
+@pytest.mark.parametrize("recorded", [[], [1, 9], [1, 9, ""]])
+def test_a_run_begins_its_stream_where_its_checkpoint_says(
+    tmp_path: Path, texts: list[list[str]], recorded: list[object]
+) -> None:
+    """A new run has no place; one that resumes anyway has no digest of the file."""
+    data = opened(tmp_path)
+    with LanguageSubject.reading(cast(Any, SimpleNamespace(data=data)), recorded):
+        assert data.train.place(20) == (Place(1, 9) if recorded else Place())
 
 
 def test_files_that_are_done_leave_the_cache(tmp_path: Path) -> None:

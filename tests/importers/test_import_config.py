@@ -353,7 +353,7 @@ def test_another_training_and_values_that_do_not_fit_are_refused(
         ("axolotl", {"inference": True}, "inference"),
         ("trainer", {"beta": 0.1, "max_prompt_length": 512}, "DPO, KTO"),
         ("trainer", {"num_generations": 8, "reward_funcs": ["f"]}, "reinforcement learning"),
-        ("trainer", {"do_predict": True}, "a prediction"),
+        ("trainer", {"do_predict": True}, "only predicts"),
         ("trainer", {"export_dir": "x"}, "export of weights"),
     ],
 )

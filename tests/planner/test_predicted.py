@@ -129,7 +129,7 @@ def test_a_warning_says_by_how_much_and_what_would_do(tmp_path, monkeypatch):
     assert "miss by 3.00 GiB" in lines[1]
     shows(lines[1], "zero_optimization.stage=3", "4.00 GiB -> 2.00 GiB")
     assert json.loads((tmp_path / "plan.json").read_text()) == SAID
-    with raises(ConfigError, "1.00 GiB too many", "zero_optimization.stage=3"):
+    with raises(ConfigError, "1.00 GiB too much", "zero_optimization.stage=3"):
         memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, SMALL)
     larger = replace(SMALL, memory=6 * GIB)  # what fits but for what CUDA itself takes may fit
     _, lines = memory_check.predict(prepared(tmp_path), machine(GPU), tmp_path, larger)

@@ -317,6 +317,15 @@ def test_a_torn_last_line_and_other_rubbish(tmp_path):
     assert [row["step"] for row in read(run).steps] == [1, 2]
 
 
+@pytest.mark.parametrize("loss", ["2.1.3", "1e-", "1e-5e", "2-3"])
+def test_a_line_with_a_damaged_number_is_left_out(tmp_path, loss):
+    """It looks like a line that a run writes, and is not parsed as JSON first."""
+    damaged = f'{{"step": 2, "samples": 8, "loss": {loss}}}\n'
+    record = read(write_run(tmp_path / "job", [record_of(1), damaged, record_of(3)]))
+    assert [row["step"] for row in record.steps] == [1, 3] and record.logged == 2
+    assert record.notes == ["metrics.jsonl: 1 of 3 lines can't be read and are left out"]
+
+
 @pytest.mark.parametrize("name", ["environment.json", "config.json", "plan.json", "status.json"])
 @pytest.mark.parametrize(
     "content",

@@ -28,7 +28,7 @@ def parser_of(
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says first which option is misspelt: the one that is meant then seems to be missing."""
+    """Reports a misspelt option first: the one that is meant would be reported as missing."""
 
     given: Sequence[str] = ()
 
@@ -88,11 +88,10 @@ def reporting(main: Main) -> Main:
 
 
 def run_command(main: Main, arguments: Sequence[str], name: str) -> NoReturn:
-    """Run a command, and end this process at once with its exit code: a library's teardown may
-    abort.
+    """Run a command and end this process with its exit code, without a library's teardown.
 
-    Output that can't be written does not end a command, but its exit code is then 74 if nothing
-    else failed, unless the reader of standard output has left.
+    A teardown may abort. Output that can't be written does not end a command, but its exit code is
+    then 74 if nothing else failed, unless the reader of standard output has closed it.
     """
     for descriptor in range(3):  # the next opened file would get the number of a closed one
         with suppress(OSError):

@@ -34,7 +34,7 @@ def main() -> NoReturn:
     epilog = f"{EPILOG}\n\nEach of them has its own --help.\n"
     parser = parser_of("meshloom", "Trains transformers from a DeepSpeed JSON config.", epilog)
     parser.add_argument("command", choices=COMMANDS, help="one of those below")
-    text = "print the script of bash's completion"
+    text = "print the completion script for bash"
     script = COMPLETION.read_text()
     parser.add_argument("--print-completion", action="version", version=script, help=text)
     command = parser.parse_args(sys.argv[1:2]).command  # the rest is parsed by the command

@@ -22,7 +22,7 @@ one from a ZeRO checkpoint of DeepSpeed, to resume from with --resume:
   %(prog)s import old/checkpoint-500 imported --model my-llama
 
 PATH is a run's folder, its folder of checkpoints, or one checkpoint.
-Exit codes: 0 good, 64 nothing there, 65 not data, 74 damaged.
+Exit codes: 0 good, 64 no checkpoint, 65 a file to import is damaged or not data, 74 damaged.
 """
 
 
@@ -66,7 +66,7 @@ def each(path: Path, work: Callable[[Path], Finding]) -> int:
                 raise
             code = 74
             lines = []
-        if code and not checkpoint.is_dir():  # by a run that is in progress
+        if code and not checkpoint.is_dir():  # removed by a run that is in progress
             code = 0
             lines = [f"{checkpoint.name}  removed meanwhile"]
         for line in lines:
@@ -114,7 +114,7 @@ def _copy_model_files(source: str, folder: Path) -> None:
 
 
 def checkpoints(path: Path) -> list[Path]:
-    """List the checkpoints that `path` holds, oldest first. Raises ConfigError if there is none."""
+    """List the checkpoints in `path`, oldest first. Raises ConfigError if there is none."""
     from trainer.checkpoint import published
 
     if (path / "manifest.json").exists():

@@ -35,7 +35,7 @@ REQUIRED = (
     "trainer.data.sequence_length",
     "optimizer.params.lr",
 )
-"""Keys that a config of a fine-tuning has, which an import may lack."""
+"""Keys that a config for fine-tuning needs, and that an import may lack."""
 
 
 @reporting
@@ -78,7 +78,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _check_room(output: Path | None, template: Path, text: str) -> None:
-    """Raise ConfigError if there is no file for their chat template, or another one is there."""
+    """Raise ConfigError if their chat template has no file to go to, or that has another text."""
     if output is None:
         actual = "their config has a chat template, which goes to a file beside the new config"
         raise ConfigError(Problem("--output", actual, "a file", "Give --output OUT.json."))

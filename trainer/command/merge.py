@@ -57,8 +57,10 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _bits_of(folder: Path, requested: bool) -> QuantizeSection | None:
-    """Return how an adapter's base was quantised. Raises ConfigError if it is `requested` and was
-    not."""
+    """Return how an adapter's base was quantised; None if it was not.
+
+    Raises ConfigError if it is `requested` and was not.
+    """
     from trainer.models.finetuning.quantised import quantised_files
 
     bits = quantised_files.read(folder)
@@ -83,14 +85,15 @@ def _base_of(folder: Path, requested: str | None) -> str:
         raise ConfigError(Problem(str(folder), actual, expected, hint))
     base = requested or read_config(folder / CONFIG).get("base_model_name_or_path")
     if not base:
-        raise ConfigError(Problem(str(folder / CONFIG), "no base in it", "--base"))
+        raise ConfigError(Problem(str(folder / CONFIG), "it names no base", "one, or --base"))
     return str(base)
 
 
 def merge(folder: Path, base: str, out: Path, bits: QuantizeSection | None = None) -> str:
-    """Write the base, as `bits` make it, with the adapter of `folder` added to its weights.
+    """Write `base` to `out`, with the adapter of `folder` added to its weights.
 
-    Returns the function that opens it. Raises ConfigError.
+    `bits`: how the base is quantised and dequantised before that; None: it is not. Returns the name
+    of the function that opens the result. Raises ConfigError if adapter and base don't fit.
     """
     from trainer import checkpoint
     from trainer.config.sections.adapter import AdapterSection

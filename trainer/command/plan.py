@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def _sign_of_life() -> AbstractContextManager[object]:
-    """Show a moving line on a terminal during work; standard output has only the plan."""
+    """Show a moving line on a terminal during the work; standard output has the plan alone."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -60,7 +60,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument("--nodes", type=int, default=1, metavar="N")
     text = "devices of each node (default: 8)"
     parser.add_argument("--gpus", type=int, default=8, metavar="N", help=text)
-    text = "its name (default: h100-80gb), or memory=..,peak=..,bandwidth=..,link=.."
+    text = "a name (default: h100-80gb), or numbers: memory=..,peak=..,bandwidth=..,link=.."
     parser.add_argument("--device", default="h100-80gb", help=text)
     text = f"try other layouts; start none after SECONDS (default: {PROPOSING:.0f})"
     parser.add_argument(
@@ -101,7 +101,7 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
 
 
 def _proposed(options: argparse.Namespace, proposed: list[Proposal]) -> Iterator[str]:
-    """Yield the proposals; write the first into the requested file, and say so."""
+    """Yield the lines on proposals; write the first, if it fits, to the requested file."""
     from trainer.tools.planner.proposals import write
     from trainer.tools.planner.rendering import proposal_lines
 
@@ -113,4 +113,4 @@ def _proposed(options: argparse.Namespace, proposed: list[Proposal]) -> Iterator
         write(options.config, options.overrides, proposed[0], options.write)
         yield f"wrote   {options.write}, with the first of them"
     elif options.write:
-        yield f"wrote   nothing: there is no change for {options.write} that fits"
+        yield f"wrote   nothing to {options.write}: no proposal fits"

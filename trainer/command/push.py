@@ -9,8 +9,8 @@ from trainer.command import parser_of, reporting
 from trainer.errors import ConfigError, Problem
 
 DESCRIPTION = """
-Push the final model of a run to the Hugging Face Hub, with a model card, in one commit. What no
-option says is taken from the run's trainer.hub.
+Push the final model of a run to the Hugging Face Hub, with a model card, in one commit. Options
+that are not given are taken from the run's trainer.hub.
 """
 EPILOG = "\nexit codes: 0 pushed, 64 the run or repository is wrong, 69 the Hub did not take it\n"
 
@@ -19,7 +19,8 @@ EPILOG = "\nexit codes: 0 pushed, 64 the run or repository is wrong, 69 the Hub 
 def main(arguments: Sequence[str], name: str) -> int:
     parser = parser_of(name, DESCRIPTION, EPILOG)
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's folder, runs/NAME")
-    parser.add_argument("--repository", metavar="NAME", help="owner/name; or a name of yours")
+    text = "owner/name, or a name in your account"
+    parser.add_argument("--repository", metavar="NAME", help=text)
     text = "create a public repository, or push to one that is public"
     parser.add_argument("--public", dest="private", action="store_false", default=None, help=text)
     text = "push the checkpoints that the run keeps, too"

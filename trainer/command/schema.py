@@ -18,8 +18,8 @@ for an editor, in a JSON config and in a YAML one:
   "$schema": "schema.json"
   # yaml-language-server: $schema=schema.json
 
-It accepts every config that the reader accepts, and refuses unknown keys and values of a wrong
-type; the reader checks more: numbers that contradict one another, patterns, lists' lengths.
+It accepts every config that the reader accepts, and rejects unknown keys and values of a wrong
+type. The reader checks more: numbers that contradict one another, patterns, lengths of lists.
 """
 Schema = Json
 COMMENTS: Schema = {"^(_|//)": {}}
@@ -64,7 +64,7 @@ def schema() -> Schema:
 
 
 def _shared() -> Schema:
-    """Return the definitions of what the reader takes for a number, and for true or false."""
+    """Return the definitions of the texts that the reader takes for a number or a truth value."""
     digits = r"^\s*[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?\s*$"
     return {
         "number_in_quotes": {"type": "string", "pattern": digits},
@@ -147,7 +147,7 @@ def _parameters(types: Mapping[str, Table]) -> list[Schema]:
 
 
 def _lenient(node: object) -> Any:
-    """Return pydantic's schema with JSON Schema's bounds, and values that it takes in quotes."""
+    """Return pydantic's schema with JSON Schema's names of bounds, and with numbers in quotes."""
     if isinstance(node, list):
         return [_lenient(part) for part in node]
     if not isinstance(node, dict):

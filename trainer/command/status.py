@@ -31,7 +31,7 @@ def main(arguments: Sequence[str], name: str) -> int:
             actual = f"{status.NAME} is there, and damaged"
         raise ConfigError(Problem(str(folder), actual, "the folder of a run that has begun"))
     end = status.read_end(folder)
-    # processes of this machine are seen to live; of another machine's, a reported end comes first
+    # a process of this machine is checked; of another machine's, a reported end counts first
     here = written.get("host") == socket.gethostname()
     lives = status.lives(written) and (end is None or here)
     if end is not None and not lives:
@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], name: str) -> int:
 
 
 def lines(folder: Path, written: Json, lives: bool) -> Iterator[str]:
-    """Yield the lines on a run, from its status as it was written."""
+    """Yield the lines on a run, from its status file `written`; `lives`: it is in progress."""
     code = written.get("ended")
     place = written["place"]
     if written["step"] and written.get("steps"):
@@ -69,7 +69,7 @@ def lines(folder: Path, written: Json, lives: bool) -> Iterator[str]:
 
 
 def _newest(folder: Path) -> str:
-    """Return the name and age of the newest checkpoint."""
+    """Return the name and age, in minutes, of the newest checkpoint in `folder`."""
     if not (manifests := list(folder.glob("step-*/manifest.json"))):
         return "nothing yet"
     last = max(manifests, key=lambda path: (len(path.parent.name), path.parent.name))

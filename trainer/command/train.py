@@ -58,7 +58,7 @@ def options_of(arguments: Sequence[str], name: str) -> argparse.Namespace:
     parser.add_argument("--dry-run", action="store_true", help=text)
     text = "show N samples as the model sees them, and exit"
     parser.add_argument("--preview", type=int, metavar="N", help=text)
-    text = "make the folder of trainer.distillation.column, in this layout of the teacher, and exit"
+    text = "compute the teacher's column (trainer.distillation.column) in this layout, and exit"
     parser.add_argument("--teacher-only", action="store_true", help=text)
     text = "show which engine runs which layout, and exit"
     parser.add_argument("--engines", action=ShowEngines, nargs=0, help=text)
@@ -88,7 +88,7 @@ def main(arguments: Sequence[str], name: str) -> int:
         notes = notes_of(os.environ)
         written = notes is not None and notes.write_end(rank, error.render(), error.exit_code)
         if rank == 0 and not written:
-            with suppress(OSError):  # nobody may read it
+            with suppress(OSError):  # the terminal may be closed
                 os.write(terminal, f"{error.render()}\n".encode())
         return error.exit_code
 
@@ -133,7 +133,10 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
 
 
 def checked_config(options: argparse.Namespace, world_size: int, local_size: int) -> Config:
-    """Compile the config, and check batch sizes and mesh without torch. Raises ConfigError."""
+    """Compile the config, and check batch sizes and mesh without torch.
+
+    `local_size`: the processes of a node. Raises ConfigError, with the numbers of nodes that fit.
+    """
     from trainer.config import RuntimeFacts, load
     from trainer.run.compose import compose, nodes_for
 

@@ -24,7 +24,7 @@ Exit codes: 0 done, 64 model or options do not fit, 65 no tokenizer, 74 a damage
 
 @reporting
 def main(arguments: Sequence[str], name: str) -> int:
-    """Run the command whose `name` ends in its word; returns its exit code."""
+    """Run the command that is the last word of `name`; return its exit code."""
     command = name.rpartition(" ")[2]
     options = _parser(name, command).parse_args(arguments)
     from trainer.data.text.tokenizer import load_tokenizer
@@ -58,13 +58,17 @@ def _parser(name: str, command: str) -> ArgumentParser:
         parser.add_argument("--chat-template", action="store_true", help="ask as in a chat")
         return parser
     if command == "generate":
-        parser.add_argument("--prompt", required=True, metavar="TEXT", help="how it begins")
+        parser.add_argument("--prompt", required=True, metavar="TEXT", help="the text to continue")
     else:
         parser.add_argument("--system", metavar="TEXT", help="the system's message")
-    parser.add_argument("--tokens", type=int, default=256, metavar="N", help="the most to write")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0: no chance")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1: of all tokens")
-    parser.add_argument("--seed", type=int, metavar="S", help="draw the same again")
+    text = "the most tokens to write (default: 256)"
+    parser.add_argument("--tokens", type=int, default=256, metavar="N", help=text)
+    text = "of the draw (default: 0.8); 0: always the likeliest token"
+    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help=text)
+    text = "draw from the likeliest tokens that have this probability, at most 50 (default: 1)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
+    text = "of the random numbers: the same seed draws the same text"
+    parser.add_argument("--seed", type=int, metavar="S", help=text)
     return parser
 
 
@@ -86,7 +90,7 @@ def _written(
     tokenizer: PreTrainedTokenizerBase,
     turns: Sequence[dict[str, str]] = (),
 ) -> str:
-    """Show what a model adds to a prompt or a chat, up to a Ctrl-C; return it."""
+    """Print what a model adds to a prompt, or to a chat's `turns`, up to a Ctrl-C; return it."""
     import torch
 
     from trainer.tasks.generation import Shown, continued

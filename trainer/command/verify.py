@@ -46,7 +46,7 @@ def main(arguments: Sequence[str], name: str) -> int:
     needed = world.local_world_size if world else small.layout.world_size
     if not on_cpu and gpu_count() < needed:
         actual = f"cuda with {gpu_count()} GPUs for {needed} processes"
-        hint = "Leave it off to verify on the CPU"
+        hint = "Leave out --device to verify on the CPU"
         raise ConfigError(Problem("--device", actual, "a GPU for each process", hint))
     if world is None and on_cpu:
         _import_all(small)
@@ -78,7 +78,7 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
 
 
 def _import_all(small: Any) -> None:
-    """Import the modules of the ranks, which are forked from here, once for all of them."""
+    """Import what the ranks need, once for all of them: they are forked from this process."""
     threads = environment_of(0, small.layout.world_size, 0)["OMP_NUM_THREADS"]
     os.environ.setdefault("OMP_NUM_THREADS", threads)
     print("start   importing PyTorch and transformers", flush=True)
@@ -88,5 +88,5 @@ def _import_all(small: Any) -> None:
         imported("deepspeed.runtime.lr_schedules", "meshloom verify")
     from trainer.certify.recording import engine_of
 
-    if engine_of(small, "cpu") == "deepspeed":  # it imports torch.compile's compiler
+    if engine_of(small, "cpu") == "deepspeed":  # this imports torch.compile's compiler
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")

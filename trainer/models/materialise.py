@@ -34,7 +34,7 @@ class Placement:
     storage: torch.device | None = None
     """The device of parameters, if it is not that of buffers."""
     base_dtype: torch.dtype | None = None
-    """The dtype of parameters that checkpoints leave out, if it is another."""
+    """The dtype of parameters that checkpoints leave out, if it differs."""
     plain: bool = False
     """True if a process keeps its shard of a DTensor as a plain tensor."""
 
@@ -73,9 +73,9 @@ def materialise(
     Initial values depend on `seed` and the module's name alone. Of a DTensor parameter, this
     process keeps its own shard, reads no more than that of a pretrained one, and draws little more
     of a large one. `after_unit` is called with each unit and its new parameters, in order; they may
-    be empty shards afterwards. `rows` returns the rows that it keeps of a parameter on the meta
-    device: others may lack their initial values. Raises ConfigError if the pretrained weights lack
-    a parameter or have it in another shape.
+    be empty shards afterwards. `rows` returns the rows that this process keeps of a parameter on
+    the meta device: the others may lack their initial values. Raises ConfigError if the pretrained
+    weights lack a parameter or have it in another shape, or if nothing fills a tensor.
     """
     named = root.named_parameters(remove_duplicate=False) if placement.base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.training.unsaved}
@@ -176,7 +176,7 @@ class _Values:
         return {value: self.own_rows(meta) for meta, value in own if id(value) in mine}
 
     def initialise(self, root: nn.Module, name: str, module: nn.Module) -> None:
-        """Fill the module's own tensors: by `initialise`, else with its constructor's values."""
+        """Fill the module's own tensors by the model's initialisation, else by its constructor."""
         before = {key: tensor for key, tensor in _tensors(module).items() if tensor is not None}
         versions = {key: tensor._version for key, tensor in before.items()}
         self.spec.building.initialise(root, name)
@@ -236,7 +236,7 @@ SMALL = 65_536
 
 
 def built_tensor(build: Callable[[], nn.Module], name: str) -> torch.Tensor | None:
-    """Return a tensor as `build` makes it; None if it depends on one of over SMALL values."""
+    """Return a tensor as `build` makes it; None if it has, or depends on, over SMALL values."""
     return _all(build).get(name)
 
 

@@ -18,7 +18,7 @@ def pattern_of(name: str) -> str:
 
 
 def outermost(names: Sequence[str]) -> list[str]:
-    """Return the modules that are within no other of them."""
+    """Return the names of the modules that are inside no other of these modules."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]
 
 
@@ -38,22 +38,23 @@ def expert_stacks(model: nn.Module, blocks: Sequence[str]) -> list[str]:
 
 
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Map each name of a parameter or buffer to it; a tied one has several names."""
+    """Map names to parameters and buffers; a tied one has several names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return dict((*parameters, *model.named_buffers(remove_duplicate=False)))
 
 
 def gradients_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Map the names of the parameters that have a gradient to it."""
+    """Map the name of each parameter that has a gradient to that gradient."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 def differing(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], most: float
 ) -> tuple[str, float] | None:
-    """Return the first gradient that differs from `theirs`, and by what share of its largest entry.
+    """Return the name of the first gradient that differs from `theirs`, and its relative error.
 
-    Returns None if no share is above `most`. A gradient's largest entry counts as at least a
+    The error is the largest difference, as a share of the gradient's largest entry in `theirs`.
+    Returns None if no error is above `most`. A gradient's largest entry counts as at least a
     thousandth of the largest of all; a missing gradient counts as zeros.
     """
     sizes = [float(gradient.abs().max()) for gradient in theirs.values() if gradient.numel()]
@@ -77,7 +78,7 @@ def aliases_of(model: nn.Module) -> dict[str, str]:
 
 
 def in_short(names: Collection[str], others: Collection[str]) -> str:
-    """List the largest modules with tensors in `names` alone, and none in `others`, by pattern."""
+    """List the largest modules whose tensors are in `names` and not in `others`, by pattern."""
     kept = {pattern_of(name) for name in others}
     shown: dict[str, None] = {}
     for pattern in map(pattern_of, names):

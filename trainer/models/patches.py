@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def mark_values(tensor: torch.Tensor, *, given: bool) -> None:
-    """Mark a tensor whose values are given already, so that `_init_weights` leaves it alone.
+    """Mark whether a tensor's values are `given` already: `_init_weights` then leaves it alone.
 
     Symptom: a tensor read from a file is drawn again. Can go when transformers has a public way to
     say which tensors `_init_weights` fills.
@@ -71,7 +71,7 @@ def with_tensors(
 ) -> Iterator[None]:
     """Let a module have other tensors as its parameters, and other attributes, for a while.
 
-    Symptom and end: as of `as_class`.
+    The symptom, and when it can go: as for `as_class`.
     """
     before = dict(module._parameters)
     others = {name: vars(module)[name] for name in attributes}

@@ -47,8 +47,8 @@ def _holding(spec: ModelSpec, names: Collection[str]) -> ModelSpec:
     """Freeze the parameters called `names`. Raises ConfigError if no other parameter is trained."""
     parameters = dict(spec.build().named_parameters())
     if all(name in names or not p.requires_grad for name, p in parameters.items()):
-        actual = f"all {len(parameters)} parameters"
-        hint = "Leave out what is to be trained."
+        actual = f"all {len(parameters)} parameters are frozen"
+        hint = "Leave out of it what is to be trained."
         raise ConfigError(Problem("trainer.freeze", actual, "some that are left to train", hint))
     sizes = {**spec.training.frozen, **{name: parameters[name].numel() for name in names}}
     return replace(spec.with_frozen(names), training=replace(spec.training, frozen=sizes))
@@ -128,7 +128,7 @@ def unmatched(place: str, pattern: str, known: Sequence[str]) -> Problem:
     parents = _modules_of(module.removesuffix(".*") for module in modules)
     hint = suggestion(pattern, [*names, *modules, *parents], cutoff=0.5)
     actual = f'"{pattern}" matches no parameter'
-    return Problem(place, actual, f'a name such as "{known[0]}", * for any letters', hint)
+    return Problem(place, actual, f'a name such as "{known[0]}", * for any characters', hint)
 
 
 def _modules_of(names: Iterable[str]) -> list[str]:

@@ -1,8 +1,8 @@
 """Low-rank adapters (LoRA, arXiv 2106.09685) by PEFT, around the modules of a model's spec.
 
 The base is read under its own names and kept as it is; files and checkpoints have the adapters
-alone, under the names that PEFT gives them. Only linear layers within the blocks are adapted: so
-blocks stay what engines cut, shard and seed.
+alone, under the names that PEFT gives them. Only linear layers within the blocks are adapted, so
+that blocks stay the units that engines cut, shard and seed.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ MODULES = ("targets", "modules_to_save")
 def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
     """Return the spec of the model with the adapters of `trainer.adapter`, or itself for None.
 
-    Raises ConfigError without PEFT, and for targets that the model does not have.
+    Raises ConfigError if PEFT is not installed, for a target or module that the model does not
+    have, and if the adapter in `trainer.adapter.path` does not fit.
     """
     if options is None:
         return spec
@@ -101,7 +102,10 @@ def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
 
 
 def _in_the_part(options: AdapterSection, whole: WholeNames) -> AdapterSection:
-    """Return the section with the names of modules that the trained part has."""
+    """Return the section with modules under the trained part's names.
+
+    An adapter in a folder may have them under the names of the whole model.
+    """
     if options.path is None or isinstance(options.targets, str):
         return options
     update = {key: [whole.part(name) for name in getattr(options, key)] for key in MODULES}
@@ -113,7 +117,7 @@ def _started(
 ) -> ModelSpec:
     """Return the spec with the values of the adapter in `trainer.adapter.path`.
 
-    Raises ConfigError if its modules differ.
+    Raises ConfigError if its tensors are not those that are trained.
     """
     assert options.path is not None
     folder = Path(options.path)
@@ -142,7 +146,7 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
             return adapted
         return quantised(adapted, spec.blocks, quantised_files.format_of(options.quantize))
 
-    expected = "an adapter that PEFT makes"
+    expected = "an adapter that PEFT supports"
     with refused("trainer.adapter", expected, ValueError, TypeError, named=True):
         model = build()
     published = _published(model)
@@ -179,13 +183,13 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
 
 
 def _notes_on_quantising(base: str, model: nn.Module, options: AdapterSection) -> list[str]:
-    """Say what is quantised, and that a merged model is not."""
+    """Return notes on what is quantised, and on a merged model, which is not."""
     if options.quantize is None:
         return []
     notes = [note_of(base, model, quantised_files.format_of(options.quantize))]
     if options.merge:
-        another = "not the quantised one, and so another model"
-        notes.append(f"final-merged/ is the base of the files, {another}")
+        another = "not with the quantised one, and so differs from what is trained"
+        notes.append(f"final-merged/ is made with the base of the files, {another}")
     return notes
 
 
@@ -313,17 +317,17 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
         nn.init.kaiming_uniform_(own["weight"], a=math.sqrt(5))
     elif kind == "lora_B":
         nn.init.zeros_(own["weight"])
-    else:  # DoRA's magnitude is that of each of the base's rows (arXiv 2402.09353)
+    else:  # DoRA's magnitude is the norm of each row of the base's weight (arXiv 2402.09353)
         layer = root.get_submodule(f"{name.partition('.lora_')[0]}.base_layer")
         rows = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
         own["weight"].copy_(torch.linalg.norm(rows.float(), dim=1))  # type: ignore[arg-type]
 
 
 def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
-    """Return the base's tensor plan with the adapter's: A or B is split as its layer is.
+    """Return the base's tensor plan with the adapters': A of a rowwise layer is split as it is.
 
-    The other matrix is whole, takes and gives whole vectors, and so has its whole gradient on every
-    rank.
+    Of a columnwise layer, B is. The other matrix is whole, takes and gives whole vectors, and so
+    has its whole gradient on every rank.
     """
     plan = {}
     for name, style in spec.language.tensor_plan.items():

@@ -144,8 +144,9 @@ def started(
     of_model: Mapping[str, tuple[int, ...]],
     published: Sequence[Mapping[str, str]],
 ) -> SafetensorsFolder:
-    """Open an adapter's values. Raises ConfigError unless they are exactly those that are trained.
+    """Open an adapter's values.
 
+    Raises ConfigError unless names and shapes are exactly those of the trained parameters.
     `of_model`: the shapes of the trained parameters; `published`: as for `opened_values`.
     """
     place = f"{PLACE}: {folder / STEM}.safetensors"

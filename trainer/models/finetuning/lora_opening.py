@@ -171,7 +171,7 @@ def _misread(build: Callable[[], nn.Module], config: LoraConfig, names: Sequence
 def check_folder(folder: Path, config: LoraConfig, shapes: Shapes) -> None:
     """Raise DiskError unless a folder has this config, and a file with exactly these tensors.
 
-    From these PEFT opens the adapters that are trained, as `loadable` has shown.
+    From these, PEFT opens the adapters that are trained: `loadable` has checked it.
     """
     from peft import LoraConfig
 
@@ -183,7 +183,7 @@ def check_folder(folder: Path, config: LoraConfig, shapes: Shapes) -> None:
     if odd := [
         name for name in {**shapes_there, **shapes} if shapes_there.get(name) != shapes.get(name)
     ]:
-        actual = f"{len(shapes_there)} tensors, of which {listed(sorted(odd), 2)} should not be so"
+        actual = f"{len(shapes_there)} tensors, with differences in {listed(sorted(odd), 2)}"
         raise DiskError(Problem(place, actual, f"the {len(shapes)} of {expected}"))
     place = str(folder / CONFIG)
     with refused(place, expected, OSError, ValueError, TypeError, raises=DiskError):

@@ -66,8 +66,8 @@ def left_out(
     """Yield a note on the matrices of blocks that have no adapter, as they are in no linear layer.
 
     With `"all-linear"` it lists all of them: fused experts, routers, convolutions. With other
-    targets it lists the stacked experts that one could take for a target: `gate_up_proj` beside
-    `up_proj`.
+    targets it lists the stacked experts that a user could mistake for a target: `gate_up_proj`
+    beside `up_proj`. Without any, it yields nothing.
     """
     inside = {
         f"{name}.{key}": parameter
@@ -145,14 +145,14 @@ def check_saved(
         shared = [n for n in tied for m in matching if n.startswith(f"{m}.")]
         if not any(any(True for _ in modules[module].parameters()) for module in matching):
             hint = suggestion(name, _last_parts(module for module in modules if module))
-            actual = f'"{name}" is no module with parameters'
+            actual = f'"{name}" names no module with parameters'
             problems.append(Problem(place, actual, "the name of one", hint))
         elif inside:
-            actual = f'"{name}" holds {inside[0]}, which has an adapter'
+            actual = f'"{name}" has {inside[0]}, which has an adapter'
             problems.append(Problem(place, actual, "one or the other"))
         elif shared:
             actual = f'"{name}" has {sorted(shared)[0]}, which is tied'
-            parts = "Trained by itself it would part from the other"
+            parts = "Trained alone, it would differ from the parameter that it is tied to"
             hint = f"{parts}: no merged model could have both."
             problems.append(Problem(place, actual, "a module that shares no parameter", hint))
     if problems:

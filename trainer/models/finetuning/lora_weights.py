@@ -57,7 +57,7 @@ class BaseWeights(Weights):
 
 
 class MergedWeights(Weights):
-    """Weights of the base with an adapter merged in: in float32, then in the base's dtype.
+    """Weights of the base with an adapter merged in float32, then rounded to the base's dtype.
 
     A weight W becomes W + scaling x B A (LoRA, arXiv 2106.09685). With DoRA (arXiv 2402.09353),
     each row of the sum is then scaled to its length in the magnitude vector.

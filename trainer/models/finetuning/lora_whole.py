@@ -28,7 +28,7 @@ class WholeNames:
 
     @classmethod
     def of(cls, base: BaseFolder | None) -> WholeNames:
-        """Return the names for a base; empty, as none differs, if its whole model is trained."""
+        """Return the names for a base; none if its whole model is trained, as none differs."""
         if base is None or not base.is_part:
             return cls({})
         tensors = base.names().items()

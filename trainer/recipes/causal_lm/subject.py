@@ -71,7 +71,7 @@ class LanguageSubject(Subject):
     def reading(self, place: Sequence[object]) -> AbstractContextManager[object]:
         if not isinstance(stream := self.data.train, Stream):
             return nullcontext()
-        stream.begin(Place._make(place))
+        stream.begin(Place(*place))  # type: ignore[arg-type]  # of JSON
         return closing(stream)
 
     def lines(self, workers: int) -> Iterator[str]:

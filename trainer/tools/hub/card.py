@@ -19,15 +19,16 @@ TEMPLATE = Path(__file__).with_name("card.md.j2")
 CARD = "README.md"
 CERTIFICATE = "certificate.json"
 ROWS = 10
-"""The number of rows of the table of losses, about."""
+"""The table of losses of a long run has at least ROWS rows, and fewer than twice as many."""
 LIBRARIES = {"adapter_config.json": "peft", "config.json": "transformers"}
 """Files that say how a model is opened -> the library that opens it."""
 
 
 def card_of(folder: Path, repository: str, certificate: str | None = None) -> bytes:
-    """Return the model card of the run in `folder`.
+    """Return the model card, README.md, of the run in `folder`.
 
-    Raises ConfigError if it is the folder of no run, or its certificate can't be read.
+    `certificate`: the file of the certificate; None: one in `folder` or in the working directory.
+    Raises ConfigError if `folder` is not a run's, or if the certificate can't be read.
     """
     record = read(folder)
     environment = record.environment
@@ -67,7 +68,11 @@ def _is_hub_id(name: object) -> bool:
 
 
 def _certificate(folder: Path, named: str | None, request: object) -> Row | None:
-    """Return the certificate of `named`, or the run's folder; else of here, if for its config."""
+    """Return the certificate in the file `named`, in the run's folder or in the working directory.
+
+    The first of these counts. One in the working directory counts only if it was made for the
+    config `request`. Its "differences" list how the config that it was made for differs from that.
+    """
     beside = folder / CERTIFICATE
     here = Path(CERTIFICATE)
     path = beside if beside.exists() else here
@@ -82,7 +87,7 @@ def _certificate(folder: Path, named: str | None, request: object) -> Row | None
 
 
 def read_certificate(path: Path) -> Row:
-    """Return the content of a certificate's file. Raises ConfigError for another file."""
+    """Return the content of a certificate. Raises ConfigError for any other file."""
     kinds = (OSError, ValueError, KeyError, TypeError)
     expected = "the file that `meshloom verify` writes"
     with refused(f"certificate: {path}", expected, *kinds, named=True):

@@ -1,4 +1,4 @@
-"""A repository on the Hub: checked before a run begins, and given its model in one commit."""
+"""A repository on the Hub: checked before a run begins; the model is pushed in one commit."""
 
 from __future__ import annotations
 
@@ -18,15 +18,18 @@ from trainer.run.start.folder import not_pushed, note_pushed
 from trainer.tools.hub.card import CARD, card_of, read_certificate
 
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_|quantization_)?config\.json"
-"""Files of an earlier push, which would be taken for parts of another."""
+"""Files that an earlier push may have left, and that would be read as parts of the new model."""
 SILENCE = 300.0
-"""Seconds until a Hub that does not answer is given up."""
+"""The timeout of a request to the Hub, in seconds, unless its client has one."""
 
 
 def open_hub(section: HubSection) -> Callable[[Path], str]:
-    """Check that the repository can be written, and create it if need be; return what pushes.
+    """Check that the repository can be written, and create it if needed; return a push function.
 
-    Raises ConfigError for a token, name or permission that is wrong, and HubError without a Hub.
+    The function pushes a run's folder and returns the repository's address, as `push` does. Raises
+    ConfigError if the Hub is set to offline, if the token, name or permission is wrong, if the
+    certificate can't be read, or if a repository that should be private is public. Raises HubError
+    if the Hub can't be reached.
     """
     problem = partial(Problem, f"trainer.hub: {section.repository}")
     expected = "a repository on the Hub that you may write"
@@ -44,7 +47,7 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
         api = HfApi()
         name = api.create_repo(section.repository, private=section.private, exist_ok=True).repo_id
         public = not api.model_info(name).private
-        # a file as small as this is not sent, but whoever may not write is refused
+        # so small a file is not uploaded, but the Hub rejects a user who may not write
         api.preupload_lfs_files(name, [CommitOperationAdd(CARD, b"# A model\n")])
     except Exception as error:  # the Hub's, its client's or the network's
         status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
@@ -59,9 +62,10 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
 
 
 def push(section: HubSection, name: str, folder: Path) -> str:
-    """Push the run in `folder` to the repository `name`, in one commit; return its address.
+    """Push the run in `folder` to the repository `name` in one commit; return its address.
 
-    Raises HubError if the Hub does not take it.
+    Raises HubError if the push fails, for whatever reason, and DiskError if its record in `folder`
+    can't be written.
     """
     try:
         files: dict[str, Path | bytes] = {CARD: card_of(folder, name, section.certificate)}
@@ -79,7 +83,7 @@ def push(section: HubSection, name: str, folder: Path) -> str:
         address = str(HfApi().create_commit(name, operations, commit_message=message).repo_url)
     except Exception as error:  # the Hub's, its client's, the network's or Xet's
         cause = error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
-        if isinstance(cause, HubError):  # a signal's
+        if isinstance(cause, HubError):  # raised by a signal
             raise cause from None
         raise not_pushed(folder, _shown(cause)) from error
     note_pushed(folder, section)

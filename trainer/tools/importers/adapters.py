@@ -24,7 +24,7 @@ def adapter(draft: Draft, keys: Roles) -> None:
         draft.skip(kind, dropout, folder, keys["loraplus_lr_ratio"], *rest)
         return
     if kind.value not in (1, "lora", "qlora"):
-        raise kind.refused("lora, or all parameters: no other is offered")
+        raise kind.refused("lora, qlora or full: no other method is offered")
     draft.put(kind, "trainer.adapter.type", "lora")
     _bits(draft, keys)
     _faster_b(draft, keys)
@@ -42,20 +42,20 @@ def adapter(draft: Draft, keys: Roles) -> None:
     given = {"r": keys["lora_r"].is_set, "alpha": keys["lora_alpha"].is_set}
     given |= {"dropout": dropout.is_set, "targets": any(entry.is_set for entry in targets)}
     if missing := [name for name, known in given.items() if not known]:
-        draft.lose(kind, f"nothing says LoRA's {', '.join(missing)}")
+        draft.lose(kind, f"the config does not set LoRA's {', '.join(missing)}")
 
 
 def _bits(draft: Draft, keys: Roles) -> None:
-    """Set a quantised base: NF4 or 8-bit integers, as bitsandbytes has them."""
+    """Set a quantised base, if requested: NF4 or 8-bit integers, as in bitsandbytes."""
     kind = keys["use_peft"]
     four = keys["load_in_4bit"]
     eight = keys["load_in_8bit"]
     bits = keys["quantization_bit"]
     nested = keys["double_quant"]
     if kind.value == "qlora" and four.value is not True:
-        draft.lose(kind, "nothing says load_in_4bit: true")
+        draft.lose(kind, "it needs load_in_4bit: true")
     elif kind.value == "lora" and four.value is True:
-        draft.lose(four, "beside lora Axolotl has FP4, not NF4: say adapter: qlora")
+        draft.lose(four, "with adapter: lora Axolotl takes FP4, not NF4: set adapter: qlora")
     elif four.value is True or bits.value == 4:
         entry = four if four.value is True else bits
         _quantised(draft, keys, entry, "nf4")
@@ -74,25 +74,23 @@ def _bits(draft: Draft, keys: Roles) -> None:
 def _quantised(draft: Draft, keys: Roles, entry: Entry, form: str) -> None:
     """Set the format of the base, which an `entry` requests; say what else differs."""
     draft.put(entry, "trainer.adapter.quantize.type", form)
-    draft.note(entry, "other parameters are in the run's precision, and not all in float32")
+    draft.note(entry, "other parameters are in the run's precision, not all in float32")
     experts = keys["quantize_moe_experts"]
     if experts.value:
         draft.skip(experts)
     else:
-        draft.note(entry, "routed experts are quantised, too: there they are in 16 bits")
+        draft.note(entry, "routed experts are quantised here, in 16 bits there")
 
 
 def _faster_b(draft: Draft, keys: Roles) -> None:
-    """Set the learning rate of each matrix B as LoRA+ has it (arXiv 2402.12354)."""
+    """Set the learning rate of the matrices B to a multiple of the others' (arXiv 2402.12354)."""
     ratio = keys["loraplus_lr_ratio"]
     others = [keys[name] for name in ("lora_bias", "use_dora", "lora_modules_to_save")]
     vectors = any(entry.value not in (None, False, "", "none") for entry in others)
     if not ratio.is_set:
         draft.skip(ratio)
     elif vectors:
-        draft.lose(
-            ratio, "other parameters that are vectors would have the learning rate of B, too"
-        )
+        draft.lose(ratio, "there other trained parameters that are vectors have the rate of B, too")
     else:
         group = {"names": "*lora_B*", "lr_multiplier": ratio.value}
         draft.put(ratio, "trainer.parameter_groups", [group])
@@ -103,7 +101,10 @@ _NAME = re.compile(r"[\w.-]+")
 
 
 def _modules(draft: Draft, keys: Roles) -> None:
-    """Set the adapted modules: names, or a text that PEFT takes as a regular expression."""
+    """Set the modules that are adapted, and those that are trained as a whole.
+
+    The former are names, or text that PEFT takes as a regular expression.
+    """
     save = keys["lora_modules_to_save"]
     linear = keys["lora_target_linear"]
     if save.is_set:
@@ -122,4 +123,4 @@ def _modules(draft: Draft, keys: Roles) -> None:
     elif modules and expressions and isinstance(entry.value, str):
         draft.put(entry, "trainer.adapter.targets", entry.value)
     elif modules:
-        draft.lose(entry, "in a list PEFT takes names as they are, and no layer is called so")
+        draft.lose(entry, "PEFT takes each item of a list as a name, and no layer has such a name")

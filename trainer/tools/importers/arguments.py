@@ -12,7 +12,11 @@ from trainer.tools.importers.tables import Group, read_table
 
 
 def defaults(given: Json) -> Json:
-    """Return the Trainer's defaults that differ from this trainer's; with `use_peft`, TRL's."""
+    """Return the Trainer's defaults that differ from this trainer's.
+
+    TRL's defaults are added: those of LoRA with `use_peft`, those of its loss and length with a
+    key that names data.
+    """
     content = read_table("arguments")
     values = dict(content["defaults"])
     if given.get("use_peft"):
@@ -31,21 +35,22 @@ def defaults(given: Json) -> Json:
 
 
 def data_sets(draft: Draft, keys: Roles) -> None:
-    """Convert the data sets of transformers' and TRL's scripts, and the alignment handbook's
-    (`dataset_mixture`). Raises ConfigError for a prediction.
+    """Convert the data sets of the scripts of transformers, TRL and the alignment handbook.
+
+    Raises ConfigError for a script that only predicts.
     """
     trains = keys["do_train"]
     predicts = keys["do_predict"]
     if predicts.value and not trains.value:
-        actual = "saw true without do_train: a prediction"
-        raise ConfigError(Problem("do_predict", actual, "a training"))
+        actual = "saw true without do_train: the script only predicts"
+        raise ConfigError(Problem("do_predict", actual, "do_train"))
     draft.skip(trains, predicts)
     hub = keys["dataset_name"]
     file = keys["train_file"]
     source = hub if hub.key else file
     if not keys["datasets"].is_set:
         draft.put(source, "trainer.data.path", source.value)
-    if not source.key or keys["datasets"].is_set:  # TRL's own list comes first
+    if not source.key or keys["datasets"].is_set:  # TRL's own list has precedence
         put_mixture(draft, keys)
     elif keys["dataset_configs"].is_set:
         text = "it is a key of a mixture: with a dataset_name, only dataset_config names a subset"
@@ -56,7 +61,7 @@ def data_sets(draft: Draft, keys: Roles) -> None:
 
 def _arrangement(draft: Draft, keys: Roles) -> None:
     """Convert the samples of transformers' scripts (`block_size`) and TRL's (`max_length`)."""
-    if draft.get("trainer.data.loss_on") == "assistant":  # all of the template's own mark
+    if draft.get("trainer.data.loss_on") == "assistant":  # theirs counts all that a template marks
         put_counted(draft, Entry("assistant_only_loss", True))
     window = keys["block_size"]
     longest = keys["max_length"]
@@ -69,7 +74,10 @@ def _arrangement(draft: Draft, keys: Roles) -> None:
 
 
 def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
-    """Convert the evaluation rows; a part of a hub data set has no name here."""
+    """Convert the held-out share: of files 5 % by default, as in transformers' scripts.
+
+    `dataset_test_split` is left out, as no split can be named for evaluation here.
+    """
     share = keys["validation_split_percentage"]
     test = keys["dataset_test_split"]
     if not share.key:
@@ -79,13 +87,13 @@ def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
 
 
 def template(draft: Draft, keys: Roles) -> None:
-    """Convert TRL's chat template: a file, or the text of one; a folder is a tokenizer's."""
+    """Convert TRL's chat template: a Jinja file or its text; a tokenizer's folder is lost."""
     text = keys["chat_template"]
     path = keys["chat_template_path"]
     if text.is_set:
         put_given(draft, text)
     if path.is_set and not str(path.value).endswith((".jinja", ".jinja2", ".j2")):
-        draft.lose(path, "a tokenizer's folder: give the Jinja file of its template")
+        draft.lose(path, "it is a tokenizer's folder: give the Jinja file of its template")
     elif path.is_set:
         put_given(draft, path)
     end_of_text(draft, keys["eos_token"])

@@ -1,4 +1,4 @@
-"""Axolotl's YAML: its defaults, and its keys that belong together."""
+"""Axolotl's YAML: its defaults, and the conversion of keys that belong together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.tools.importers.tables import Group, Table, fill, inner_table, read
 PLACES = {
     "datasets": "trainer.data: ",
     "pretraining_dataset": "trainer.data: ",
-    "test_datasets": "of those held out: ",
+    "test_datasets": "held-out data: ",
 }
 
 
@@ -35,7 +35,11 @@ def defaults(given: Json) -> Json:
 
 
 def model(draft: Draft, keys: Roles) -> None:
-    """Check that the base model is a causal language model, as its files say."""
+    """Accept a `model_type` that is a causal language model; another is lost.
+
+    `base_model_config` is accepted if it is the base model itself. Raises ConfigError for a
+    classifier or a reward model.
+    """
     config = keys["base_model_config"]
     kind = keys["model_type"]
     if config.value == draft.given.get("base_model"):
@@ -57,11 +61,11 @@ def batch(draft: Draft, keys: Roles) -> None:
     elif whole.key and micro.value > 0 and whole.value % micro.value == 0:
         draft.put(whole, "gradient_accumulation_steps", int(whole.value // micro.value))
     else:
-        draft.lose(whole, f"no multiple of the micro-batch of {show(micro.value)}")
+        draft.lose(whole, f"it is no multiple of the micro-batch size, {show(micro.value)}")
 
 
 def layout(draft: Draft, keys: Roles) -> None:
-    """Convert the axes over which devices are laid out: they decide how large a batch is."""
+    """Convert the parallel axes: with the number of devices, they decide the global batch size."""
     tensor = keys["tensor_parallel_size"]
     context = keys["context_parallel_size"]
     for entry, path in (
@@ -74,11 +78,14 @@ def layout(draft: Draft, keys: Roles) -> None:
             draft.replace(entry, "trainer.engine", "mesh")
         elif not entry.is_set or entry.value == 1:
             draft.skip(entry)
-    draft.skip(keys["dp_shard_size"])  # the devices that the other axes leave
+    draft.skip(keys["dp_shard_size"])  # here it is the devices that the other axes leave
 
 
 def weights(draft: Draft, keys: Roles) -> None:
-    """Note that Axolotl loads weights in bfloat16 wherever it computes in it."""
+    """Note that Axolotl keeps weights in bfloat16 if it computes in bfloat16.
+
+    Nothing is noted with DeepSpeed, FSDP or an adapter, which keep float32 in both.
+    """
     masters = draft.base or draft.get("trainer.adapter.type") or draft.get("trainer.engine")
     bf16 = keys["bf16"]
     if bf16.value in (True, 1, "auto") and draft.explicit(bf16) and not masters:
@@ -94,19 +101,19 @@ def _samples(draft: Draft, keys: Roles) -> None:
     kinds = [str(part.get("type", "")) for part in parts_of(keys["datasets"])]
     texts = [kind.startswith("completion") for kind in kinds]
     draft.put(length, "trainer.data.sequence_length", length.value)
-    if stream or (texts and all(texts)):  # long texts are cut, and none is lost
+    if stream or (texts and all(texts)):  # long texts are split, and no part is lost
         draft.put(decides, "trainer.data.documents", "concatenate")
         draft.put(decides, "trainer.data.isolate", True)
         draft.skip(excess, keys["train_on_inputs"])
         if not packing.value and not stream:
-            draft.lose(length, "a text is a sample of its own there; here several fill one")
+            draft.lose(length, "there each text is a sample of its own; here several share one")
         return
     if keys["train_on_inputs"].is_set:
         draft.lose(keys["train_on_inputs"], OTHERWISE)
     draft.skip(keys["train_on_inputs"])
     draft.put(decides, "trainer.data.documents", "pack" if packing.value else "pad")
     if any(texts):
-        draft.lose(length, "a long text is cut up there; here it is dropped or cut off")
+        draft.lose(length, "a long text is split there; here it is dropped or truncated")
     if excess.value in ("raise", "truncate", "drop"):
         ours = "error" if excess.value == "raise" else excess.value
         draft.put(excess, "trainer.data.too_long", ours)
@@ -125,7 +132,11 @@ def template(draft: Draft, keys: Roles) -> None:
 
 
 def put_data(draft: Draft, keys: Roles, rows: Table, source: Group) -> None:
-    """Convert the data sets, each by the rows of a table and a function."""
+    """Convert the data sets and the held-out share.
+
+    Each data set is converted by `rows`, the rules of its keys, and `source`, a function of those
+    keys that belong together.
+    """
     for role, place in PLACES.items():
         entry = keys[role]
         test = role == "test_datasets"
@@ -146,7 +157,10 @@ def _data(draft: Draft, keys: Roles) -> None:
 
 
 def parts_of(entry: Entry) -> list[Json]:
-    """Return the data sets of a list; a path alone is one, too."""
+    """Return the sections of a list of data sets; a path alone becomes one.
+
+    Raises ConfigError for a data set without a path or files.
+    """
     listed = entry.value or []
     if not isinstance(listed, list):
         listed = [listed]
@@ -166,7 +180,7 @@ def put_path(part: Draft, keys: Roles) -> None:
     if files.key and str(path.value) in formats:
         part.put(path, "format", formats[str(path.value)])
     elif files.key:
-        part.lose(path, "its files are read, not a data set of the hub")
+        part.lose(path, "the data_files are read here, not a data set of the Hub")
     ds_type = keys["ds_type"]
     part.put(ds_type, "format", formats.get(str(ds_type.value), str(ds_type.value)))
 

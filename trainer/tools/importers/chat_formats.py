@@ -10,11 +10,14 @@ from trainer.tools.importers.tables import read_table
 PLACE = "trainer.data.chat_template"
 _OWN = f"{PLACE} null: the model's own template, of which theirs is a copy"
 _NONE = "no template here renders its turns: give a Jinja file as trainer.data.chat_template"
-_BREAK = "the line break after the token that ends an answer counts in its loss"
+_BREAK = "there the line break after the token that ends an answer counts in its loss"
 
 
 def put_named(draft: Draft, entry: Entry, system: str) -> None:
-    """Set the template that renders the same turns as theirs of this name, or lose the key."""
+    """Set the template here that renders the same turns as theirs of this name.
+
+    `system`: "axolotl" or "llamafactory". Without such a template the key is lost.
+    """
     content = read_table("templates")
     rule = content[system].get(str(entry.value), {})
     model = str(draft.get("trainer.model.name_or_path"))
@@ -34,12 +37,12 @@ def put_named(draft: Draft, entry: Entry, system: str) -> None:
 
 
 def put_counted(draft: Draft, entry: Entry) -> None:
-    """Have an empty thought of the template count, as it does in theirs."""
+    """Count what the template writes before an answer, such as an empty thought, as theirs does."""
     draft.put(entry, "trainer.data.generation_prompt", "score")
 
 
 def put_given(draft: Draft, entry: Entry) -> None:
-    """Set a template that is text, which the caller writes to a file, or the name of a file."""
+    """Set a template from the name of its file or from its text, which the caller writes to one."""
     text = entry.value
     if not isinstance(text, str):
         draft.lose(entry, "neither the text of a template nor the name of a file")
@@ -52,10 +55,10 @@ def put_given(draft: Draft, entry: Entry) -> None:
 
 
 def end_of_text(draft: Draft, entry: Entry) -> None:
-    """Report the token that a config sets as the tokenizer's end token, if it asks for one.
+    """Report what becomes of the end token that a config sets for the tokenizer.
 
-    With a template that ends turns with that token, the same tokens are trained on: each answer
-    is followed by it. Without one, it would follow texts and answers, and the key is lost.
+    It is kept if the chat template ends turns with it: the same tokens are then trained on.
+    Otherwise theirs adds it to texts and answers, and the key is lost.
     """
     content = read_table("templates")
     token = str(entry.value)

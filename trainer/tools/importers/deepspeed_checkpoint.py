@@ -1,14 +1,14 @@
-"""Checkpoints written by DeepSpeed's own `save_checkpoint`, ZeRO stages 1 to 3, as state tensors
-for this format.
+"""ZeRO checkpoints (stages 1 to 3) by DeepSpeed's own `save_checkpoint`, read as state tensors.
 
 Their files are pickles. PyTorch's restricted unpickler makes tensors and plain values of them, and
 for DeepSpeed's classes the inert stand-ins below: nothing that a file names is ever run. Files are
-memory-mapped, and a tensor is assembled when it is read: memory holds about two of the largest.
+memory-mapped, and a tensor is assembled when it is read. Memory for about two of the largest
+tensors is enough.
 
 Layout of the files: deepspeed/utils/zero_to_fp32.py (0.19). Stages 1 and 2 lay the parameters of a
 group end to end, in the order of `param_shapes`, and cut the whole into equal parts, one for each
-rank. (Each rank's `param_slice_mappings` should agree, but with `round_robin_gradients` it has
-another order.) Stage 3 cuts each parameter, padded, into equal parts, and each rank lays its own
+rank. (`param_slice_mappings` of each rank should agree, but with `round_robin_gradients` it has
+another order.) Stage 3 cuts each padded parameter into equal parts, and each rank lays its parts
 end to end.
 """
 
@@ -79,11 +79,10 @@ class Imported(NamedTuple):
 
 
 def read_deepspeed(path: Path) -> Imported:
-    """Read the checkpoint in `path`: a folder `global_stepN`, or one with the file `latest` that
-    names it.
+    """Read the checkpoint in `path`: a folder `global_stepN`, or one whose file `latest` names it.
 
-    Raises ConfigError if there is none, or it is of a kind that can't be assembled, and DataError
-    for a file that is damaged or holds more than data.
+    Raises ConfigError if there is none or its kind can't be assembled, and DataError for a file
+    that is damaged or holds more than data.
     """
     folder = _folder(path)
     kinds = (AttributeError, IndexError, KeyError, TypeError, ValueError)
@@ -299,7 +298,7 @@ def _rounded(master: Callable[[], torch.Tensor], dtype: torch.dtype) -> torch.Te
 def _agreed(name: str, master: Callable[[], torch.Tensor], known: torch.Tensor) -> torch.Tensor:
     """Return the model file's weight. Raises DataError unless it is the rounded master."""
     if not torch.equal(_rounded(master, known.dtype), known):
-        actual = f"other values of {name} than *_model_states.pt has"
+        actual = f"values of {name} that differ from those in *_model_states.pt"
         raise DataError(Problem("*_optim_states.pt", actual, "the same"))
     return known
 

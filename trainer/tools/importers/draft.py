@@ -17,7 +17,7 @@ OTHERWISE = "is trained otherwise here"
 
 
 class Entry(NamedTuple):
-    """A key of the foreign config, and its value; without a key, one that was not given."""
+    """A key of the foreign config, and its value; the key is empty if it was not given."""
 
     key: str = ""
     value: Any = None
@@ -49,7 +49,7 @@ class Draft:
     """The prefix of foreign keys."""
     made: Json = field(default_factory=dict)
     base: Json = field(default_factory=dict)
-    """The content of the DeepSpeed file, which stays, except for "auto"."""
+    """The content of the DeepSpeed file; its values stay, except for "auto"."""
     carried: dict[str, list[str]] = field(default_factory=dict)
     lost: dict[str, list[str]] = field(default_factory=dict)
     """Foreign keys that change the training and are not carried over, with the reasons."""
@@ -60,10 +60,13 @@ class Draft:
     template: str | None = None
     """The text of that file."""
     listed: list[str] = field(default_factory=list)
-    """Keys that ask for nothing, or change nothing of what is trained beside the others."""
+    """Keys that ask for nothing, or that change nothing of what is trained, given the others."""
 
     def put(self, entry: Entry, path: str, value: object) -> None:
-        """Set `path` for a foreign key, unless the DeepSpeed file has another value."""
+        """Set `path`, a key of ours, for a foreign key, unless the DeepSpeed file decides it.
+
+        A foreign key that the user gave is lost if the file has another value.
+        """
         section = path.partition(".")[0]
         base = at(self.base, path)
         own = section in ("optimizer", "scheduler") and section in self.base and base is None
@@ -81,7 +84,7 @@ class Draft:
             self.keep(entry, f"{self.place}{path} {show(value)}")
 
     def replace(self, entry: Entry, path: str, value: object) -> None:
-        """Set `path` in place of what another key has set, and report this one alone."""
+        """Set `path` for this key, in the report too, instead of the key that set it before."""
         for texts in self.carried.values():
             texts[:] = [text for text in texts if not text.startswith(f"{self.place}{path} ")]
         self.put(entry, path, value)
@@ -105,7 +108,7 @@ class Draft:
         return self.template == text
 
     def skip(self, *entries: Entry) -> None:
-        """Report keys that change nothing of what is trained, or nothing beside the others."""
+        """Report keys that change nothing of what is trained, given the others."""
         keys = (entry.key for entry in entries if self.explicit(entry))
         self.listed += [key for key in keys if key not in self.listed]
 
@@ -148,7 +151,7 @@ def is_set(value: object) -> bool:
 
 
 def number(value: Any) -> Any:
-    """Convert a number written as text: YAML reads 2e-5 as text."""
+    """Convert a number written as text, as YAML reads 2e-5; return any other value as it is."""
     if not isinstance(value, str) or value[:1] not in "-+.0123456789" or len(value) > 40:
         return value
     try:

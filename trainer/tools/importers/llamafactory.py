@@ -29,14 +29,14 @@ def defaults(given: Json) -> Json:
 
 
 def stage(draft: Draft, keys: Roles) -> None:
-    """Raise ConfigError for anything but training."""
+    """Raise ConfigError for a stage that is not imported, and without `do_train`."""
     kind = keys["stage"]
     trains = keys["do_train"]
     if kind.value not in ("sft", "pt", "dpo", "rm"):
         raise kind.refused("sft, pt, dpo or rm: no other is imported")
     if not trains.value:
-        actual = f"saw {show(trains.value)}: LLaMA-Factory predicts, chats or exports with it"
-        raise ConfigError(Problem("do_train", actual, "true: a training"))
+        actual = f"saw {show(trains.value)}: LLaMA-Factory then predicts, chats or exports"
+        raise ConfigError(Problem("do_train", actual, "true"))
     draft.skip(trains, kind)
 
 
@@ -66,11 +66,11 @@ def _samples(draft: Draft, keys: Roles) -> None:
         draft.put(decides, "trainer.data.documents", "pack" if packing.value else "pad")
         if packing.value:
             draft.lose(
-                packing, "documents in one sample attend to one another: say neat_packing: true"
+                packing, "there documents in a sample attend to one another: set neat_packing: true"
             )
     if not stream:
         draft.put(length, "trainer.data.too_long", "error")
-        draft.note(length, "a longer sample is an error: theirs cuts question and answer alike")
+        draft.note(length, "a longer sample is an error; theirs truncates question and answer")
     if texts or not template.is_set:
         draft.skip(template)
     else:
@@ -78,7 +78,11 @@ def _samples(draft: Draft, keys: Roles) -> None:
 
 
 def put_data(draft: Draft, keys: Roles, rows: Table, source: Group) -> None:
-    """Convert the data sets, each by the rows of a table and a function."""
+    """Convert the data sets and the held-out share.
+
+    Each data set is converted by `rows`, the rules of its keys, and `source`, a function of those
+    keys that belong together.
+    """
     folder = str(keys["dataset_dir"].value)
     info_path = beside(draft.folder, f"{folder}/dataset_info.json")
     info = read(info_path) if info_path else {}
@@ -104,7 +108,7 @@ def _data(draft: Draft, keys: Roles) -> None:
 
 
 def _known(draft: Draft, entry: Entry, name: str, info: dict[str, object], folder: str) -> Json:
-    """Return what `dataset_info.json` says of a data set."""
+    """Return the entry of a data set in `dataset_info.json`; without one, `entry` is lost."""
     known = info.get(name)
     if not isinstance(known, dict):
         draft.lose(entry, f"{folder}/dataset_info.json has no {show(name)}")
@@ -115,7 +119,7 @@ def _known(draft: Draft, entry: Entry, name: str, info: dict[str, object], folde
 
 
 def _data_set(draft: Draft, known: Json, prefix: str, rows: Table, source: Group) -> Json:
-    """Convert a data set by what is known of it."""
+    """Convert a data set's entry in `dataset_info.json`; without one its name is its path."""
     if not known:
         return {"path": prefix.removesuffix(".")}
     part = Draft(known, draft.folder, "trainer.data: ", prefix)
@@ -139,7 +143,7 @@ def _source(part: Draft, keys: Roles) -> None:
             if entry.value == usual:
                 part.skip(entry)
             else:
-                part.lose(entry, f"it is called {usual} here")
+                part.lose(entry, f"the column is called {usual} here")
     else:
         part.put(kind, "records", "chat")
         usual = "messages" if kind.value == "openai" else "conversations"

@@ -22,9 +22,10 @@ _WORDS = {"true": True, "yes": True, "false": False, "no": False}
 
 
 def read_file(path: Path) -> Json:
-    """Read the keys of a YAML or JSON file: text keys, and values as in JSON."""
+    """Read a YAML or JSON file: text keys, and values as in JSON. Raises ConfigError for others."""
     if path.suffix in _SCRIPTS:
-        raise ConfigError(Problem(str(path), "a script or a text", "a YAML or JSON file", _ADVICE))
+        actual = "a script or a text file"
+        raise ConfigError(Problem(str(path), actual, "a YAML or JSON file", _ADVICE))
     content = parse(path, path.suffix.lower() != ".json", "a YAML or JSON file")
     if not isinstance(content, dict):
         advice = _ADVICE if isinstance(content, str) and _ARGUMENT.search(content) else ""
@@ -33,7 +34,10 @@ def read_file(path: Path) -> Json:
 
 
 def read_flags(words: Sequence[str]) -> Json:
-    """Parse `--key value`, `--key=value`, `--key` (true), `--no_key` (false), lists of values."""
+    """Parse `--key value`, `--key=value`, `--key` (true), `--no_key` (false), lists of values.
+
+    Raises ConfigError if `words` begin with anything else, or give a key two values.
+    """
     if not words or not _ARGUMENT.match(words[0]):
         actual = f"saw {show(words[0])} first" if words else "saw nothing"
         expected = "--key value: the arguments without the command before them"
@@ -49,15 +53,20 @@ def read_flags(words: Sequence[str]) -> Json:
 
 
 def checked(given: object, place: str) -> Any:
-    """Return `given` if it is a tree of what JSON holds, without shell variables."""
+    """Return `given` if it is a tree of what JSON holds, without shell variables.
+
+    Raises ConfigError, with a problem for each value, if it is not.
+    """
     if problems := [*unfit(given, place)] or [*_strange(given, place)]:
         raise ConfigError(*problems)
     return given
 
 
 def beside(folder: Path, name: str) -> Path | None:
-    """Find a file or folder, or None: relative to `folder`, the working directory, or a folder
-    above `folder`, as configs in the folders of a repository name files from its root.
+    """Return the path of the file or folder `name`; None if there is none.
+
+    It is relative to `folder`, to the working directory, or to one of the four folders above
+    `folder`: a config deep in a repository may name files from the repository's root.
     """
     try:
         path = Path(name).expanduser()
@@ -68,7 +77,7 @@ def beside(folder: Path, name: str) -> Path | None:
 
 
 def _strange(given: object, place: str) -> Iterator[Problem]:
-    """Yield what is wrong with each value of a tree that is fit for a config."""
+    """Yield a problem for each unprintable key, shell variable and number beyond 64 bits."""
     for path, value, _ in nodes(given):
         where = path or place
         for name in value if isinstance(value, dict) else ():

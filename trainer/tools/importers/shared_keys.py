@@ -27,21 +27,21 @@ _EIGHT_BITS = "its state is in 8 bits there, in float32 here: the same updates, 
 _NO_ROWS = "no rows to evaluate on are known here: set trainer.data.evaluation_path"
 LOW_WEIGHTS = (
     "weights stay in bfloat16 there unless the launch adds DeepSpeed or FSDP, here in float32; "
-    "bf16.bf16_master_weights_and_grads and bf16_optimizer_states with ZeRO 1 do as theirs"
+    "bf16.bf16_master_weights_and_grads and bf16_optimizer_states with ZeRO 1 keep bfloat16"
 )
 Leave = Callable[..., None]
 """Reports a key that is not carried over, with a reason of its own if there is one."""
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
-    """Return a section given inline, as JSON text, or as the name of a file. Raises ConfigError."""
+    """Return a section: given inline, as JSON text, or as a file's name. Raises ConfigError."""
     if not value or isinstance(value, dict):
         return dict(value or {})
     if str(value).lstrip().startswith("{"):
         with refused(key, "JSON", ValueError, RecursionError):
             return checked(json.loads(value), key)  # type: ignore[no-any-return]
     if (file := beside(folder, str(value))) is None:
-        expected = f"a JSON file, seen from {folder} or from here"
+        expected = f"a JSON file, relative to {folder} or to the working directory"
         raise ConfigError(Problem(key, f"no file {show(value)}", expected, "Put it there."))
     return read(file)
 
@@ -130,14 +130,14 @@ def scheduler(draft: Draft, keys: Roles) -> None:
 
 
 def _put_warmup(draft: Draft, entry: Entry, steps: int | str, decides: bool = True) -> None:
-    """Set the warm-up steps; "auto" with a share of all steps, until their number is known."""
+    """Set the warm-up steps; for "auto" also the share of all steps, if this key `decides` it."""
     draft.put(entry, "scheduler.params.warmup_num_steps", steps)
     if steps == AUTO and decides:
         draft.put(entry, "trainer.warmup_ratio", entry.value)
 
 
 def _warmup(draft: Draft, keys: Roles) -> tuple[Entry, int | str]:
-    """Return the key that asks for a warm-up, and its steps; "auto" if they are not known."""
+    """Return the key that asks for a warm-up, and its steps: "auto" if all steps are not known."""
     steps = keys["warmup_steps"]
     share = keys["warmup_ratio"]
     if not steps.value and (not steps.key or draft.explicit(share)):
@@ -152,7 +152,7 @@ def _warmup(draft: Draft, keys: Roles) -> tuple[Entry, int | str]:
 
 
 def _least(draft: Draft, entry: Entry, share: Entry) -> float:
-    """Return the share of the learning rate at which a cosine schedule ends."""
+    """Return the share of the learning rate at which a cosine ends. Raises ConfigError."""
     options = section_of(entry.key, entry.value, draft.folder)
     more = {key: value for key, value in options.items() if key not in ("min_lr", "min_lr_rate")}
     if more and more != {"num_cycles": 0.5}:
@@ -162,7 +162,7 @@ def _least(draft: Draft, entry: Entry, share: Entry) -> float:
     least = number(options.get("min_lr", options.get("min_lr_rate", share.value or 0)))
     fits = type(least) in (int, float)
     if not fits or (absolute and not (isinstance(rate, float | int) and rate)):
-        actual = f"saw {show(least)}, and a rate of {show(rate)}"
+        actual = f"saw {show(least)}, and a learning rate of {show(rate)}"
         raise ConfigError(Problem("min_lr", actual, "two numbers"))
     return float(least) / float(rate) if absolute else float(least)
 
@@ -174,7 +174,10 @@ def _steps_of(draft: Draft, entry: Entry) -> int | None:
 
 
 def evaluation(draft: Draft, keys: Roles) -> None:
-    """Convert when to evaluate; that changes nothing of what is trained unless it ends the run."""
+    """Convert when to evaluate.
+
+    What can't be converted is lost if evaluations end the run or choose its checkpoint, else noted.
+    """
     patience = keys["early_stopping_patience"]
     best = keys["load_best_model_at_end"]
     leave = draft.lose if patience.value or best.value else draft.note
@@ -188,7 +191,7 @@ def evaluation(draft: Draft, keys: Roles) -> None:
     _interval(draft, keys, "eval", "trainer.evaluation.every", leave)
     if patience.value and draft.get("trainer.evaluation.every"):
         draft.put(patience, "trainer.evaluation.patience", int(patience.value))
-        if not draft.get("trainer.evaluation.samples"):  # theirs evaluates on all rows held out
+        if not draft.get("trainer.evaluation.samples"):  # theirs evaluates on all held-out rows
             draft.put(patience, "trainer.evaluation.samples", 10**9)
 
 
@@ -203,11 +206,11 @@ def saving(draft: Draft, keys: Roles) -> None:
     saves, evaluates = (draft.get(f"trainer.{name}.every") for name in ("checkpoint", "evaluation"))
     if has_rows_to_evaluate(draft) and (saves is None or evaluated_at(saves, evaluates)):
         draft.put(best, "trainer.checkpoint.keep_best", True)
-    draft.lose(best, "final/ is the last step's: keep_best keeps the best checkpoint beside it")
+    draft.lose(best, "final/ has the last step; keep_best keeps the best checkpoint beside it")
 
 
 def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> None:
-    """Set an interval in steps, or as a share of all; `leave` keys that can't be expressed so."""
+    """Set an interval, in steps or as a share of all; call `leave` for a key that is neither."""
     strategy = keys[f"{name}_strategy"]
     steps = keys[f"{name}_steps"]
     often = keys[f"{name}s_per_epoch"]
@@ -231,7 +234,7 @@ def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> 
 
 
 def _each_epoch(draft: Draft, entry: Entry, often: float, path: str, leave: Leave) -> None:
-    """Set an interval of so many per epoch as a share of all steps, if the epochs are known."""
+    """Set an interval of `often` per epoch as a share of all steps, if the epochs are known."""
     epochs = draft.get("trainer.epochs")
     if not epochs or isinstance(epochs, str):
         leave(entry, f"--dry-run says how many steps an epoch has: set {path}")
@@ -242,11 +245,11 @@ def _each_epoch(draft: Draft, entry: Entry, often: float, path: str, leave: Leav
 
 
 def precision(draft: Draft, keys: Roles) -> None:
-    """Convert the dtypes of weights and products.
+    """Convert the dtypes of weights and computation.
 
-    Master weights are in float32 with DeepSpeed, FSDP and adapters there, too. Without these, keys
-    that keep all in bfloat16 are carried over as such; a dtype to load weights in leaves that to
-    the launch.
+    With DeepSpeed, FSDP or an adapter, theirs keeps master weights in float32, as here. Without
+    these, keys that keep all in bfloat16 are converted. A dtype in which weights are loaded is
+    noted: there the launch decides if float32 is kept.
     """
     bf16, fp16, pure, dtype = (keys[name] for name in ("bf16", "fp16", "pure_bf16", "dtype"))
     loaded = dtype if str(dtype.value) in _BFLOAT16 else Entry()
@@ -270,7 +273,7 @@ def precision(draft: Draft, keys: Roles) -> None:
 
 
 def _put_low_weights(draft: Draft, entry: Entry) -> None:
-    """Keep weights and the optimizer's state in bfloat16, for which ZeRO 1 is the least."""
+    """Keep weights and the optimizer's state in bfloat16, which needs ZeRO stage 1 at least."""
     draft.put(entry, "bf16.bf16_master_weights_and_grads", True)
     draft.put(entry, "bf16.bf16_optimizer_states", True)
     draft.put(entry, "zero_optimization.stage", 1)

@@ -1,4 +1,4 @@
-"""The data sets that other trainers' configs name, as `trainer.data`."""
+"""The conversion of the data sets in other trainers' configs to `trainer.data`."""
 
 from __future__ import annotations
 
@@ -10,21 +10,25 @@ from trainer.tools.importers.draft import Draft, Entry, Roles, names, number
 
 _USUAL = {"split": "train", "text_column": "text"}
 _NAMES = {"path": "id", "name": "config"}
-"""The alignment handbook's names for TRL's."""
-_UNNAMED = "a part of a hub data set to evaluate on has no name here: set trainer.data."
+"""TRL's names -> the alignment handbook's."""
+_UNNAMED = "a split of a Hub data set can't be named for evaluation here: set trainer.data."
 
 
 def put_sources(
     draft: Draft, entry: Entry, parts: Sequence[Json], labels: Sequence[str], test: bool = False
 ) -> None:
-    """Set one data set as `trainer.data`, several as its sources; evaluation sets by path alone."""
+    """Set one data set as `trainer.data`, several as its sources.
+
+    `labels`: their names or paths, one for each of the `parts`. `test`: they are evaluation sets,
+    of which only the paths are set.
+    """
     named = dict(zip(_unlike(labels), parts, strict=True))
     if test:
         paths = {label: part["path"] for label, part in named.items()}
         value = paths if len(paths) > 1 else parts[0]["path"]
         draft.put(entry, "trainer.data.evaluation_path", value)
         if any(_reads_otherwise(draft.get("trainer.data"), part) for part in parts):
-            draft.lose(entry, "its rows are read as those that are trained on")
+            draft.lose(entry, "here its rows are read in the way of those that are trained on")
     elif len(parts) == 1:
         draft.made.setdefault("trainer", {}).setdefault("data", {}).update(parts[0])
         draft.keep(entry, "trainer.data")
@@ -36,10 +40,12 @@ def put_sources(
 def put_share(draft: Draft, held_out: Entry) -> None:
     """Set the share of the rows that is held out, unless there are data sets to evaluate on.
 
-    A number of rows is no share of rows that were not counted: the default share stays.
+    A number of rows can't be converted, as the rows are not counted: the default share stays.
     """
     if held_out.value > 1:
-        text = "a number of rows is held out there, here evaluation_fraction, by default 0.01"
+        text = (
+            "a number of rows is held out there, here the share evaluation_fraction (default 0.01)"
+        )
         draft.note(held_out, text)
     elif not draft.get("trainer.data.evaluation_path"):
         draft.put(held_out, "trainer.data.evaluation_fraction", held_out.value)
@@ -55,8 +61,9 @@ def has_rows_to_evaluate(draft: Draft) -> bool:
 def put_mixture(draft: Draft, keys: Roles) -> None:
     """Convert a mixture: TRL's list, or the alignment handbook's newer or older section.
 
-    Each data set is one source, read whole. A weight below 1 is there a share of the rows, which
-    are drawn once: it has no counterpart here.
+    Each data set is one source, read whole. There, a weight is a share of its rows, drawn once. It
+    has no counterpart here, and the key is lost unless it is 1. Raises ConfigError for values that
+    are no mixture.
     """
     forms = [keys[name] for name in ("datasets", "dataset_mixture", "dataset_mixer")]
     entry = next((form for form in forms if form.is_set), None)
@@ -78,13 +85,13 @@ def put_mixture(draft: Draft, keys: Roles) -> None:
 
 
 def _sections_of(entry: Entry) -> tuple[Entry, object]:
-    """Return what a section of the alignment handbook holds out, and its data sets."""
+    """Return the held-out share in a section of the alignment handbook, and its data sets."""
     given = entry.value if isinstance(entry.value, Mapping) else {}
     return Entry(entry.key, given.get("test_split_size") or 0), given.get("datasets")
 
 
 def _listed(entry: Entry, given: object) -> list[Json]:
-    """Return data sets as the alignment handbook names their parts; TRL says path and name."""
+    """Return data sets with the alignment handbook's keys, for which TRL has path and name."""
     listed = given if isinstance(given, list) else []
     sets = [one if isinstance(one, dict) else {} for one in listed]
     renamed = [{str(_NAMES.get(key, key)): value for key, value in one.items()} for one in sets]
@@ -100,7 +107,10 @@ def _put_held_out(draft: Draft, held_out: Entry) -> None:
 
 
 def _paired(draft: Draft, keys: Roles) -> list[Json]:
-    """Return the data sets of the older form: names with shares, their parts and subsets."""
+    """Return the data sets of the older form: names with shares, and lists of splits and subsets.
+
+    Each training split of each data set is one. Splits for evaluation are noted.
+    """
     entry, splits, configs = (
         keys[name] for name in ("dataset_mixer", "dataset_splits", "dataset_configs")
     )
@@ -125,7 +135,7 @@ def _paired(draft: Draft, keys: Roles) -> list[Json]:
 
 
 def _part(draft: Draft, entry: Entry, one: Json) -> Json:
-    """Convert one data set; its columns say what its rows hold."""
+    """Convert one data set. The column `messages` means chats; other columns are lost."""
     columns = one.get("columns") or []
     part = {"path": str(one["id"]), "split": str(one.get("split") or "train")}
     if one.get("config"):
@@ -140,12 +150,13 @@ def _part(draft: Draft, entry: Entry, one: Json) -> Json:
         )
         draft.lose(entry, reason)
     if extra := one.keys() - {"id", "config", "split", "columns", "weight"}:
-        draft.lose(entry, f"{', '.join(sorted(map(str, extra)))} of a data set: not known")
+        names_of = ", ".join(sorted(map(str, extra)))
+        draft.lose(entry, f"a data set has keys that are not known: {names_of}")
     return part
 
 
 def _reads_otherwise(data: Json, part: Json) -> bool:
-    """Return True if the rows of an evaluation set need other options than those trained on."""
+    """Return True if the rows of an evaluation set need other options than the training rows."""
     # with several sources, the rows themselves decide what they hold
     decided = {"path", "records", "chat_column"} if "sources" in data else {"path"}
     options = {key: value for key, value in part.items() if key not in decided}

@@ -19,7 +19,7 @@ from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, is_set
 
 
 class KeyRule(NamedTuple):
-    """The handling of a key: a section of the table, and what stands there."""
+    """How a key is converted: the section of the table that lists it, and its value there."""
 
     section: str
     says: Any = None
@@ -47,20 +47,20 @@ def read_table(system: str) -> Json:
 
 
 def table(system: str) -> dict[str, KeyRule]:
-    """Return the handling of each key of a system's config."""
+    """Return the rule of each key of a system's config."""
     content = read_table(system)
     return {**shared_rows(content), **dict(rows_of(content))}
 
 
 def extended(base: Table, content: Json) -> dict[str, KeyRule]:
-    """Return a table with the rows of another kind of training in place of its own."""
+    """Return the table `base`, with the rows in `content` added or in place of its own."""
     return {**base, **dict(rows_of(content))}
 
 
 def kind_of_training(
     content: Json, base: Table, defaults: Callable[[Json], Json], groups: Sequence[Group]
 ) -> OtherTrainer:
-    """Return a trainer whose table and defaults are others in some rows, those in `content`."""
+    """Return a trainer with this table and these defaults, some of them replaced by `content`."""
 
     def own(given: Json) -> Json:
         return {**defaults(given), **content["defaults"]}
@@ -69,12 +69,15 @@ def kind_of_training(
 
 
 def inner_table(system: str) -> dict[str, KeyRule]:
-    """Return the handling of each key of the system's section with keys of its own."""
+    """Return the rule of each key inside the system's nested section, such as a data set."""
     return dict(rows_of(read_table(system)["inner"]))
 
 
 def shared_rows(content: Json) -> dict[str, KeyRule]:
-    """Return the Trainer's rows that another system takes, too."""
+    """Return the rows of the Trainer's table that a system shares.
+
+    They are all but the carried ones that are neither common nor in `shared`.
+    """
     if "shared" not in content:
         return {}
     taken = [*read_table("arguments")["common"].split(), *content["shared"].split()]
@@ -96,7 +99,7 @@ def rows_of(content: Json) -> Iterator[tuple[str, KeyRule]]:
 def fill(draft: Draft, rules: Table, defaults: Json, groups: Sequence[Group] = ()) -> None:
     """Convert each foreign key by its rule; a key without one is lost.
 
-    Raises ConfigError for keys of another kind of training.
+    Raises ConfigError for keys of another kind of training, and for values of a wrong type.
     """
     given = {key: value for key, value in draft.given.items() if value is not None}
     draft.listed.extend(draft.prefix + key for key in draft.given.keys() - given.keys())
@@ -146,7 +149,7 @@ def _translated(draft: Draft, key: str, entry: Entry, says: Any) -> tuple[str, o
 def _put(
     draft: Draft, candidates: Mapping[str, list[tuple[Entry, object]]], groups: Sequence[Group]
 ) -> None:
-    """Set the keys of ours that one foreign key makes, and then those that several make."""
+    """Set our keys that one foreign key decides, and then those that several decide."""
     roles = Roles(Entry)
     for place, named in candidates.items():
         entry, ours = _chosen(draft, named)
@@ -165,9 +168,9 @@ def _put(
 
 
 def _chosen(draft: Draft, candidates: Sequence[tuple[Entry, object]]) -> tuple[Entry, object]:
-    """Return the key that decides: one that the user wrote before a default, set before empty.
+    """Return the key that decides: the user's before a default, then one that is set before empty.
 
-    The others are lost if they say something else.
+    The user's other keys are lost if they are set to something else.
     """
     chosen = max(candidates, key=lambda one: (draft.explicit(one[0]), one[0].is_set))
     for entry, ours in candidates:
@@ -189,14 +192,14 @@ _TYPES: dict[str, Callable[[object], bool]] = {
 
 
 def _check_type(entry: Entry, role: str) -> None:
-    """Raise ConfigError for a value with which the functions of `groups` could not compute."""
+    """Raise ConfigError for a value of a type with which a `Group` could not compute."""
     for kind, fits in _TYPES.items():
         if role in read_table("arguments")["types"][kind].split() and not fits(entry.value):
             raise entry.refused(kind)
 
 
 def _apart(given: Json, rules: Table) -> Iterator[tuple[str, object]]:
-    """Yield keys with values; a section whose keys have rules of their own yields each of those."""
+    """Yield keys with values; a section whose keys have rules of their own yields each of them."""
     for key, value in given.items():
         if isinstance(value, dict) and any(name.startswith(f"{key}.") for name in rules):
             yield from ((f"{key}.{inner}", below) for inner, below in value.items())

@@ -35,16 +35,19 @@ OF_ANSWERS: Mapping[str, Callable[[Json], OtherTrainer | None]] = {
     "axolotl": axolotl_answers.trainer_of,
     "llamafactory": llamafactory_answers.trainer_of,
 }
-"""The systems of which one key says that answers are compared; each returns the trainer of that."""
+"""Systems where a key asks for preferences or rewards -> a function that returns the trainer of it.
+
+It returns None without that key."""
 
 
 def translate(
     system: str, given: Json, folder: Path, partial: bool = False, template: str = ""
 ) -> Draft:
-    """Translate foreign keys into a config, in `made`, with a report on each key.
+    """Translate the foreign keys `given` into a config, in `made`, with a report on each key.
 
-    `folder` is that of their file; `template` is the path that the config gets for a chat template
-    that stands in theirs (`Draft.template`), which the caller writes.
+    `system`: a name in SYSTEMS. `folder`: the folder of the foreign file. `template`: the path that
+    the config gets for a chat template whose text is in theirs. The caller writes that text, which
+    is `Draft.template`.
 
     Raises ConfigError for another kind of training, for values that this trainer does not take,
     for lost keys that decide which parameters are trained or on which loss, and, unless `partial`,
@@ -61,10 +64,10 @@ def translate(
     dropped = {line: why for line, why in draft.lost.items() if line not in draft.carried}
     deciding = {line: why for line, why in dropped.items() if decides(line.partition(" ")[0])}
     if partial and deciding:
-        hint = "--partial leaves none of these out: all that is left would train something else."
+        hint = "--partial can't leave these out: the rest would train something else."
         raise ConfigError(*_refusals(deciding, hint))
     if draft.lost and not partial:
-        hint = "Take them out of theirs, or give --partial: it writes the rest and lists them."
+        hint = "Remove these keys, or give --partial, which writes the rest and lists them."
         raise ConfigError(*_refusals(draft.lost, hint))
     load(draft.made)
     return draft
@@ -84,8 +87,8 @@ def _refusals(lost: Mapping[str, Sequence[str]], hint: str) -> list[Problem]:
         key, _, value = line.partition(" ")
         actual = f"saw {value} ({'; '.join(reasons)})"
         problems.append(Problem(key, actual, "a key that has a counterpart here"))
-    actual = f"{len(problems)} of theirs, which would change what is trained"
-    return [Problem("not imported", actual, "all of it", hint), *problems]
+    actual = f"{len(problems)} of their keys, which would change what is trained"
+    return [Problem("not imported", actual, "none", hint), *problems]
 
 
 _FIRST = (

@@ -1,4 +1,4 @@
-"""The layouts that may replace one, and the config keys that make the change."""
+"""The layouts that may replace a config's own, and the config keys that make the change."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def candidates(
 ) -> Iterator[Layout]:
     """Yield layouts with the same global batch on a cluster, among them `layout` if it runs there.
 
-    `splits`: True if tensor parallelism supports the model; its groups stay inside a node. More
-    ranks share a row only where nothing else makes a micro-batch smaller; `heads` are those of the
-    model. More ranks share the `experts` of a layer only under ZeRO-3, inside a node. Whether an
-    engine supports a layout is not checked.
+    `blocks`, `heads` and `experts`: the model's blocks, attention heads, and routed experts of a
+    layer. `splits`: True if tensor parallelism supports the model; its groups stay inside a node.
+    Context parallelism grows only where the micro-batch is 1 and all is recomputed. Expert
+    parallelism is added only under ZeRO-3, inside a node. Whether an engine supports a layout is
+    not checked.
     """
     tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
     contexts = {layout.context, *(n for n in CONTEXTS if n == 1 or heads % n == 0 < heads)}
@@ -106,7 +107,7 @@ CHANGES = {
 
 
 def differences(old: Layout, new: Layout) -> frozenset[str]:
-    """Return the names of `CHANGES` that differ, but for data ranks that follow from others."""
+    """Return the names of `CHANGES` that differ, without "shard" if it follows from the others."""
     changed = {
         name
         for name, keys in CHANGES.items()
@@ -141,7 +142,10 @@ def changes_to(raw: Json, old: Layout, new: Layout) -> dict[str, object]:
 
 
 def _batch_changes(raw: Json, new: Layout) -> dict[str, int]:
-    """Return the batch keys to change: the global batch, and what the config had written."""
+    """Return the batch keys to set: the wrong ones, and the first two if the config lacks them.
+
+    There are none if the config has at least two, and all are right.
+    """
     wanted = {BATCH: new.train_batch, MICRO: new.micro_batch, ACCUMULATION: new.accumulation}
     written = {key: raw[key] for key in wanted if isinstance(raw.get(key), int)}
     wrong = {key for key in written if written[key] != wanted[key]}

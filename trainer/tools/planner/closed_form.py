@@ -16,7 +16,7 @@ from trainer.tools.planner.extrapolate import Plan
 BLOCK_BYTES = 34
 """Bytes of a block's activations per hidden value, without attention (arXiv 2205.05198, eq. 1)."""
 SHARED_BYTES = 10
-"""Those of them that tensor parallelism does not split (the same, eq. 2)."""
+"""The part of BLOCK_BYTES that tensor parallelism does not split (arXiv 2205.05198, eq. 2)."""
 GATHERED = 5.0
 """Blocks that FSDP2 holds at once: two gathered, both as received, and gradients to reduce."""
 SELECTIVE = 0.7
@@ -38,15 +38,17 @@ class ClosedForm:
     gathered: float = GATHERED
     """Blocks whose weights ZeRO-3 holds at once, as sent or gathered."""
     routed: int = 0
-    """The parameters of routed experts."""
+    """The number of parameters in routed experts."""
     experts: int = 0
-    """The routed experts of a block, and those of a token."""
+    """The routed experts of a block."""
     chosen: float = 0.0
+    """The routed experts that a token is sent to in a block."""
     correction: float = 1.0
-    """The ratio of simulated to estimated bytes."""
+    """The ratio of simulated to estimated bytes, at least 1."""
 
     @classmethod
     def of(cls, plan: Plan) -> ClosedForm:
+        """Return the estimates for a plan's model and cluster, corrected by that plan."""
         spec = plan.workload.spec
         layout = plan.workload.layout
         model = spec.build()
@@ -82,7 +84,7 @@ class ClosedForm:
         return _value(layout) * per_rank / self.blocks
 
     def _state(self, layout: Layout) -> float:
-        """Sum weights, gradients and optimizer by ZeRO stage (arXiv 1910.02054, section 3)."""
+        """Sum the bytes of weights, gradients and optimizer (ZeRO, arXiv 1910.02054, section 3)."""
         state = 12 if layout.updated == "float32" else 6
         weights, optimizer = (4, 8) if layout.precision == "float32" else (2, state)
         learned = self.learned / self.parameters

@@ -1,7 +1,7 @@
-"""A cluster of devices, each by its numbers, and an estimate of the time of a step on it.
+"""A cluster of devices, described by their data sheets, and an estimate of a step's time on it.
 
-FLOPs at a device's rate, bytes at its links' (a roofline; Williams et al., 2009). A message takes
-its latency plus its bytes over the bandwidth (Hockney, 1994).
+FLOPs take time at a device's peak rate, bytes at its bandwidths (the roofline model; Williams et
+al., 2009). A message takes its latency plus its bytes over the bandwidth (Hockney, 1994).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ EXAMPLE = "memory=80GB,peak=989TFLOPS,bandwidth=3.35TB/s,link=450GB/s"
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes with so many devices each, of one kind."""
+    """Nodes with `devices` devices each, all of one kind."""
 
     nodes: int
     devices: int
@@ -70,11 +70,11 @@ def device_of(text: str) -> Device:
         hint = f"{meant}Give its numbers: --device {EXAMPLE}"
         names = f"one of {', '.join(DEVICES)}"
         raise ConfigError(Problem("--device", f"{text}, {fault}", names, hint))
-    return Device("a device of its own", **numbers)
+    return Device("custom device", **numbers)
 
 
 def described(device: Device) -> str:
-    """Return the numbers from which `device_of` makes this device."""
+    """Return the text from which `device_of` makes a device with the same numbers."""
     numbers = [f"{name}={getattr(device, name):.0f}" for name in NUMBERS if name != "latency"]
     return ",".join([*numbers, f"latency={device.latency:.9f}s"])
 

@@ -1,8 +1,8 @@
 """The plan of a run: memory and messages of each kind of rank, and an estimate of a step's time.
 
-Ranks of one kind do the same, so one is simulated for each place in the pipeline. If all blocks are
-alike, a few are simulated at two depths and the rest is extrapolated linearly; so is the number of
-micro-batches.
+Ranks at one place in the pipeline do the same, so one of them is simulated, and of the middle
+places only some. If all blocks are alike, a few are simulated at two depths and the rest is
+extrapolated linearly; so is the number of micro-batches.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ STEADY = "step 2"
 STATE = ("weights", "gradients", "optimizer")
 """The phase that stands for all later steps, and the kinds of memory that last."""
 LONG = 4
-"""The most pipeline ranks of which all are simulated, and with all their micro-batches."""
+"""The most pipeline ranks that are not long; of a longer pipeline less is simulated."""
 
 Axes = tuple[str, ...]
 Point = tuple[int | None, int]
-"""Blocks per stage, or all, and micro-batches that were simulated."""
+"""The blocks per stage (None: all) and the micro-batches of one simulation."""
 Kind = tuple[str, Axes, int, bool]
 """The first four fields of `Sent`."""
 Totals = dict[Kind, tuple[int, float]]
@@ -62,7 +62,7 @@ class Role:
     peaks: tuple[Peak, ...]
     sent: tuple[Sent, ...]
     copied: float
-    """Bytes on the host that a background save copies."""
+    """Bytes that a background save copies to the host."""
 
     def traffic(self, inside: bool) -> Traffic:
         """Return the traffic of a step inside the rank's node, or to other nodes."""
@@ -83,7 +83,7 @@ class Plan:
     cluster: Cluster
     roles: tuple[Role, ...]
     loaded: float
-    """The most bytes on the host that a process takes to load the model: its largest unit's."""
+    """The most bytes on the host that a process takes to load the model (`loaded_at_once`)."""
 
     @property
     def background_copy(self) -> float:
@@ -139,9 +139,14 @@ class Plan:
 
 
 def offloaded(workload: Workload) -> tuple[str, ...]:
-    """Return the kinds of memory on the host: FSDP2's whole shard, DeepSpeed's by the layout."""
-    layout = workload.layout  # of the kinds of state, so many on the device
-    kept = 0
+    """Return the kinds of memory that are on the host: block inputs, and offloaded state.
+
+    FSDP2 offloads weights, gradients and optimizer together, as DeepSpeed does with
+    `offload_param`. With `offload_optimizer` alone DeepSpeed keeps weights on the device, and in
+    stages 1 and 2 gradients too.
+    """
+    layout = workload.layout
+    kept = 0  # the first kinds of STATE that are on the device
     if not layout.offloads:
         kept = len(STATE)
     elif workload.engine_name == "deepspeed" and layout.offload_param == "none":
@@ -152,8 +157,9 @@ def offloaded(workload: Workload) -> tuple[str, ...]:
 def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Plan:
     """Simulate a run and build its plan.
 
-    `make(blocks, accumulation)` returns a workload with so many blocks in each stage, or all if
-    None, and so many micro-batches. Raises ConfigError for what does not run on fake tensors.
+    `make(blocks, accumulation)` returns a workload with so many blocks in each stage (None: all)
+    and so many micro-batches (0: those of the layout). Raises ConfigError for what does not run on
+    fake tensors.
     """
     full = make(None, 0)
     layout = full.layout
@@ -178,7 +184,10 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
 
 
 def representatives(layout: Layout) -> list[tuple[str, int]]:
-    """Choose a rank for each place: the first data and tensor rank, with the largest shards."""
+    """Return name and rank of the places to simulate: the first, the last and some in the middle.
+
+    A place's rank is its first data and tensor rank, which has the largest shards.
+    """
     last = layout.pipeline - 1
     if last == 0:
         return [("each rank", 0)]
@@ -199,7 +208,7 @@ def blocks_per_rank(workload: Workload) -> list[int]:
 
 
 def loaded_at_once(workload: Workload, model: nn.Module) -> float:
-    """Return the bytes of the largest unit in float32; AutoTP splits a whole model."""
+    """Return the bytes of the largest unit in float32; of the whole model for AutoTP."""
     if workload.engine_name == "deepspeed" and workload.layout.tensor > 1:
         return 4.0 * workload.spec.parameters
     sizes = (
@@ -212,7 +221,8 @@ def loaded_at_once(workload: Workload, model: nn.Module) -> float:
 def depths_of(workload: Workload, model: nn.Module, blocks_of: Sequence[int]) -> list[int] | None:
     """Choose two numbers of blocks per stage to extrapolate from; None to simulate all blocks.
 
-    All are simulated if they differ, or are no more than both depths have together.
+    All are simulated if they differ, if no rank has more than both depths together, or if the model
+    can't be built with fewer.
     """
     spec = workload.spec
     layout = workload.layout
@@ -233,9 +243,10 @@ def alike(spec: ModelSpec, model: nn.Module) -> bool:
 
 
 def micro_batches_of(layout: Layout) -> list[int]:
-    """Choose one or two numbers of micro-batches that fill a pipeline or accumulate gradients.
+    """Choose one or two numbers of micro-batches to simulate, which fill a pipeline or accumulate.
 
-    One is enough for a long pipeline: messages of each micro-batch grow with them (`_sent`).
+    One is enough for a long pipeline, except with GPipe: memory no longer grows with the number,
+    and messages are in proportion to it (`_sent`).
     """
     if layout.pipeline == 1:
         enough = 2

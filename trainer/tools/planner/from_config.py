@@ -47,14 +47,17 @@ class ModelOnCluster:
 
     @cache  # noqa: B019 - a plan is a process's work
     def of_blocks(self, count: int) -> ModelSpec:
-        """Return the model with so many blocks; trials stay those of the whole's tiny copy."""
+        """Return the model with `count` blocks; its tiny copy, for trials, stays the whole's."""
         tiny = self.workload.spec.tiny
         assert tiny.first_blocks is not None
         few = changed_spec(tiny.first_blocks(count), self.config.trainer, ALONE, copied=True)
         return replace(few.with_weights(NoWeights()), tiny=tiny)
 
     def with_blocks(self, blocks: int | None, accumulation: int) -> Workload:
-        """Return the workload with so many blocks per stage, or all, and so many micro-batches."""
+        """Return the workload with so many blocks per stage, and so many micro-batches.
+
+        `blocks` None: all. `accumulation` 0: the layout's.
+        """
         full = self.workload
         spec = self.workload.spec
         layout = self.workload.layout
@@ -75,12 +78,12 @@ class ModelOnCluster:
 
 
 def planned(config: Config, cluster: Cluster) -> Plan:
-    """Plan a config. Raises ConfigError if it does not suit the cluster, or fake tensors."""
+    """Plan a config. Raises ConfigError if the cluster or fake tensors can't run it."""
     return plan_of(model_on(config, cluster).with_blocks, cluster)
 
 
 def on_cluster(config: Config, cluster: Cluster) -> Composed:
-    """Compose a config on all GPUs of a cluster. Raises ConfigError if it does not suit them."""
+    """Compose a config on all GPUs of a cluster. Raises ConfigError if it does not fit them."""
     bf16 = not cluster.device.lacks(BF16)
     facts = RuntimeFacts(cluster.world_size, None, None, bf16, "cuda", cluster.devices)
     composed = compose(config, facts)
@@ -90,9 +93,9 @@ def on_cluster(config: Config, cluster: Cluster) -> Composed:
 
 
 def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
-    """Read a config's model for a cluster: only its description.
+    """Read the description of a config's model, without weights, and lay it out on a cluster.
 
-    Raises ConfigError if the layout does not suit both, DataError if images do not.
+    Raises ConfigError if the layout does not fit both, DataError if images can't be read.
     """
     composed = on_cluster(config, cluster)
     section = composed.config.trainer
@@ -126,7 +129,7 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
 
 
 def _of_shapes(spec: ModelSpec) -> ModelSpec:
-    """Return the spec with shapes alone, without reading weights. Trials still have values."""
+    """Return the spec without weights: tensors have shapes alone. Its trials still have values."""
     # tensors that are never read from weights need their constructor, however large
     most = SMALL if isinstance(spec.building.weights, NoWeights) else math.inf
 

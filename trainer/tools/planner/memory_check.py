@@ -33,7 +33,7 @@ from trainer.tools.planner.cluster import RESERVED, described, gib
 from trainer.trackers import say
 
 SECONDS = 120.0
-"""Seconds that a prediction may take; a run then begins without one."""
+"""Seconds that a prediction may take; a run begins without one that takes longer."""
 RANKS = re.compile(
     r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|SLURM_|OMPI_|PMI_|PMIX_).*"
     r"|RANK|WORLD_SIZE|NODE_RANK"
@@ -45,9 +45,10 @@ UNKNOWN = Device("unknown", 0, 300e12, 2e12, 100e9)
 def check_memory(
     prepared: Prepared, machine: Machine, folder: Path, console: Console
 ) -> Callable[[], list[str]]:
-    """Predict and report the memory that a run takes on its device, if requested. Collective.
+    """Predict and report the memory that a run takes on its device, if `wanted`. Collective.
 
-    Returns a function that compares it with what was measured. Raises ConfigError if too much.
+    Returns a function that compares the prediction with what was measured, as lines for the user.
+    Raises ConfigError if the run needs more than the device has, unless `trainer.plan` is "warn".
     """
     if not wanted(prepared, machine):
         return list
@@ -61,7 +62,10 @@ def check_memory(
 
 
 def wanted(prepared: Prepared, machine: Machine) -> bool:
-    """Return True on GPUs or if the config asks for it, for a model and data that it names."""
+    """Return True if a prediction is possible and wanted: on GPUs, or with `trainer.plan` given.
+
+    It is not possible for a model or data that the config does not name.
+    """
     config = prepared.config
     section = prepared.config.trainer
     requested = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
@@ -74,8 +78,8 @@ def predict(
 ) -> tuple[float | None, list[str]]:
     """Predict the bytes on the fullest rank, and lines for the user; write `plan.json`.
 
-    None if the prediction fails, which is a line. Raises ConfigError if the run needs more than the
-    device has, unless `trainer.plan` says to try.
+    None if the prediction fails, which a line reports. Raises ConfigError if the run needs more
+    than the device has, unless `trainer.plan` is "warn", and DiskError for `plan.json`.
     """
     try:
         plan = simulated(prepared, machine, device)
@@ -86,7 +90,7 @@ def predict(
     needed = plan["needed"]
     owner = "device" if machine.device.type == "cuda" else "host"
     if needed > device.memory and prepared.config.trainer.plan == "refuse":
-        missing = f"{gib(needed - device.memory)} too many"
+        missing = f"{gib(needed - device.memory)} too much"
         actual = f"{plan['layout']} needs {gib(needed)} on the fullest rank, {missing}"
         expected = f"at most the {gib(device.memory)} of {device.name}"
         hint = f'trainer.plan="warn" tries anyway{_proposed(plan)}'
@@ -100,7 +104,10 @@ def predict(
 
 
 def measured(needed: float | None, machine: Machine) -> list[str]:
-    """Compare predicted with measured bytes on the fullest GPU. Collective after a prediction."""
+    """Compare predicted with measured bytes on the fullest GPU, in a line. Collective on GPUs.
+
+    `needed`: the predicted bytes; None, without a line, if the prediction failed.
+    """
     if needed is None or machine.device.type != "cuda":
         return []
     peak = max(machine.ranks.gather(torch.cuda.max_memory_allocated(machine.device)))
@@ -118,12 +125,15 @@ def device_of(machine: Machine) -> Device:
 
 
 def named(name: str, memory: float) -> Device:
-    """Return a device such as `NVIDIA H100 80GB HBM3`, with so many bytes."""
+    """Return a device such as `NVIDIA H100 80GB HBM3`, with `memory` bytes."""
     return replace(device_named(name, memory) or UNKNOWN, name=name, memory=memory)
 
 
 def simulated(prepared: Prepared, machine: Machine, device: Device) -> Json:
-    """Predict this run in a process of its own. Raises OSError, SubprocessError, ValueError."""
+    """Return the plan of this run as `meshloom plan --json` prints it, from a process of its own.
+
+    Raises OSError, SubprocessError or ValueError if that fails.
+    """
     config = resolved(prepared)
     config["trainer"]["engine"] = prepared.engine_name
     prepared.subject.describe_to(config["trainer"])
@@ -163,7 +173,7 @@ def _answer(command: list[str]) -> dict[str, object]:
 
 
 def alone(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for a process that is no rank, and sees no GPU."""
+    """Return the environment for a process that is no rank and has no GPU."""
     kept = {name: value for name, value in environment.items() if not RANKS.fullmatch(name)}
     root = str(Path(__file__).parents[3])
     paths = os.pathsep.join(filter(None, [root, kept.get("PYTHONPATH", "")]))

@@ -33,7 +33,7 @@ FASTER = 0.98
 MARGIN = 0.9
 """The largest share of a device's room that an estimate may fill to count as fitting."""
 MORE_NODES = (2, 4, 8, 16, 32, 64)
-"""The multiples of the present nodes that are tried to find how many would do."""
+"""The multiples of the present nodes that are tried to find how many are enough."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Proposal:
     """Config paths -> values."""
     plan: Plan
     comparison: str
-    """The figures that differ from those of the present plan; if none fits, what would do."""
+    """The figures that differ from the present plan's; if none fits, what would be enough."""
 
 
 def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
@@ -59,10 +59,11 @@ def rank(proposal: Proposal) -> tuple[bool, float, int, float]:
 def proposals(
     config: Config, cluster: Cluster, plan: Plan, most: int = 5, seconds: float = math.inf
 ) -> list[Proposal]:
-    """Find changes that fit, the fastest first; for a config that fits, faster ones.
+    """Find up to `most` changes that fit, the fastest first; for a config that fits, faster ones.
 
-    All keep the global batch and have been simulated; after `seconds` no other simulation begins.
-    If none fits, the one that misses least comes first, and its comparison says what would do.
+    All keep the global batch and have been simulated. After `seconds` no other simulation begins.
+    If none fits, the one that misses least comes first, and its comparison says what would be
+    enough.
     """
     until = time.monotonic() + seconds
     ranked = sorted(_tried(config, cluster, plan, until, most=most), key=rank)
@@ -90,9 +91,9 @@ def grid(plan: Plan, form: ClosedForm) -> list[Layout]:
 
 
 def shortlist(plan: Plan, form: ClosedForm) -> list[Layout]:
-    """List the layouts to try, in order: in turn the one of fewest changes and the fastest.
+    """List the layouts to try: in turn the next with the fewest changes, and the next fastest.
 
-    All are estimated to fit, and to be faster than a plan that fits.
+    All are estimated to fit and, if the present plan fits, to be faster than it.
     """
     old = plan.workload.layout
     likely = [one for one in grid(plan, form) if form.bytes(one) <= MARGIN * plan.room]
@@ -113,9 +114,10 @@ def _tried(
     most: int = 1,
     tries: int = SIMULATED,
 ) -> Iterator[Proposal]:
-    """Simulate a cluster's short list until `most` fit, but for what simulated ones rule out.
+    """Simulate a cluster's short list until `most` layouts fit or `tries` are simulated.
 
-    If the list is empty because nothing is estimated to fit, the smallest are simulated.
+    Layouts that earlier ones rule out are skipped; after the time `until` no other simulation
+    begins but the first. If nothing is estimated to fit, the smallest are simulated.
     """
     old = plan.workload.layout
     form = replace(ClosedForm.of(plan), cluster=cluster)
@@ -147,7 +149,7 @@ def _tried(
 
 
 def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm) -> bool:
-    """Return True if it changes what one that fits does, and is not faster by changing more."""
+    """Return True if `layout` changes all that `fitting` does, and gains nothing by the rest."""
     known = differences(old, fitting)
     changed = differences(old, layout)
     slower = form.seconds(layout) >= FASTER * form.seconds(fitting)
@@ -157,7 +159,10 @@ def _adds_nothing(layout: Layout, fitting: Layout, old: Layout, form: ClosedForm
 def changed_to(
     config: Config, cluster: Cluster, old: Layout, new: Layout
 ) -> tuple[dict[str, object], Config]:
-    """Return the changes that make the layout `new`, and the config; ConfigError for none."""
+    """Return the changes that make the layout `new`, and the config with them.
+
+    Raises ConfigError if no engine runs that layout, or no keys make it.
+    """
     changes = changes_to(config.raw, old, new)
     mesh: dict[str, object] = {"trainer.mesh.shard": new.shard}
     if config.trainer.mesh.replicate is not None:
@@ -181,7 +186,10 @@ def changed_to(
 def nodes_enough(
     config: Config, cluster: Cluster, plan: Plan, until: float = math.inf
 ) -> int | None:
-    """Find the least power of two times the nodes on which one try fits, or None, by `until`."""
+    """Return the fewest nodes, of MORE_NODES times the present, on which one simulated layout fits.
+
+    None if there are none, or none by the time `until`.
+    """
     every = (replace(cluster, nodes=cluster.nodes * times) for times in MORE_NODES)
     for larger in takewhile(lambda _: time.monotonic() < until, every):
         if any(p.plan.fits for p in _tried(config, larger, plan, until, tries=1)):

@@ -59,13 +59,13 @@ def _kinds(plan: Plan) -> Iterator[str]:
         if size >= peak.size * LEAST_SHOWN:
             yield f"  {gib(size):>12}  {kind}{' (on the host)' if kind in host else ''}"
     if peak.rounding >= peak.size * LEAST_SHOWN:
-        yield f"  {gib(peak.rounding):>12}  what the allocator rounds up"
+        yield f"  {gib(peak.rounding):>12}  rounding by the allocator"
 
 
 def _host(plan: Plan) -> str:
     copied = f"{gib(plan.background_copy)} for a save in the background"
     on_host = f", {gib(plan.on_host)} offloaded" if plan.on_host else ""
-    return f"{gib(plan.loaded)} a process while the model is loaded, {copied}{on_host}"
+    return f"{gib(plan.loaded)} per process while the model is loaded, {copied}{on_host}"
 
 
 def _traffic(plan: Plan) -> Iterator[str]:
@@ -164,7 +164,7 @@ def compared(old: Plan, new: Plan) -> str:
 
 
 def _figures(plan: Plan) -> dict[str, str]:
-    """Return what two plans are compared by: of a GPU, and of a step."""
+    """Return the figures by which two plans are compared, of the fullest device and of a step."""
     memory = {name: gib(plan.on_device(kinds)) for name, kinds in MEMORY.items()}
     return {
         "engine": plan.workload.engine_name,
@@ -185,5 +185,5 @@ def shortfall(best: Plan, tried: int, nodes: int | None) -> str:
     split = best.on_device(MEMORY["activations"])
     short = f"; sequence_parallel_size can't help: it divides only {gib(split)} of activations"
     misses = f"misses by {gib(missing)} of {gib(best.room)}, and would fit {' or '.join(remedies)}"
-    tries = f"of {tried} layouts that were tried none fits {best.cluster}"
+    tries = f"none of the {tried} layouts that were tried fits {best.cluster}"
     return f"{tries}; the nearest {misses}" + (short if split < missing else "")

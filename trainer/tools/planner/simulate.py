@@ -58,7 +58,7 @@ class Workload:
         return block_ranges(self.spec.build(), self.spec, schedule, stages)
 
     def received(self, rank: int) -> torch.Tensor:
-        """Make the hidden state that a rank's stage receives for a micro-batch, of zeros."""
+        """Make the hidden state that a rank's stage receives for a micro-batch, all zeros."""
         layout = self.layout
         first = self.ranges[layout.coordinates(rank)["pipeline"]].start
         shape = self.task.hidden_shape(self.batch(layout.micro_batch), first)
@@ -81,7 +81,7 @@ class Trace:
 
 
 def simulate_all(jobs: Sequence[tuple[Workload, int]], local_world_size: int) -> list[Trace]:
-    """Simulate each rank, as many at a time as there are cores.
+    """Simulate each (workload, rank), as many at a time as there are cores; return them in order.
 
     Each runs in a process of its own: libraries cache what they learn about groups and meshes.
     Raises ConfigError with the reason if the engine's own code fails on fake tensors.
@@ -116,7 +116,7 @@ def _received(rank: int, process: BaseProcess, pipe: Connection) -> Trace:
     except EOFError:
         process.join()
         trace = None
-        problem = f"the process that pretended to be it ended with {process.exitcode}"
+        problem = f"the process that simulated it ended with exit code {process.exitcode}"
     process.join()
     if trace is None:
         expected = "a model and a layout that run on fake tensors"
@@ -150,7 +150,7 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
 def recorded(
     workload: Workload, machine: Machine, at: Callable[[str], None] = lambda phase: None
 ) -> tuple[Ledger, int]:
-    """Record an engine that is built, steps, evaluates and is saved; call `at` in each phase.
+    """Record an engine that is built, steps, evaluates and is saved; call `at` before each phase.
 
     Returns the ledger, and the bytes that a background save copies.
     """

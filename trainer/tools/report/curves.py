@@ -23,7 +23,7 @@ PHASES = {
 }  # fmt: skip
 """The phases of a step, in their order, and their colours."""
 EVENT_PHASES = {event: phase for phase, event in ALONE.items()}
-"""Phases that have a line of the timeline to themselves, by its event."""
+"""An event of the timeline that is one phase by itself -> that phase."""
 ACCURACIES = {
     "evaluation_accuracy": ("held-out accuracy", style.TEAL),
     "evaluation_accuracy_top5": ("held-out top-5 accuracy", style.VIOLET),
@@ -62,8 +62,8 @@ def losses(record: RunRecord) -> Chapter:
 def _on_losses(record: RunRecord, odd: Sequence[int]) -> Iterator[str]:
     yield "The loss of each logged step, over its whole global batch, and the held-out loss."
     if many := record.logged > MOST:
-        yield f"The {record.logged:,} log lines are thinned: of neighbours, the least and the"
-        yield "largest loss are drawn."
+        yield f"The {record.logged:,} log lines are thinned: of neighbours, those with the smallest"
+        yield "and the largest loss are drawn."
     if odd:
         count = f"At least {len(odd)}" if many else str(len(odd))
         yield f"{count} logged losses are not finite, the first at step {odd[0]:,}."
@@ -137,14 +137,14 @@ def times(record: RunRecord) -> Chapter:
     style.over_steps(below, _last(record))
     below.set_ylabel("ms a step")
     text = (
-        "The host's time by phase, between log lines (timeline.jsonl). Nothing waits for the "
-        "device within a step, so on a GPU the device's own work shows where the host waits for "
-        "it, in logging."
+        "The host's time by phase, between log lines (timeline.jsonl). The host does not wait for "
+        "the device within a step. On a GPU, the device's work therefore counts as logging, where "
+        "the host does wait."
     )
     if (record.folder / PROFILE / TRACE).is_file():
         text += f" {PROFILE}/{TRACE} has the steps that were profiled, for Perfetto."
     else:
-        text += " What a step is made of within is recorded with trainer.profile."
+        text += " Set trainer.profile to record the operations within a step."
     return Chapter(key, title, text, made)
 
 
@@ -168,7 +168,7 @@ def memory(record: RunRecord) -> Chapter:
         _by_kind(below[0], predicted[1], peak)
         text += f" Predicted (plan.json): {peak:.2f} GiB at the peak, by kind below."
     else:
-        text += " The folder has no plan.json with a prediction to set beside it."
+        text += " The folder has no plan.json with a prediction to compare it with."
     kind = MEASURED.get(record.device, "measured")
     label = f"largest since the start, first rank, {kind}"
     _line(axes, record.steps, "memory_gib", style.TEAL, label)

@@ -39,8 +39,9 @@ class Attempt:
 
 
 def attempts(record: RunRecord) -> list[Attempt]:
+    """Return the starts of a run in order, each with its end."""
     result: list[Attempt] = []
-    steps: object = None  # of the run, as the last start says
+    steps: object = None  # the run's last step, as its last start recorded it
     for row in record.timeline:
         at = float(row["time"])
         step = row["step"]
@@ -62,14 +63,15 @@ def _end(row: Row, steps: object) -> str:
 
 
 def history(record: RunRecord) -> Chapter:
+    """Return the section on a run's starts, ends, checkpoints and evaluations."""
     key = "history"
     title = "Checkpoints and interruptions"
     if not (made := attempts(record)):
         there = ", ".join(f"step {step:,}" for step, _ in record.checkpoints)
-        known = f" Checkpoints that are there: {there}." if there else " There is no checkpoint."
+        known = f" Its checkpoints: {there}." if there else " There is no checkpoint."
         return Chapter(key, title, f"The run recorded no starts and saves (timeline.jsonl).{known}")
     again = len(made) - 1
-    text = f"The clock of the first rank. The run was started {len(made)} time{'s' * (again > 0)}"
+    text = f"By the first rank's clock. The run was started {len(made)} time{'s' * (again > 0)}"
     lost = sum(max(0, one.last - after.first) for one, after in pairwise(made))
     text += f"; {lost:,} steps were repeated." if again else "."
     table = [["start", "begun (UTC)", "resumed from step", "to step", "how it ended"]]
@@ -80,7 +82,7 @@ def history(record: RunRecord) -> Chapter:
 
 
 def _picture(record: RunRecord, made: Sequence[Attempt]) -> Figure:
-    """Draw four rows on one clock: when the run was at work, what it saved, evaluated, its ends."""
+    """Draw four rows over time: when the run was at work, its saves, its evaluations, its ends."""
     zero = made[0].begun
     end = max(one.ended for one in made)
     unit, name = next((pair for pair in UNITS if end - zero >= 2 * pair[0]), UNITS[-1])

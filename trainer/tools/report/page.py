@@ -24,7 +24,10 @@ def sections(record: RunRecord) -> list[Chapter]:
 
 
 def write(record: RunRecord, path: Path) -> list[Path]:
-    """Write the page `path`, and PNGs to a folder beside it; return all paths. Raises DiskError."""
+    """Write the page to `path`, and its pictures as PNGs to a folder beside it; return all paths.
+
+    Raises DiskError if they can't be written.
+    """
     parts = sections(record)
     pictures = {part.key: png(part.figure) for part in parts if part.figure is not None}
     beside = path.with_suffix("") if path.suffix else path.with_name(f"{path.name}-pictures")

@@ -1,4 +1,4 @@
-"""The record of a run, read from its folder: broken lines and files are noted, and no errors."""
+"""The record of a run, read from its folder. Broken lines and files are noted, not raised."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from trainer.supervise import status_files
 LONGEST = 1 << 20
 MOST = 8192
 """The most bytes of a line, and the most rows of a kind that are kept."""
-STEP = re.compile(rb'\{"step": (\d{1,14}), .{0,200}?"loss": (-?\d[\d.e+-]{0,30})[,}]')
-"""A step's line as a run writes it: to parse all of a million takes long."""
+NUMBER = rb"-?\d{1,20}(?:\.\d{1,30})?(?:e[+-]?\d{1,3})?"
+STEP = re.compile(rb'\{"step": (\d{1,14}), .{0,200}?"loss": (%b)[,}]' % NUMBER)
+"""A step's line as a run writes it: to parse a million of them as JSON takes long."""
 Row = Json
 _Line = tuple[int, float, bytes]
 T = TypeVar("T")
@@ -62,7 +63,7 @@ class RunRecord:
 
     @property
     def unit(self) -> str:
-        """The plural of what rates count; "targets" of a run before it was written down."""
+        """The plural of what rates count; "targets" for an older run, which did not record it."""
         return str(self.environment.get("unit", "targets"))
 
     @property
@@ -103,7 +104,7 @@ def read(folder: Path) -> RunRecord:
 
 
 def number(row: Row, key: str) -> float:
-    """Return the number at `key`; NaN if it is missing or was not finite."""
+    """Return the number at `key`; NaN if there is none or it was not finite."""
     value = row.get(key)
     return float(value) if value is not None and _is_number(value) else math.nan
 
@@ -118,7 +119,7 @@ def _no_run(folder: Path) -> Problem:
     if not folder.is_dir():
         return Problem(str(folder), "no such folder", expected)
     inner = sorted(path.parent.name for path in folder.glob("*/environment.json"))
-    hint = f"Give one of those in it: {', '.join(inner[:5])}" if inner else ""
+    hint = f"Give one of the runs in it: {', '.join(inner[:5])}" if inner else ""
     return Problem(str(folder), "neither environment.json nor metrics.jsonl in it", expected, hint)
 
 
@@ -165,7 +166,10 @@ def _row(line: bytes) -> Row | None:
 
 
 def _losses(line: bytes) -> list[tuple[str, _Line]] | None:
-    """Return the losses of a line by their names; infinity for one that is not finite."""
+    """Return the losses in a line, by their keys, each with its step and the line.
+
+    Infinity stands for a loss that is not finite. None for a line that can't be read.
+    """
     if (step := STEP.match(line)) and line.endswith(b"}\n") and b'"evaluation_loss"' not in line:
         return [("loss", (int(step[1]), float(step[2]), line))]
     if (row := _row(line)) is None:
@@ -194,8 +198,9 @@ def _json(path: Path, notes: list[str]) -> Row | None:
 class _Series:
     """The lines with a loss of one kind, by rising step, and the stretches that later lines repeat.
 
-    If there are many, each eight neighbours leave those with the smallest and the largest loss; one
-    that is not finite counts as the largest. A line is kept as bytes, and parsed at the end.
+    Of more than MOST, only the lines with the smallest and the largest loss of each eight
+    neighbours are kept; a loss that is not finite counts as the largest. A line is kept as bytes,
+    and parsed at the end.
     """
 
     lines: list[_Line] = field(default_factory=list)
@@ -231,7 +236,7 @@ def _events(rows: Iterator[Row]) -> list[Row]:
 
 
 def _added_up(rows: list[Row]) -> list[Row]:
-    """Add every second of consecutive log lines to the one before it."""
+    """Merge consecutive log lines in pairs: the later one gets the sum of their seconds."""
     added: list[Row] = []
     fresh = False  # the last row is one of `rows`, and no sum
     for row in rows:
@@ -259,7 +264,7 @@ def _checkpoints(folder: Path) -> list[tuple[int, float]]:
 
 
 def _predicted(plan: Row | None, notes: list[str]) -> tuple[float, dict[str, float]] | None:
-    """Read {"memory": {"peak_bytes": int, "by_kind": {kind: bytes}}}; other keys are ignored."""
+    """Read {"memory": {"peak_bytes": int, "by_kind": {kind: bytes}}}; None if there is no such."""
     if plan is None or "memory" not in plan:
         return None
     memory: dict[str, object] = plan["memory"] if isinstance(plan["memory"], dict) else {}

@@ -62,7 +62,7 @@ def drawing() -> AbstractContextManager[None]:
 
 
 def figure(height: float, rows: int = 1, **more: Any) -> tuple[Figure, list[Axes]]:
-    """Make an empty figure of the report's width, `height` in inches; and its axes from the top."""
+    """Return an empty figure, WIDTH x `height` inches, and its `rows` of axes from the top."""
     made = Figure(figsize=(WIDTH, height), dpi=DPI, layout="constrained", facecolor="white")
     FigureCanvasAgg(made)
     return made, list(made.subplots(rows, squeeze=False, **more).flat)
@@ -96,6 +96,6 @@ def over_steps(axes: Axes, last: float, label: bool = True) -> None:
 
 
 def shown(text: str, most: int = 48) -> str:
-    """Shorten a foreign name to fit a picture."""
+    """Shorten a text from a run's files to `most` characters, to fit a picture."""
     line = printable(text).replace("\n", " ")
     return line if len(line) <= most else f"{line[: most - 3]}..."

@@ -34,12 +34,12 @@ REFUSED = {
     "gdpo": _SAMPLES,
     "ebft": _SAMPLES,
 }
-_SMOOTHING = "it depends on the version of TRL whether theirs smooths with it: 1.16 does not"
+_SMOOTHING = "whether theirs smooths with it depends on the version of TRL: 1.16 does not"
 _TEXTS = (
     "theirs puts the tokenizer's own beginning and end of text around what the template renders; "
-    "here they are in it, or not there"
+    "here they are there only if the template has them"
 )
-_ADAPTER = "it depends on the version of TRL whether theirs compares with the base or with it"
+_ADAPTER = "whether theirs compares with the base or with this adapter depends on TRL's version"
 _PAIRS = "its rows are not read as pairs: see docs/preferences.md"
 
 
@@ -78,7 +78,7 @@ def _loss(draft: Draft, keys: Roles) -> None:
         gamma = keys["simpo_gamma"]
         draft.put(gamma, "trainer.pairs.gamma", gamma.value)
         if not gamma.key:
-            draft.lose(kind, "theirs has no value for simpo_gamma: say one")
+            draft.lose(kind, "theirs has no default for simpo_gamma: set one")
     if beta.key:
         draft.put(beta, "trainer.pairs.beta", beta.value)
     else:
@@ -117,7 +117,7 @@ def _samples(draft: Draft, keys: Roles) -> None:
 
 
 def _data(draft: Draft, keys: Roles) -> None:
-    """Convert the data sets; the name of a type may be that of a template."""
+    """Convert the data sets, and set the chat template that their types may begin with."""
     content = read_table("answers/axolotl")
     rows = {**inner_table("axolotl"), **dict(rows_of(content["inner"]))}
     axolotl.put_data(draft, keys, rows, _source)
@@ -133,7 +133,7 @@ def _data(draft: Draft, keys: Roles) -> None:
         draft.skip(keys["chat_template"])
         keys["chat_template"] = Entry()
     else:
-        draft.lose(entry, "types of several chat templates: here one for all data")
+        draft.lose(entry, "its types have several chat templates: here there is one for all data")
 
 
 def _source(part: Draft, keys: Roles) -> None:
@@ -143,7 +143,7 @@ def _source(part: Draft, keys: Roles) -> None:
     template, _, form = str(kind.value or "").partition(".")
     content = read_table("answers/axolotl")
     if template in content["templates"] and form == "argilla":
-        part.lose(kind, "its columns depend on the rows: say which, as a type of your own")
+        part.lose(kind, "its columns depend on the rows: name them in a type of your own")
     elif template in content["templates"] and form in content["types"]:
         for name, value in content["types"][form].items():
             part.put(kind, name, value)
@@ -172,7 +172,7 @@ def _chat_rows(part: Draft, keys: Roles) -> None:
 
 
 def _own_rows(part: Draft, keys: Roles) -> None:
-    """Convert rows of plain texts, whose columns a type of one's own may name."""
+    """Convert rows of plain texts, whose columns a custom `type` may name."""
     for side in ("prompt", "chosen", "rejected"):
         entry = keys[f"type.field_{side}"]
         if entry.is_set:

@@ -34,9 +34,9 @@ _KTO_PAIR = "it is an older name of a loss that is not offered"
 _HEAD = (
     "theirs is TRL's value head, with a bias and dropout; here transformers' own head for one label"
 )
-_LONG = "a longer pair is an error: theirs cuts prompt and answers in proportion"
+_LONG = "a longer pair is an error; theirs truncates prompt and answers in proportion"
 _ADAPTER = "theirs compares with the base without that adapter, here with the model before training"
-_LISTS = "say ranking: true with the columns chosen and rejected: other rows hold no pairs"
+_LISTS = "set ranking: true and the columns chosen and rejected: other rows have no pairs"
 
 
 def trainer_of(given: Json) -> OtherTrainer | None:
@@ -127,7 +127,7 @@ def _source(part: Draft, keys: Roles) -> None:
         part.put(kind, "records", "instruction" if with_input else "chat")
         part.put(column, "prompt_column", str(column.value))
         if query.value not in (None, "", "input"):
-            part.lose(query, "it is called input here")
+            part.lose(query, "the column is called input here")
         part.skip(query)
     elif kind.value in ("sharegpt", "openai"):
         messages = keys["columns.messages"]

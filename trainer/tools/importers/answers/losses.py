@@ -44,7 +44,7 @@ def put_sft(draft: Draft, entry: Entry, weight: float) -> None:
 
 
 def put_longest(draft: Draft, entry: Entry) -> None:
-    """Set the tokens of an answer with its prompt that are read: all but the last, a target."""
+    """Set the length of a prompt with its answer: one fewer, as the last token is only a target."""
     draft.put(entry, "trainer.data.sequence_length", int(entry.value) - 1)
     draft.note(entry, _ONE_FEWER)
 
@@ -65,37 +65,38 @@ def turned_off(draft: Draft, keys: Roles) -> None:
     known = base_config(draft)
     rates = [f"{name} {value:g}" for name, value in known.items() if _is_rate(name, value)]
     if rates:
-        reason = f"the model drops out ({', '.join(rates)}): set that to 0 in its config.json"
+        reason = f"the model has dropout ({', '.join(rates)}): set it to 0 in its config.json"
         draft.lose(entry, reason)
     elif not known:
         draft.note(entry, _RATES)
 
 
 def without_router(draft: Draft, entry: Entry, source: Entry) -> None:
-    """Report a router's loss, which theirs adds to that of pairs if the model has one.
+    """Report a router's loss, which theirs adds to that of pairs if the model has a router.
 
-    `source` is the key under which that is said of a model whose config is not known.
+    `entry`: the key of its weight, if there is one. `source`: the key to report it under for a
+    model whose config is not known.
     """
     known = base_config(draft)
     if entry.key:
         (draft.lose if entry.value else draft.skip)(entry)
     elif known.get("router_aux_loss_coef") and "output_router_logits" in known:
         draft.lose(
-            Entry("router_aux_loss_coef", known["router_aux_loss_coef"]), f"{_ROUTER}: say 0"
+            Entry("router_aux_loss_coef", known["router_aux_loss_coef"]), f"{_ROUTER}: set it to 0"
         )
     elif not known:
         draft.note(source, _ROUTER)
 
 
 def base_config(draft: Draft) -> Json:
-    """Return the config.json of a base that is a folder here; else an empty one."""
+    """Return the content of the base's config.json; empty if the base is not a folder here."""
     name = draft.get("trainer.model.name_or_path")
     path = beside(draft.folder, f"{name}/config.json") if isinstance(name, str) else None
     if path is None:
         return {}
     try:
         known: Json = read(path)
-    except ConfigError:  # the run says what is wrong with it
+    except ConfigError:  # the run reports what is wrong with it
         return {}
     return known
 

@@ -22,7 +22,7 @@ from trainer.tools.importers.tables import Group, OtherTrainer, extended, read_t
 
 _IGNORED = "TRL ignores it with this loss, and nothing is smoothed here, either"
 _CUT = "it cuts the prompts of both answers differently: keep_start alone is offered"
-_UNCUT = "a longest length is needed here: say one"
+_UNCUT = "a maximum length is needed here: set one"
 _CHATS = (
     "of chats, theirs scores all that the template writes after the prompt, also a line break "
     "after the token that ends the answer; here the answer and that token. Of texts, theirs "
@@ -33,15 +33,16 @@ _CHATS = (
 def dpo_loss(
     draft: Draft, loss: Entry, given: Sequence[str], weights: Entry, smoothing: Entry
 ) -> None:
-    """Convert a loss with a reference, or one with the chosen answers' cross-entropy beside it.
+    """Convert a loss with a reference, alone or with the chosen answers' cross-entropy ("sft").
 
-    `given` are TRL's names of the losses that the key `loss` asks for.
+    `given`: TRL's names of the losses that the key `loss` asks for. `weights` and `smoothing`: the
+    keys of their weights and of label smoothing. What is not offered is lost.
     """
     content = read_table("answers/trl")
     factors = _factors(weights, given)
     own = [name for name in given if name != "sft"]
     if len(own) != 1:
-        draft.lose(loss, 'here one loss, and "sft" beside it')
+        draft.lose(loss, 'one loss is offered here, alone or with "sft"')
         return
     [name] = own
     if name not in content["losses"].split():
@@ -51,7 +52,7 @@ def dpo_loss(
     if factors is None:
         draft.lose(weights, "not a number for each loss")
     elif factors[given.index(name)] != 1:
-        draft.lose(weights, f"the weight of {name} is 1 here: divide both by it")
+        draft.lose(weights, f"the weight of {name} is 1 here: divide both weights by it")
     elif len(given) > 1:
         entry = weights if weights.is_set else loss
         put_sft(draft, entry, float(factors[given.index("sft")]))
@@ -66,7 +67,7 @@ def dpo_loss(
 
 
 def _factors(weights: Entry, given: Sequence[str]) -> list[float] | None:
-    """Return the weight of each loss; None if they are not that."""
+    """Return the weight of each loss; None unless there is a number for each."""
     if not weights.is_set:
         return [1.0] * len(given)
     value = weights.value
@@ -91,7 +92,7 @@ def _cpo(draft: Draft, keys: Roles) -> None:
     kinds = {"sigmoid": "cpo", "simpo": "simpo"}
     kind = kinds.get(str(loss.value))
     if kind is None:
-        draft.lose(loss, "without a reference, here sigmoid and simpo alone")
+        draft.lose(loss, "without a reference, only sigmoid and simpo are offered here")
         return
     put_pairs(draft, loss, kind)
     draft.put(keys["beta"], "trainer.pairs.beta", keys["beta"].value)

@@ -1,7 +1,7 @@
 """The memory that a run takes, on real or fake tensors: an entry for each storage.
 
 Storages count, not tensors: views are free, and a storage with several names counts once. Sizes are
-as requested, `rounded` as an allocator serves them. Memory inside kernels is not seen.
+as requested; `rounded` is as an allocator serves them. Memory inside kernels is not recorded.
 """
 
 from __future__ import annotations
@@ -45,16 +45,18 @@ COMMUNICATING = {
     "planner": ("replicas_by_buckets.py", "patches.py"),
     "recompute": ("offload.py",),
 }
-"""Files, by folder, whose functions make tensors to communicate: gathered weights too."""
+"""Files, by folder, whose functions make tensors to communicate, gathered weights included."""
 KEPT = {
     ("offload.py", "empty_like"): "block inputs",
     ("stage_1_and_2.py", "zeros"): "optimizer",
     ("stage_1_and_2.py", "full"): "optimizer",
     ("stage3.py", "zeros"): "gradients",
 }
-"""Kinds of what is kept, by file and operator: on the host, and DeepSpeed's on its device."""
+"""The kinds of the tensors that these files keep instead, by file and operator.
+
+Those of offload.py are on the host."""
 FRAMES = 12
-"""The callers that are searched for such a file."""
+"""The number of callers that are searched for such a file."""
 
 
 @dataclass(eq=False, slots=True)
@@ -66,7 +68,7 @@ class Allocation:
     kind: str
     """weights, gradients, optimizer, activations, logits, communication, temporaries or data."""
     module: str
-    """The dotted name of the module whose forward pass made it; empty outside of any."""
+    """The dotted name of the module whose forward pass made it; empty outside any."""
     operator: str
     born: int
     died: int | None = None
@@ -77,7 +79,7 @@ class Allocation:
         return -(-self.size // BLOCK) * BLOCK
 
     def belong_to(self, kind: str, module: str) -> None:
-        """Set the purpose, and the module unless the name is empty."""
+        """Set the kind, and the module unless the name is empty."""
         self.kind = kind
         self.module = module or self.module
 
@@ -129,7 +131,7 @@ class Ledger(TorchDispatchMode):
         self.phases.append((phase, self._tick))
 
     def of(self, tensor: torch.Tensor | None, kind: str, name: str = "") -> None:
-        """Set the purpose of a tensor; it is recorded now if it was not yet."""
+        """Set the kind, and the name, of a tensor's storage, which is recorded if it is new."""
         if tensor is None:
             return
         inner = tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -169,7 +171,8 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops.prim.device.default:
             return _device(args[0])  # called twice as often as any computation
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0] if isinstance(args[0], FakeTensor) else func(*args)  # a fake one copies
+            # on a fake tensor the operator would copy
+            return args[0] if isinstance(args[0], FakeTensor) else func(*args)
         self._tick += 1
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
@@ -207,7 +210,7 @@ class Ledger(TorchDispatchMode):
 
     @property
     def _module(self) -> str:
-        """The name of the module whose forward pass runs; empty outside of any."""
+        """The name of the module whose forward pass runs; empty outside any."""
         return self._stack[-1] if self._stack else ""
 
     def _kind_of(self, tensor: torch.Tensor, operator: str) -> str:
@@ -234,7 +237,7 @@ class Ledger(TorchDispatchMode):
             self._stack.pop()
 
     def peaks(self) -> list[Peak]:
-        """Return the peak of each phase, in order; of one that occurs several times the largest."""
+        """Return each phase's peak, in order; the largest if the phase occurs several times."""
         ends = [start for _, start in self.phases[1:]] + [self._tick + 1]
         largest: dict[str, Peak] = {}
         for (name, start), end in zip(self.phases, ends, strict=True):
@@ -268,12 +271,12 @@ def _place(file: str) -> tuple[str, str]:
 
 
 def _device(tensor: torch.Tensor) -> torch.device:
-    """Return the device; a fake tensor's pretended one without a way through all modes."""
+    """Return a tensor's device; a fake tensor's pretended one, without calling dispatch modes."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
 def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
-    """Add up the storages that live at one moment."""
+    """Add up the storages that live at one moment of `phase`."""
     kinds = Counter[str]()
     consumers = Counter[str]()
     rounding = 0

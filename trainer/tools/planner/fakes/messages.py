@@ -120,13 +120,13 @@ def _group(args: Sequence[object]) -> tuple[int, ...]:
     named = [(_resolve_process_group, word) for word in reversed(args) if isinstance(word, str)]
     groups: list[tuple[Callable[[Any], ProcessGroup], Any]] = [*boxed, *named]
     for group_of, value in groups:
-        with suppress(RuntimeError, TypeError, ValueError):  # a reduction is either of them, too
+        with suppress(RuntimeError, TypeError, ValueError):  # of these types is a reduction, too
             return tuple(dist.get_process_group_ranks(group_of(value)))
     return ()
 
 
 def place() -> str:
-    """Return the running line of this package's code, but for the planner's; empty if none is."""
+    """Return the innermost running line of this package outside the planner; empty without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if name := _engines_file(frame.f_code.co_filename):

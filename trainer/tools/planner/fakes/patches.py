@@ -1,4 +1,4 @@
-"""Patches of DeepSpeed 0.18 and 0.19 in a simulation: ZeRO-3's collectives, no view for each rank.
+"""Patches of DeepSpeed 0.18 and 0.19 in a simulation: ZeRO-3's collectives without a view per rank.
 
 Symptom: the views, thousands per parameter on a thousand ranks, take minutes. The messages and the
 sizes of tensors stay those of `all_gather_coalesced` (deepspeed/runtime/zero/partition_parameters)
@@ -38,7 +38,7 @@ class GatheredAtOnce(partition_parameters.AllGatherCoalescedHandle):  # type: ig
 def gather(
     params: list[Any], world_size: int, rank: int, group: object, dtype: torch.dtype
 ) -> GatheredAtOnce:
-    """Replace `_all_gather_dtype`."""
+    """Replace `_all_gather_dtype`: gather partitions by one message, into one flat buffer."""
     size = sum(parameter.ds_tensor.ds_numel for parameter in params)
     whole = torch.empty(size * world_size, dtype=dtype, device=params[0].ds_tensor.device)
     own = whole.narrow(0, size * rank, size)
@@ -51,7 +51,7 @@ def gather(
 def reduce_scatter(
     tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None
 ) -> list[torch.Tensor]:
-    """Replace `reduce_scatter_coalesced`."""
+    """Replace `reduce_scatter_coalesced`; return this rank's flat part of each tensor."""
     world_size = dist.get_world_size(group)
     rank = dist.get_rank(group)
     sizes = [math.ceil(tensor.numel() / world_size) for tensor in tensors]

@@ -1,6 +1,7 @@
-"""One rank of a simulated cluster: fake process group and tensors; libraries patched for the while.
+"""One rank of a simulated cluster: a fake process group, fake tensors and patched libraries.
 
-A tensor has a shape, a dtype and a storage size, but no values. One read on the host is 1 or True.
+A tensor has a shape, a dtype and a storage size, but no values. A value read on the host is 1 or
+True.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ aten = torch.ops.aten
 
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
-"""An unsupported optimizer whose import takes DeepSpeed seconds in each process."""
+"""DeepSpeed's Muon, which is unsupported here, and takes seconds to import in each process."""
 
 
 class PretendRanks(Ranks):
@@ -69,7 +70,7 @@ class PretendRanks(Ranks):
 
 
 def real(function: Callable[..., T]) -> Callable[..., T]:
-    """Wrap `function` so that its tensors have values."""
+    """Wrap `function` so that tensors made in it have values."""
     return unset_fake_temporarily()(function)  # type: ignore[no-any-return]
 
 
@@ -81,10 +82,12 @@ def pretending(
     *,
     deepspeed: Callable[[], torch.Tensor] | None = None,
 ) -> Iterator[PretendRanks]:
-    """Act as rank `rank` of `world_size`, with fake tensors.
+    """Act as rank `rank` of `world_size`, with `local_world_size` ranks in a node, on fake tensors.
 
-    `deepspeed`, if that is the engine, returns an empty hidden state, as its pipeline receives it.
-    Raises RuntimeError if a process group exists already."""
+    `deepspeed`: if that is the engine, makes the hidden state that the rank's stage receives for a
+    micro-batch; with it, DeepSpeed is patched too. Raises RuntimeError if a process group exists
+    already.
+    """
     if dist.is_initialized():
         raise RuntimeError("a process that is one of several can't pretend to be another")
     environment = {
@@ -95,7 +98,7 @@ def pretending(
         "LOCAL_SIZE": local_world_size,
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
-        "OMP_NUM_THREADS": 1,  # else Accelerate wants more, which a forked process has not
+        "OMP_NUM_THREADS": 1,  # else Accelerate sets more, which a forked process does not have
     }
     written = {key: str(value) for key, value in environment.items()}
     muon = SimpleNamespace(MuonWithAuxAdam=type("Muon", (), {}))
@@ -131,7 +134,7 @@ def _replacements(
     yield from _everywhere(nn.parallel.DistributedDataParallel, BucketedReplica)
     own_stage = lambda local, mesh: dict.fromkeys(local, mesh.rank("pipeline"))  # noqa: E731
     yield from _everywhere(owners.owning_stages, own_stage)
-    # draws until all are within bounds
+    # it draws until all values are within bounds
     yield nn.init, "_no_grad_trunc_normal_", lambda tensor, *_, **__: tensor
     yield nn.Module, "_apply", _apply
     yield dist, "all_gather_object", _all_gather_object
@@ -140,7 +143,7 @@ def _replacements(
 
 
 def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> object:
-    """Read how many rows go to each rank's experts: as many to each."""
+    """Return how many rows go to, and come from, each rank's experts: as many for each rank."""
     ranks = len(read(counts, theirs, rows)[0])
     return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
 
@@ -148,7 +151,10 @@ def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> o
 def _kernels(
     attention: Callable[[], Attention], device: torch.device, ranks: ContextRanks | None
 ) -> Callable[..., str]:
-    """Choose a GPU's kernel where the model takes one: each keeps as much as that by cu_seqlens."""
+    """Choose the kernel by cu_seqlens if the model supports a GPU's kernels, else the mask.
+
+    A GPU's other kernels keep as many bytes as that by cu_seqlens.
+    """
     with _disable_current_modes():
         kernel = "mask" if attention().refusal else "cu_seqlens"
     return lambda *_: kernel
@@ -157,14 +163,14 @@ def _kernels(
 def _by_document(
     change: Callable[..., None], model: nn.Module, mixers: Callable[[], Mixers]
 ) -> None:
-    """Run layers with state by document; the trial that finds them needs values."""
+    """Run layers with state by document; the trial that detects them runs with values."""
     with _disable_current_modes():
         mixers()
     change(model, mixers)
 
 
 class _TiedTables:
-    """Tied tables that both ends of a pipeline hold, derived from the cut and not by messages."""
+    """The tied tables that both ends of a pipeline have, derived from the cut, not by messages."""
 
     def __init__(self) -> None:
         self._both: set[str] = set()
@@ -244,10 +250,11 @@ def _all_gather_object(results: list[object], value: object, group: object = Non
 
 @contextmanager
 def resizes_reported(report: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Report resized storages, by which FSDP frees and gathers units unseen by dispatch modes.
+    """Call `report` with each storage that is resized: no dispatch mode sees that.
 
-    Hides DTensor's sharding propagation, which makes fake tensors of the whole shape. Can go when a
-    dispatch mode sees the one and not the other.
+    FSDP frees and gathers its units by resizing. DTensor's sharding propagation is hidden from
+    dispatch modes, as it makes fake tensors of the whole shape. Can go when a dispatch mode sees
+    resizing, and does not see the propagation.
     """
     plain = torch.UntypedStorage.resize_
     propagate = ShardingPropagator._propagate_tensor_meta_non_cached

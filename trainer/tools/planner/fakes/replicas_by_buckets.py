@@ -50,7 +50,7 @@ class BucketedReplica(nn.Module):
         return self.module(*arguments)
 
     def register_comm_hook(self, *_: object, **__: object) -> None:
-        self._sent = torch.bfloat16  # as the one hook does that engines take
+        self._sent = torch.bfloat16  # as the only hook that engines use does
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
