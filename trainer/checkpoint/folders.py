@@ -109,10 +109,7 @@ def removed_on_error(partial: Path, removes: bool) -> Iterator[None]:
 
 
 def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
-    """Send a part of a file from rank `giver` to the other folders. Raises DiskError.
-
-    A rank whose disk fails still takes part to the end, so that no other rank hangs.
-    """
+    """Send a part of a file from rank `giver` to others. A rank takes part even after an error."""
     import torch
     import torch.distributed as dist
 
