@@ -1,4 +1,4 @@
-"""Saving in the background: the loop waits for a copy of the state, which a thread writes."""
+"""Saving in the background: the loop waits until the state is copied; a thread writes the copy."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Write = Callable[[Sequence[StateTensor], Ranks], None]
 
 
 class Background:
-    """Saves in the background, one at a time, from a copy in host memory, which is reused.
+    """Saves in a thread, one at a time, from a copy of the state in host memory, which is reused.
 
-    `ranks` have a process group of their own, since a thread uses it. Leaving the context waits for
-    the save.
+    `ranks` have a process group of their own, since the thread uses it. Leaving the context waits
+    for the save. It raises the save's error, unless the context ends with another one.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -31,7 +31,7 @@ class Background:
         self._saving: Future[None] | None = None
 
     def save(self, entries: Sequence[StateTensor], write: Write) -> None:
-        """Copy `entries` as they are, and have a thread `write` them. Collective.
+        """Copy the present values of `entries`, and have a thread `write` the copy. Collective.
 
         Waits for the previous save, and raises its error.
         """
@@ -44,7 +44,7 @@ class Background:
         self._saving = self._thread.submit(write, frozen, self._ranks)
 
     def wait(self) -> None:
-        """Wait for the current save, and raise its error on every rank."""
+        """Wait for the save in progress, if there is one. Raises its error on every rank."""
         saving = self._saving
         self._saving = None
         if saving is not None:
@@ -59,7 +59,7 @@ class Background:
             self.wait()
 
     def _frozen(self, entry: StateTensor) -> StateTensor:
-        """Return the state tensor with a copy of what this rank holds of it."""
+        """Return the state tensor with copies of this rank's parts; they may still be in progress."""
         import torch
 
         frozen = []

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: their names, the newest good one, and which are removed."""
+"""The checkpoints of a run: their names, the newest good one, and those to remove."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainer.storage import disk_errors, rename_folder
 DELETING = ".deleting"
 DAMAGED = ".damaged"
 LATEST = "latest"
-"""The file with the newest one's name, for users and scripts: resuming does not read it."""
+"""The file with the newest checkpoint's name, for users and scripts: resuming does not read it."""
 _LEFTOVER = re.compile(rf"step-\d{{6,}}({re.escape(PARTIAL)}|{re.escape(DELETING)})")
 
 
@@ -38,11 +38,13 @@ def published(folder: Path) -> list[Path]:
 def newest(
     folder: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL
 ) -> tuple[Path | None, list[str]]:
-    """Find the newest good checkpoint; set newer ones aside, and describe their damage. Collective.
+    """Return the newest good checkpoint, or None, and lines for the user. Collective.
 
-    `below` is as for `verify`. If machines have folders of their own, a checkpoint that is good in
-    any of them is copied to those where it is not. Raises DiskError if the ranks do not see the
-    same folder, or it can't be written.
+    Newer ones are damaged: they are renamed, and a line describes the damage of each. `below` is
+    as for `verify`. If machines have folders of their own, a checkpoint that is good in any of them
+    is copied to those where it is not. Raises DiskError if ranks of a machine do not see the same
+    folder, machines have different checkpoints of one step, or a folder can't be written; and
+    ConfigError as `verify_each` does.
     """
     damaged: list[tuple[Path, Path, list[Problem]]] = []
     newest = None
@@ -75,7 +77,7 @@ def _published_anywhere(folder: Path, ranks: Ranks) -> list[Path]:
 
 
 def leftovers(folder: Path) -> list[Path]:
-    """List the folders that killed runs, and damage, left beside the checkpoints."""
+    """List the folders beside the checkpoints: unfinished ones of killed runs, and damaged ones."""
     others = (path for path in folder.glob("step-*") if not STEP_FOLDER.fullmatch(path.name))
     return sorted(path for path in others if path.is_dir())
 
@@ -111,7 +113,10 @@ def check_same(path: Path, node_firsts: Sequence[int], ranks: Ranks) -> None:
 
 
 def out_of_the_way(path: Path) -> Path:
-    """Rename a damaged checkpoint, for the user to inspect: nothing here ever removes it."""
+    """Rename a damaged checkpoint, and return its new path. Raises DiskError.
+
+    It is left for the user to inspect: nothing here ever removes it.
+    """
     endings = (f"-{number}" if number > 1 else "" for number in count(1))
     names = (path.with_name(f"{path.name}{DAMAGED}{ending}") for ending in endings)
     aside = next(name for name in names if not name.exists())
@@ -125,8 +130,8 @@ def prune(
 ) -> list[Path]:
     """Remove all but the last `keep_last` checkpoints and, if `keep_best`, that of the lowest loss.
 
-    The loss is the held-out one. Those `kept` stay, too, and at least one with all files. Runs on
-    one rank; returns the removed. Raises DiskError.
+    The loss is the held-out one. The paths in `kept` stay, too, and at least one checkpoint that
+    has all its files. To be called on one rank. Returns the removed paths. Raises DiskError.
     """
     directory = published(folder)
     stay = {*directory[-max(keep_last, 1) :], *kept}
@@ -154,7 +159,7 @@ def _best(directory: Sequence[Path]) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a folder out of sight in one step; return the new path, to be removed."""
+    """Rename a folder that is to be removed, and return the new path. Raises OSError."""
     aside = path.with_name(path.name + DELETING)
     shutil.rmtree(aside, ignore_errors=True)
     rename_folder(path, aside)
@@ -162,7 +167,7 @@ def set_aside(path: Path) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove the folders that a killed run left behind."""
+    """Remove the unfinished folders that a killed run left behind. Raises OSError."""
     for path in folder.glob("step-*"):
         if _LEFTOVER.fullmatch(path.name):
             shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""The moments of a save at which tests kill, stop, delay or break a run."""
+"""The points of a save, copy or restore at which tests kill, stop, delay or break a run."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from __future__ import annotations
 def at(phase: str) -> None:
     """Do nothing; a test puts its own function here.
 
-    Every rank calls it with `before`, with `shard` before each tensor that it writes, and with
-    `flush`; rank 0 then with `manifest`, `rename` (the manifest is written), `latest` (the
-    checkpoint is published), and with `prune` when an older one is out of sight and not yet
-    removed.
+    In a save, every rank calls it with `before`, with `shard` before each span of a file that it
+    writes, and with `flush`. The first rank of each run folder then calls it with `manifest`,
+    `rename` (the manifest is written) and `latest` (the checkpoint is published). An export has
+    `shard`, `flush` and `manifest` alone. Pruning calls it with `prune` when an older checkpoint
+    is renamed and not yet removed.
 
-    A copy elsewhere calls it, in threads, with `bucket` before each operation there and with
-    `block` after each block of a file that was read or written; a restore with `restored` once all
-    is here, and before each piece of it is put in its place.
+    The copy of a run calls it in threads: with `bucket` before each operation at the address, and
+    with `block` after each block of a file. A restore calls it with `restored` when all files are
+    here, and before each checkpoint or file is renamed into place.
     """

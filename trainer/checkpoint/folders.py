@@ -1,4 +1,4 @@
-"""Run folders that each machine has for itself: files of one are copied to the others."""
+"""Run folders that are local to each machine: files of one are copied to the others."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 PARTIAL = ".partial"
 """The end of the name of an unfinished folder."""
 CHUNK = 16 * 2**20
-"""Bytes sent over the network at a time."""
+"""The bytes that are sent over the network at a time, and at most twice as many."""
 
 
 def spread(
@@ -36,8 +36,9 @@ def spread(
 ) -> None:
     """Copy each part of the files of `records` from the folder of its writer to all others.
 
-    Collective. `folder` is the one that this rank sees; None if it wants no copy. Copies are
-    flushed, and have the hashes of their records. Raises DiskError everywhere, after all were sent.
+    Collective. `writers` are the ranks that wrote a file's parts, in the order of its record.
+    `folder` is the one that this rank sees; None if it gets no copy. Copies are flushed, and their
+    hashes are compared with the records. Raises DiskError on every rank, after all parts were sent.
     """
     if len(set(ranks.node_firsts)) < 2:
         return
@@ -61,9 +62,10 @@ def spread(
 
 
 def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
-    """Copy the checkpoint at `path` from the folder of rank `giver` to those that want it.
+    """Copy the checkpoint at `path` from the folder of rank `giver` to those that lack it.
 
-    Collective; raises DiskError everywhere.
+    Collective. `wants`: True if the folder that this rank sees gets the copy. Raises on every rank
+    DiskError, and ConfigError if a machine lacks the package of a hash.
     """
     at_work = ranks.rank == ranks.node_first
     partial = path.with_name(path.name + PARTIAL)
@@ -97,7 +99,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
 
 @contextmanager
 def removed_on_error(partial: Path, removes: bool) -> Iterator[None]:
-    """Leave no partial folder behind on an error; `removes`: True on the rank that does it."""
+    """Remove the folder `partial` after an error; `removes`: True on the rank that does it."""
     try:
         yield
     except Exception:
@@ -107,7 +109,7 @@ def removed_on_error(partial: Path, removes: bool) -> Iterator[None]:
 
 
 def _pass_on(path: Path | None, part: Hashed, giver: int, ranks: Ranks) -> None:
-    """Send a part of a file from the rank `giver` to others, to the end even after a failure."""
+    """Send a part of a file from rank `giver` to others. A rank takes part even after an error."""
     import torch
     import torch.distributed as dist
 

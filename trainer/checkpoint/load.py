@@ -1,4 +1,4 @@
-"""Reading a checkpoint into live state, once everything about it was found to fit."""
+"""Reading a checkpoint into live state, after names, shapes and sizes were checked."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ def load(
 ) -> RunState:
     """Read the verified checkpoint at `path` into `entries`, and return its position. Collective.
 
-    One tensor at a time. The optimizer then keeps the state that the checkpoint has, and no other.
-    A float32 run takes the exact masters of a 16-bit one as its weights, and the reverse.
-    `weights_only` reads the model's files alone, and leaves the optimizer's state unchanged. Raises
-    DiskError if a file is missing or cut, and ConfigError if names or shapes differ from those of
-    `entries`: on every rank, before any write.
+    Tensors are read one at a time. The optimizer then has the state that the checkpoint has, and no
+    other. A float32 run reads the float32 masters of a 16-bit one as its weights, and a 16-bit run
+    reads float32 weights as its masters. `weights_only` reads the model's files alone, and leaves
+    the optimizer's state unchanged. Raises DiskError if a file is missing or cut off or optimizer
+    state is missing, and ConfigError if names or shapes differ from those of `entries`: on every
+    rank, before any value is replaced.
     """
     below = WEIGHTS_ALONE if weights_only else ALL
 
@@ -40,7 +41,7 @@ def load(
         stored = _stored(path, below)
         if below == ALL and (lost := _lost(entries, stored, description.get("stateless"))):
             actual = f"optimizer state is missing for {len(lost)} parameters ({listed(lost)})"
-            raise DiskError(Problem(str(path), actual, "that which was saved", HINT_OPTIMIZER))
+            raise DiskError(Problem(str(path), actual, "the state that was saved", HINT_OPTIMIZER))
         return stored, RunState(**description["position"])
 
     def check() -> None:
@@ -68,7 +69,7 @@ def _lost(
 ) -> list[str]:
     """List parameters that lack optimizer state, or a count of updates, that they had when saved.
 
-    Old checkpoints do not say which parameters had none.
+    Old checkpoints do not say which parameters had none: `stateless` is None, and none is listed.
     """
     if stateless is None:
         return []
@@ -85,7 +86,7 @@ def _lost(
 
 
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:
-    """Return the state tensors, with the optimizer state of the checkpoint alone."""
+    """Return the state tensors to read, after the optimizer was given the checkpoint's state."""
     states: dict[str, dict[str, tuple[int, ...]]] = {}
     for (location, name), (_, shape) in stored.items():
         owner, _, key = name.rpartition(".")

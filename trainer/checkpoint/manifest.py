@@ -30,12 +30,12 @@ DESCRIPTION = "trainer.json"
 FORMAT = 2
 WITH_BLAKE3 = 3
 EARLIER = (1,)
-"""The format that is written, that of one with a digest by BLAKE3, and those that are read too."""
+"""The format that is written, the one with BLAKE3 digests, and older ones that are still read."""
 PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
-"""File types whose content can run code when opened, so that none is opened."""
+"""Types of files that can run code when they are opened: none is ever opened."""
 ALL = ("",)
 WEIGHTS_ALONE = ("model/", DESCRIPTION)
-"""The beginnings of the paths of all files, and of those read when optimizer state is not."""
+"""Beginnings of paths: of all files, and of those that are read without optimizer state."""
 STEP_FOLDER = re.compile(r"step-(\d{6,})")
 _POSITION = {"step": int, "samples": int, "tokens": int, "engine": dict}
 _DESCRIPTION: dict[str, tuple[type, ...]] = {
@@ -57,7 +57,8 @@ HINT_OPTIMIZER = f"{_HINT}, or without the optimizer's state by --resume-weights
 def write_manifest(folder: Path, known: Records) -> None:
     """Flush everything in `folder` to the disk and write its manifest last.
 
-    `known` are the files that are flushed and hashed already, by their path below `folder`.
+    `known` are the files that are flushed and hashed already, by their path below `folder`. Raises
+    OSError.
     """
     records = dict(known)
     for path in sorted(folder.rglob("*")):
@@ -76,7 +77,7 @@ def write_manifest(folder: Path, known: Records) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the files of a checkpoint by their path below `folder`.
 
-    Raises OSError without a manifest, ValueError if it is not as `write_manifest` wrote it, and
+    Raises OSError if there is no manifest, ValueError if it is not as `write_manifest` wrote it, and
     ConfigError for the format of a later version.
     """
     content = read_file(folder / MANIFEST)
@@ -113,7 +114,7 @@ def _record(name: str, entry: Any) -> FileRecord:
 
 
 def read_description(path: Path) -> Json:
-    """Return the description of the run, with its `position`. Raises DiskError."""
+    """Return the description of a run, with its `position`. Raises DiskError if it is damaged."""
     place = str(path / DESCRIPTION)
     expected = "the description that was saved"
     with refused(place, expected, OSError, ValueError, raises=DiskError):
@@ -168,16 +169,17 @@ def _is(value: object, kinds: Mapping[str, type]) -> bool:
 def verify(path: Path, ranks: Ranks = ALONE, below: tuple[str, ...] = ALL) -> list[Problem]:
     """List the problems of a checkpoint's files; empty if each is, byte for byte, as it was saved.
 
-    Checks only paths that begin with one of `below`. Collective: each rank hashes its share.
+    Checks only paths that begin with one of `below`. Collective: each rank hashes its share. Raises
+    ConfigError as `verify_each` does.
     """
     problems = verify_each(path, ranks, below).values()
     return [problem for of_folder in problems for problem in of_folder]
 
 
 def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[int, list[Problem]]:
-    """Verify each run folder as `verify` does; return the problems by first rank.
+    """Verify each run folder as `verify` does; return problems by the first rank that sees it.
 
-    Raises ConfigError for a later format, and without the package of a hash.
+    Raises ConfigError for a later format, and if the package of a hash is missing.
     """
     problems_of: dict[int, set[Problem]] = {}
     mine = ranks.on_own(lambda: _check(path, _wrong_content, ranks, below))
@@ -187,7 +189,11 @@ def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
-    """Check sizes only, the fast part of `verify`; reads no tensor. Not collective."""
+    """List the problems that show without hashing, as `verify` does. Not collective.
+
+    Checks sizes, the headers of tensors' files and the description; reads no tensor. Raises
+    ConfigError for a later format.
+    """
     return _check(path, _wrong_size, ALONE, below)
 
 
@@ -233,13 +239,14 @@ def _shown(path: Path) -> str:
 
 
 def hash_file(path: Path) -> FileRecord:
+    """Return the size and SHA-256 of a file. Raises OSError, also if it is not a regular file."""
     check_regular(path)
     size = path.stat().st_size
     return FileRecord.whole(size, hash_part(path, span(0, size), "sha256"))
 
 
 def hash_part(path: Path, place: Span, kind: str) -> str:
-    """Return the digest of a part of a file, by a hash of `kind`. Raises OSError."""
+    """Return the digest of a part of a file; `kind`: sha256 or blake3. Raises as `new_hash`, OSError."""
     content = new_hash(kind)
     with path.open("rb", buffering=0) as file:
         for start, end in place.runs(1 << 20):

@@ -89,25 +89,25 @@ class Span(NamedTuple):
         return ((self.end - self.start - self.run) // self.step + 1) * self.run
 
     def runs(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each run, or of pieces of it of at most so many bytes."""
+        """Yield start and end of each run, or of pieces of it that have at most `most` bytes."""
         for start in range(self.start, self.end, self.step):
             for piece in range(start, start + self.run, most):
                 yield piece, min(piece + most, start + self.run)
 
 
 def span(start: int, end: int) -> Span:
-    """Return the span of all bytes between two places."""
+    """Return the span of all bytes from `start` to before `end`."""
     return Span(start, end, end - start, max(1, end - start))
 
 
 EARLY = 1 << 20
-"""The bytes of a part from which on the system is asked to write them to the disk at once."""
+"""The least bytes of a part that the system is asked to write to the disk at once."""
 Hashed = tuple[Span, str]
-"""A part of a file, and its digest: SHA-256's digits, or BLAKE3's behind `blake3:`."""
+"""A part of a file, and its digest: hex digits, of BLAKE3 after `blake3:`, else of SHA-256."""
 
 
 def kind_of(digest: str) -> str:
-    """Return the hash of a digest: sha256 or blake3."""
+    """Return the name of the hash that made a digest: sha256 or blake3."""
     return "blake3" if digest.startswith("blake3:") else "sha256"
 
 
@@ -121,7 +121,7 @@ class Hash(Protocol):
 
 
 def new_hash(kind: str) -> Hash:
-    """Return a hash of no bytes yet. Raises ConfigError without the package of BLAKE3."""
+    """Return a hash of no bytes yet. Raises ConfigError if BLAKE3's package is missing."""
     if kind == "blake3":
         return required(
             "blake3.blake3", "checkpoints hashed by BLAKE3", "meshloom[blake3]"
@@ -135,7 +135,7 @@ def digest_of(content: Hash) -> str:
 
 
 def shown(digest: str) -> str:
-    """Return how a digest begins, for the user."""
+    """Return a digest's hash and first 12 digits, for the user."""
     name = {"blake3": "BLAKE3", "sha256": "SHA-256"}[kind_of(digest)]
     return f"{name} {digest.removeprefix('blake3:')[:12]}..."
 
@@ -167,7 +167,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, size: int, sha256: str | None = None, parts: Any = ()) -> FileRecord:
-        """Return the record of an entry of a manifest. Raises TypeError, ValueError."""
+        """Return the record of an entry of a manifest. Raises TypeError or ValueError if it is none."""
         if sha256 is not None:
             return cls.whole(size, sha256)
         places = [Span(*at) if at[2:] else span(*at) for *at, _ in parts]
@@ -187,7 +187,10 @@ Records = Mapping[str, FileRecord]
 
 
 class SharedFile:
-    """A file of the right size, of which this rank writes and hashes parts. Raises OSError."""
+    """A file that has its final size, and whose parts of this rank are written and hashed.
+
+    Its methods raise OSError.
+    """
 
     def __init__(self, path: Path, threads: ThreadPoolExecutor, kind: str) -> None:
         self._path = path
@@ -197,7 +200,7 @@ class SharedFile:
         self._hashes: list[tuple[Span, Hash]] = []
 
     def write(self, place: Span, content: bytes | memoryview) -> None:
-        """Write the bytes of a part, without the gaps between its runs."""
+        """Write the runs of a part; `content` has their bytes, without the gaps between them."""
         if self._file is None:
             self._file = self._path.open("r+b", buffering=0)
         hashed = self._threads.submit(self._hash(place).update, content)
@@ -219,7 +222,7 @@ class SharedFile:
         return digest
 
     def finish(self) -> list[Hashed]:
-        """Flush the file to the disk; return the parts."""
+        """Flush the file to the disk; return its parts of this rank with their digests."""
         if self._file is not None:
             os.fsync(self._file.fileno())
             self.close()
@@ -231,14 +234,14 @@ class SharedFile:
 
 
 def begin_writing(handle: int, place: Span) -> None:
-    """Ask the system to write a part of a file to the disk now, and not at the flush alone."""
+    """Ask Linux to write a part of a file to the disk now, instead of at the flush."""
     if sys.platform == "linux":
         with suppress(OSError):  # a file system may not take advice
             os.posix_fadvise(handle, place.start, place.end - place.start, os.POSIX_FADV_DONTNEED)
 
 
 def put(handle: int, content: memoryview, start: int) -> None:
-    """Write bytes at a place of a file. Raises OSError."""
+    """Write bytes to a file, from byte `start` on. Raises OSError."""
     while content:  # one call takes at most 2 GiB
         count = os.pwrite(handle, content, start)
         start = start + count
@@ -246,9 +249,9 @@ def put(handle: int, content: memoryview, start: int) -> None:
 
 
 def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype, finite: bool = True) -> memoryview:
-    """Return the bytes of a tensor from any device, as a file has them.
+    """Return the values of a tensor on any device as the bytes of `dtype` that a file has.
 
-    Raises NumericsError for a value that is not finite, where all must be `finite`.
+    If all must be `finite`, raises NumericsError for an infinity or NaN.
     """
     import torch
 
@@ -263,7 +266,7 @@ def on_host(name: str, tensor: torch.Tensor, dtype: torch.dtype, finite: bool = 
 def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
     """List the bytes of a file that hold a part of a tensor, in the order of the part's values.
 
-    The tensor begins at `start`.
+    `kind` is the type of the whole tensor, which begins at byte `start`.
     """
     shape = part.value.shape
     strides = part.strides
@@ -286,7 +289,7 @@ def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return dtype (`float32`), shape and size in bytes of each tensor of a file, without torch.
 
-    Raises OSError, and ValueError for a file that is not whole.
+    Raises OSError, and ValueError for a file that is not whole or has an unknown dtype.
     """
     entries = {}
     try:
@@ -312,9 +315,9 @@ def read_types(path: Path) -> dict[str, TensorType]:
 
 
 def header_of(types: Iterable[tuple[str, TensorType]]) -> bytes:
-    """Return how a file of these tensors, in this order, begins.
+    """Return the first bytes of a file of these tensors, in this order: all before the values.
 
-    Raises ConfigError for a dtype that the format does not have, ValueError for a name twice.
+    Raises ConfigError for a dtype that the format does not have, ValueError for a repeated name.
     """
     # without metadata transformers refuses the file
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}

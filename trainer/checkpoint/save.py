@@ -1,4 +1,4 @@
-"""Writing a checkpoint: in a folder of its own, flushed, agreed, manifest last, one rename."""
+"""Writing a checkpoint: to an unfinished folder, flushed, its manifest last, then renamed."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def save(
 
     Returns its path. `description` is the content of `trainer.json` besides the position. Weights
     that the model's form narrows are kept exactly with the optimizer's state. Raises DiskError on
-    every rank, with nothing published, if it can't be written or the step is there already.
+    every rank if the step is there already or a folder can't be written: that folder then lacks
+    the checkpoint, unless only the file `latest` failed. Raises NumericsError for a value that is
+    not finite.
     """
     final = folder / step_name(state.step)
     partial = final.with_name(final.name + PARTIAL)
@@ -87,7 +89,8 @@ def export(
 ) -> Path:
     """Write the weights alone as a Hugging Face model folder. Collective.
 
-    An older folder is replaced only by a complete one. Raises DiskError on every rank.
+    An older folder is replaced only by a complete one. Raises DiskError on every rank, and
+    NumericsError for a value that is not finite.
     """
     partial = folder.with_name(folder.name + PARTIAL)
     weights = [entry for entry in entries if entry.key in slots.OF_MODEL]
@@ -127,9 +130,9 @@ def _make(partial: Path, planned: SavePlan) -> None:
 def _write_parts(
     partial: Path, planned: SavePlan, ranks: Ranks, kind: str
 ) -> dict[str, FileRecord]:
-    """Write the tensors' parts of each rank; return the files' records, on first ranks. Collective.
+    """Write each rank's parts; return the files' records on nodes' first ranks. Collective.
 
-    Each rank begins with another file, since a file system takes the writes to a file in turn.
+    Ranks begin with different files, since a file system does the writes to one file in turn.
     """
     names = sorted(planned)
     first = ranks.rank * len(names) // ranks.world_size
@@ -166,7 +169,7 @@ def _write_parts(
 
 
 def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExecutor) -> None:
-    """Write the parts of a file that this rank holds: one while the next is read."""
+    """Write this rank's parts of a file: one is written while the next is copied to the host."""
 
     def write(spans: Sequence[Span], content: bytes | memoryview) -> None:
         rest = memoryview(content)
@@ -182,7 +185,7 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
             came = tuple(part.value.shape)
             kind = slot.type
             if part.strides is None and came != kind.shape:
-                raise ValueError(f"{slot.name} {came} came where {kind.shape} was announced")
+                raise ValueError(f"{slot.name} has shape {came}, but {kind.shape} was planned")
             finite = slot.entry.key != CARRIED
             content = stream.on_host(slot.name, part.value, kind.dtype, finite)
             last.result()
@@ -193,7 +196,7 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
 def _write_others(
     partial: Path, model: Path, write: WriteModelFiles, records: Records, ranks: Ranks
 ) -> None:
-    """Write the model's files without tensors, on rank 0: libraries of other ranks may differ."""
+    """Write the model's files without tensors, on rank 0: other machines' libraries may differ."""
 
     @disk_errors(partial)
     def written() -> dict[str, FileRecord]:

@@ -17,7 +17,7 @@ MODEL = "model"
 OPTIMIZER = "optimizer"
 """The folders, and the first word of the names of the safetensors files in them."""
 MOST_FILES = 64
-"""So many files of a kind at the most: every rank opens and flushes each."""
+"""The most files of the model, and of the optimizer: a rank may open and flush each of them."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class ModelForm:
     """The form in which a checkpoint is written."""
 
     dtype: torch.dtype | None = None
-    """That of the weights' files; None: the weights' own."""
+    """The dtype of floating-point weights in files, unless one has a `file_dtype`; None: their own."""
     stem: str = MODEL
     """The beginning of the files' names."""
     one_file: bool = False
@@ -34,7 +34,7 @@ class ModelForm:
 
     @property
     def joined(self) -> bool:
-        """True for one file: the readers of files with a name of their own need that."""
+        """True if all weights are in one file: readers of files with another `stem` need that."""
         return self.one_file or self.stem != MODEL
 
 
@@ -49,11 +49,14 @@ class Slot:
     name: str
     type: TensorType
     start: int
-    """Where its bytes begin."""
+    """The byte of the file at which its values begin."""
 
     @property
     def tensors(self) -> dict[str, TensorType]:
-        """The tensors that a reader of the file sees, in order."""
+        """The tensors that a reader of the file sees, in order.
+
+        Raises ValueError if the pieces of the state tensor are not all of its values.
+        """
         pieces = self.entry.pieces or (FileTensor(self.name, self.type.shape),)
         count = sum(math.prod(piece.shape) for piece in pieces)
         if count != math.prod(self.type.shape):
@@ -66,7 +69,7 @@ class FilePlan:
     """A file with its tensors, in order."""
 
     owner: int
-    """The rank that writes how it begins."""
+    """The rank that writes the header."""
     header: bytes
     slots: Sequence[Slot]
 
@@ -77,13 +80,13 @@ class FilePlan:
 
 
 OF_MODEL = (WEIGHT, CARRIED)
-"""The keys of what is in a model's files."""
+"""The keys of the state tensors in a model's files."""
 SavePlan = dict[str, FilePlan]
 """The files by their path below the checkpoint."""
 
 
 def optimizer_name(entry: StateTensor) -> str:
-    """Return a state tensor's name in `optimizer/`, its own since keys have no dot."""
+    """Return a state tensor's name in `optimizer/`. It is unique, since keys have no dot."""
     return f"{entry.name}.{entry.key}"
 
 
@@ -94,10 +97,12 @@ def stateless(entries: Sequence[StateTensor]) -> list[str]:
 
 
 def plan(entries: Sequence[StateTensor], form: ModelForm, resumable: bool) -> SavePlan:
-    """Assign weights to the model's files, all else to the optimizer's; of few owners, one to each.
+    """Assign weights to the model's files, and all other state to the optimizer's.
 
-    If `resumable`, the model has a folder of its own, and a weight that `form` narrows goes to
-    both, since resuming must be exact, bit for bit.
+    The model and the optimizer have one file per owner of their tensors each, up to `MOST_FILES`;
+    a `joined` model has one. If `resumable`, each has a folder, and a weight that `form` changes
+    goes to both, since resuming must be exact, bit for bit. Raises ConfigError for a dtype that
+    safetensors does not have, and ValueError if two tensors of a file have one name.
     """
     locations: list[tuple[StateTensor, str, TensorType]] = []
     for entry in entries:
@@ -137,7 +142,7 @@ def _file(members: Sequence[tuple[StateTensor, TensorType]], kind: str) -> FileP
 
 
 def indexes(planned: SavePlan) -> dict[str, dict[str, object]]:
-    """Return path and content of an index for each set of several files (Hugging Face's)."""
+    """Return an index in Hugging Face's format for each set of several files: content by path."""
     sets: dict[str, list[tuple[str, Slot]]] = {}
     for file, one in planned.items():
         if "-of-" in file:

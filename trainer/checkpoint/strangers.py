@@ -17,11 +17,11 @@ _HINT = "Move it away: no hash vouches for it"
 
 
 def strangers(path: Path) -> tuple[list[Problem], list[str]]:
-    """Return the problems of what is in the folder of a checkpoint, and the names of other files.
+    """Return the problems of entries in a checkpoint's folder, and the names of harmless files.
 
     Problems are weights that the manifest does not list, links that leave the folder, and entries
-    that are neither files nor folders; other files are harmless. Raises OSError, ValueError and
-    ConfigError as `read_manifest` does.
+    that are neither files nor folders. Other files that it does not list are harmless. Raises
+    OSError, ValueError and ConfigError as `read_manifest` does.
     """
     records = read_manifest(path)
     root = path.resolve()
@@ -45,7 +45,7 @@ def strangers(path: Path) -> tuple[list[Problem], list[str]]:
 
 
 def _entries(folder: Path) -> Iterator[Path]:
-    """Yield all that is below a folder, without following links."""
+    """Yield all files and folders below a folder, without following links."""
     for here, folders, files in os.walk(folder):
         yield from (Path(here, name) for name in sorted([*folders, *files]))
 

@@ -48,9 +48,9 @@ def release() -> None:
 
 @contextmanager
 def one_at_a_time(folder: Path, waits: Callable[[], object] = lambda: None) -> Iterator[None]:
-    """Lock a folder of runs meanwhile; call `waits` while another process has it.
+    """Lock a folder of runs inside the context; call `waits` while another process has it.
 
-    Raises DiskError if it can't be made.
+    Raises DiskError if the folder can't be made.
     """
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +71,7 @@ def one_at_a_time(folder: Path, waits: Callable[[], object] = lambda: None) -> I
 
 
 def take_over(folder: Path) -> None:
-    """Lock a run's folder. Raises ConfigError if another process uses it."""
+    """Lock a run's folder. Raises ConfigError if another process uses it, DiskError as `hold`."""
     deadline = time.monotonic() + LOCK_SECONDS
     while not hold(folder):
         other = status.read(folder)

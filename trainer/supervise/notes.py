@@ -69,7 +69,7 @@ class Notes:
         return json_in(self._folder / f"place-{rank}") or json_in(self._folder / f"left-{rank}")
 
     def leave(self, rank: int, place: str) -> None:
-        """Announce a good end, by a rename, which works on a full disk, too."""
+        """Announce an end without failure, by a rename, which works on a full disk, too."""
         self.write_place(rank, place)
         with suppress(OSError):
             (self._folder / f"place-{rank}").rename(self._folder / f"left-{rank}")

@@ -30,7 +30,7 @@ from trainer.supervise.watchdog.watch import Watch
 from trainer.supervise.world import World, launchers_above
 
 _FILES = 65536
-"""The files that a process may open, as far as the system lets it."""
+"""The number of files that a process may open at once, if the system allows as many."""
 TIMEOUT = datetime.timedelta(minutes=30)
 """The timeout of collectives: longer than any step or save; the watchdog is quicker."""
 
@@ -52,7 +52,8 @@ class Machine:
 def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> Machine:
     """Choose this process's device, and join the group of all ranks. Collective.
 
-    `say` is called with notes on missing ranks. Raises ConfigError if the ranks don't fit or meet.
+    `say` is called with notes on missing ranks. Raises ConfigError if there are too few GPUs, the
+    ranks don't meet in time, or machines run different numbers of processes.
     """
     device = _device(config.trainer.device, world)
     cuda = device.type == "cuda"
@@ -221,7 +222,7 @@ def _set_by_launcher(name: str) -> bool:
 
 
 def unheard() -> int:
-    """Discard libraries' output and warnings; return a descriptor of the former standard output."""
+    """Discard standard output and warnings; return a descriptor of the former standard output."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     terminal = os.dup(1)

@@ -96,14 +96,18 @@ def place(step: int, phase: Phase) -> str:
 
 
 def behind(beats: Sequence[Beat]) -> list[Beat]:
-    """Return the ranks that are behind another one in progress."""
+    """Return the ranks that made the least progress; empty if all made the same."""
     least = min(beat.progress for beat in beats)
     late = [beat for beat in beats if beat.progress == least]
     return late if len(late) < len(beats) else []
 
 
 def straggler(beats: Sequence[Beat]) -> Beat | None:
-    """Return the rank for which all others wait half of the time, while it hardly waits itself."""
+    """Return the rank that is busy for more than `BUSY` of its time, while most are not.
+
+    At least half of the other ranks are then busy for less than `IDLE` of theirs. None if there is
+    no such rank, or a rank's share is not known yet.
+    """
     shares = sorted((beat.busy for beat in beats if beat.busy is not None), reverse=True)
     if len(shares) < max(2, len(beats)):
         return None
@@ -130,7 +134,8 @@ def waits(beats: Sequence[Beat]) -> dict[int, set[int]]:
 def outside(beats: Sequence[Beat]) -> list[Beat]:
     """Return the ranks that others wait for in a collective, while they wait for nobody.
 
-    Empty if there is none, or that can't be told. Without a record of collectives the stacks tell.
+    Empty if there is none, or if that is not known. Without PyTorch's record of collectives, the
+    stacks decide.
     """
     if waiting := waits(beats):
         awaited = set().union(*waiting.values()) - waiting.keys()
@@ -145,7 +150,7 @@ def in_collective(stack: Sequence[str]) -> bool:
 
 
 def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
-    """Say which rank holds the run up, and why; then list the ranks by phase, and its stack."""
+    """Return lines for the user: which rank blocks the run and why, all ranks by phase, its stack."""
     named, reason = _cause(beats, silent)
     still = min(beat.still for beat in beats)
     head = f"no progress for {still:.0f} s: {reason}"
@@ -254,7 +259,7 @@ def state_of(process: int) -> str | None:
 
 
 def is_gone(process: int) -> bool:
-    """Return True if a process of this machine has ended."""
+    """Return True if a process of this machine has ended, or is hidden from this user."""
     return state_of(process) in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 

@@ -64,7 +64,7 @@ def world_of(environment: MutableMapping[str, str]) -> World | None:
 SLURM = "PROCID LOCALID NODEID JOB_ID STEP_ID STEP_NUM_TASKS STEP_TASKS_PER_NODE STEP_NODELIST"
 """Names after `SLURM_`, with some that only srun sets: a batch script has the others, too."""
 PORTS = range(10_000, 30_000)
-"""Ports for the rendezvous: no system uses these for outgoing connections."""
+"""Ports for the rendezvous, below those that Linux gives to outgoing connections by default."""
 
 
 def from_slurm(environment: Mapping[str, str]) -> dict[str, str]:
@@ -112,9 +112,9 @@ def environment_of(rank: int, count: int, port: int) -> dict[str, str]:
 
 @contextmanager
 def reserved_port() -> Iterator[int]:
-    """Yield a port of this machine that nobody else is given meanwhile.
+    """Yield a free port of this machine, which Linux gives to nobody else meanwhile.
 
-    On Linux, a socket with SO_REUSEADDR can listen there; elsewhere the port is only free.
+    On Linux, a socket with SO_REUSEADDR can listen there; other systems may give it away.
     """
     with socket.socket() as reserved:
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

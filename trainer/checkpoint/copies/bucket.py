@@ -37,8 +37,8 @@ STREAMS = 4
 class Bucket:
     """The files below an address; all paths are relative to it.
 
-    Each method raises what the file system does, and DiskError if that does not answer: nothing for
-    SILENT_SECONDS, or while a block of a file is moved, for as long as SLOW_NETWORK would take.
+    Each method raises the file system's errors, and DiskError if that gives no answer for
+    SILENT_SECONDS, plus the time that SLOW_NETWORK takes for a block while a file is moved.
     """
 
     def __init__(self, address: str, moved: Callable[[int], object] = lambda count: None) -> None:
@@ -67,7 +67,7 @@ class Bucket:
         return self._bounded(lambda files, root, call: bytes(files.cat_file(_join(root, path))))
 
     def write(self, path: str, content: bytes) -> None:
-        """Replace a file that is not large: a reader sees the old or the new one."""
+        """Replace a small file: at once where it is local, elsewhere as the file system does it."""
 
         def written(files: AbstractFileSystem, root: str, call: _Call) -> None:
             to = _join(root, path)
@@ -226,9 +226,9 @@ def _join(root: str, path: str) -> str:
 
 
 def in_streams(work: Callable[[str], object], names: Iterable[str]) -> None:
-    """Work on several names at a time, in threads for which no process waits at its end.
+    """Call `work` for each name, for STREAMS at a time, in threads that do not keep a process alive.
 
-    Raises the first error, once what is at work has ended; nothing is begun after it.
+    No call begins after an error. Raises the first error once the calls in progress have ended.
     """
     left = deque(names)
     errors = list[BaseException]()

@@ -21,9 +21,9 @@ The run's folder has one with its own token, that of the copy it was made from, 
 the checkpoints that were damaged there."""
 SIGN_SECONDS = 10.0
 PATIENCE_SECONDS = 45.0
-"""Seconds between two signs of life, and without one until the writer is taken to be dead."""
+"""Seconds between signs of life, and seconds without one after which a writer counts as dead."""
 READS = 3
-"""How often a mark is read that is cut off: where files are not replaced at once, it is written."""
+"""The attempts to read a mark: one that is cut off may still be being written."""
 
 
 def marked_at(bucket: Bucket) -> list[str]:

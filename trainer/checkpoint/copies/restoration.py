@@ -53,10 +53,11 @@ _HASHED = 1e8
 
 
 def restore(address: str, base: Path, progress: Progress = QUIET) -> list[str]:
-    """Copy what is known of the runs of a name to `base` and its like; return lines for the user.
+    """Copy the runs `base.name`, `base.name-2` and so on from an address to where `base` is.
 
-    The last one comes with its newest good checkpoint, once nobody else writes it. Raises
-    DiskError.
+    The last one gets its newest good checkpoint, too. Returns lines for the user; empty if there is
+    no such run. Raises DiskError if the address can't be read, another process writes the last
+    run, or all its checkpoints are damaged.
     """
     address = address.rstrip("/")
     settle(base)
@@ -90,7 +91,7 @@ def restore(address: str, base: Path, progress: Progress = QUIET) -> list[str]:
 
 
 def settle(base: Path) -> None:
-    """Put what an earlier restore has brought in its place, and remove what one left unfinished."""
+    """Move what an earlier restore has copied to its place, and remove an unfinished restore."""
     staging, ready = _stages(base)
     with disk_errors(base.parent):
         shutil.rmtree(staging, ignore_errors=True)
@@ -119,7 +120,7 @@ def _stages(base: Path) -> tuple[Path, Path]:
 
 
 def _make_way(there: Path, came: Path) -> None:
-    """Move a checkpoint of no run out of the way of the one that came; remove it if it is that."""
+    """Make way for a restored checkpoint: remove an equal one in its place, rename another one."""
     if there.is_dir():
         own, other = (one / MANIFEST for one in (came, there))
         if other.is_file() and own.read_bytes() == other.read_bytes():

@@ -107,9 +107,10 @@ class Upload:
         self._signs.start()
 
     def lacking(self, own: Mapping[str, object]) -> list[str]:
-        """Name what of the run's folder is not whole at the copy; raise DiskError without answer.
+        """List the checkpoints and models of the run's folder that are not whole at the copy.
 
-        All of it if the copy is not of the folder with the mark `own`.
+        `own` is the folder's mark; all are listed if the copy is of another folder. Raises
+        DiskError if the copy can't be read.
         """
         with copying(self._address, "Check the address"):
             if own and mark_of(self._silent).get("token") == own["token"]:
@@ -125,7 +126,7 @@ class Upload:
     def soon(self, note: Callable[[str], None]) -> None:
         """Have the copy brought up to date, at once or after the update at work.
 
-        `note` is told of one that failed; the next tries again what is missing.
+        `note` is called with a line if an update fails; the next one copies what is missing.
         """
         with self._choosing:
             self._requested = True
@@ -148,8 +149,9 @@ class Upload:
     ) -> str:
         """Bring the copy up to date, with the final model; return its address.
 
-        `moved` is called with the bytes of each block; then what `prune` would `keep` alone stays.
-        Raises DiskError if the copy is not whole.
+        `moved` is called with the number of bytes of each block. `keep` has the arguments of
+        `prune`, which then removes older checkpoints, here and at the copy. Raises DiskError if the
+        copy is not whole.
         """
         self._bucket.report_to(moved)
         with self._choosing:
@@ -242,7 +244,7 @@ class Upload:
             self._bucket.put(self._folder / RECORDS[2], RECORDS[2])
 
     def _next(self) -> Path | None:
-        """Hold and return the newest checkpoint that is not whole, or one that is begun already."""
+        """Keep and return the checkpoint to copy: the one begun, else the newest that is not whole."""
         self._whole = self._whole_there()
         with self._choosing:
             missing = [path for path in self._local() if path.name not in self._whole]
@@ -320,7 +322,7 @@ class Upload:
 
 
 def identity(folder: Path) -> str:
-    """Return what changes when a folder's files are written again; empty if there is none."""
+    """Return a hash of a folder's file names, sizes and times; empty if it has no files."""
     lines = [
         (name, about.st_size, about.st_mtime_ns)
         for name in _files(folder)

@@ -16,8 +16,10 @@ KEY = "meshloom/watch"
 
 
 class BeatStore:
-    """A connection to the store of its own, whose methods raise the store's errors: also if it has
-    not answered for so many seconds."""
+    """A separate connection to PyTorch's store.
+
+    Methods raise the store's errors, also if it has not answered for `seconds`.
+    """
 
     def __init__(self, store: Any, seconds: float) -> None:
         self._store = store.clone()
@@ -39,19 +41,19 @@ class BeatStore:
         return int(self._store.add(f"{KEY}/{event}", more))
 
     def give_verdict(self, records: int) -> None:
-        """Say that a rank reports for all, and how many are to leave their records."""
+        """Record that a rank reports for all, and how many ranks are to write their records."""
         self._store.set(f"{KEY}/verdict", str(records))
 
     def has_verdict(self) -> bool:
         return bool(self._store.check([f"{KEY}/verdict"]))
 
     def records(self) -> int:
-        """Return how many ranks are to leave their records; waits for a verdict."""
+        """Return how many ranks are to write their records; waits for a verdict."""
         return int(self._store.get(f"{KEY}/verdict"))
 
 
 def in_time(work: Callable[[], None], seconds: float) -> bool:
-    """Return True if done in so many seconds: a store that hangs would block for good."""
+    """Run `work` in a thread; return True if it ends within `seconds`, since a store may hang."""
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
