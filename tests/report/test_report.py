@@ -372,7 +372,7 @@ def test_what_is_no_run(tmp_path, capsys, kind):
     assert main([str(folder)], "meshloom report") == ConfigError.exit_code == 64
     message = capsys.readouterr().err
     shows(message, "begun")
-    assert ("those in it: inner" in message) == (kind == "runs")
+    assert ("in it: inner" in message) == (kind == "runs")
     assert not (folder / "report.html").exists()
 
 

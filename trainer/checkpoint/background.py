@@ -59,7 +59,7 @@ class Background:
             self.wait()
 
     def _frozen(self, entry: StateTensor) -> StateTensor:
-        """Return the state tensor with copies of this rank's parts; they may still be in progress."""
+        """Return the state tensor with copies of this rank's parts, maybe still in progress."""
         import torch
 
         frozen = []

@@ -77,7 +77,7 @@ def write_manifest(folder: Path, known: Records) -> None:
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
     """Return the files of a checkpoint by their path below `folder`.
 
-    Raises OSError if there is no manifest, ValueError if it is not as `write_manifest` wrote it, and
+    Raises OSError if there is no manifest, ValueError if `write_manifest` did not write it so, and
     ConfigError for the format of a later version.
     """
     content = read_file(folder / MANIFEST)
@@ -246,7 +246,10 @@ def hash_file(path: Path) -> FileRecord:
 
 
 def hash_part(path: Path, place: Span, kind: str) -> str:
-    """Return the digest of a part of a file; `kind`: sha256 or blake3. Raises as `new_hash`, OSError."""
+    """Return the digest of a part of a file; `kind`: sha256 or blake3.
+
+    Raises OSError, and as `new_hash` does.
+    """
     content = new_hash(kind)
     with path.open("rb", buffering=0) as file:
         for start, end in place.runs(1 << 20):

@@ -167,7 +167,7 @@ class FileRecord:
 
     @classmethod
     def of(cls, size: int, sha256: str | None = None, parts: Any = ()) -> FileRecord:
-        """Return the record of an entry of a manifest. Raises TypeError or ValueError if it is none."""
+        """Return the record of a manifest's entry. Raises TypeError or ValueError if it is none."""
         if sha256 is not None:
             return cls.whole(size, sha256)
         places = [Span(*at) if at[2:] else span(*at) for *at, _ in parts]

@@ -25,7 +25,7 @@ class ModelForm:
     """The form in which a checkpoint is written."""
 
     dtype: torch.dtype | None = None
-    """The dtype of floating-point weights in files, unless one has a `file_dtype`; None: their own."""
+    """The dtype of floating-point weights in files, unless one has a `file_dtype`; None: own."""
     stem: str = MODEL
     """The beginning of the files' names."""
     one_file: bool = False

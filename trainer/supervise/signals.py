@@ -139,7 +139,7 @@ Signals = StopSignals | NoSignals
 
 @contextmanager
 def borrowed() -> Iterator[bool]:
-    """Restore signal handlers at the end; yield False outside the main thread: it gets no signals."""
+    """Restore signal handlers at the end; yield False outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield False
         return

@@ -150,7 +150,7 @@ def in_collective(stack: Sequence[str]) -> bool:
 
 
 def diagnosis(beats: Sequence[Beat], silent: Callable[[Beat], bool]) -> list[str]:
-    """Return lines for the user: which rank blocks the run and why, all ranks by phase, its stack."""
+    """Return lines for the user: the rank that blocks the run and why, all by phase, its stack."""
     named, reason = _cause(beats, silent)
     still = min(beat.still for beat in beats)
     head = f"no progress for {still:.0f} s: {reason}"

@@ -72,7 +72,7 @@ def read_end(folder: Path) -> Json | None:
 
 
 def lives(status: Json | None) -> bool:
-    """Return True if the writer still runs; on another machine, if its last sign of life is fresh."""
+    """Return True if the writer still runs; elsewhere, if its last sign of life is fresh."""
     if status is None or status.get("ended") is not None:
         return False
     if status.get("host") == socket.gethostname():

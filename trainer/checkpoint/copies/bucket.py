@@ -226,7 +226,7 @@ def _join(root: str, path: str) -> str:
 
 
 def in_streams(work: Callable[[str], object], names: Iterable[str]) -> None:
-    """Call `work` for each name, for STREAMS at a time, in threads that do not keep a process alive.
+    """Call `work` for each name, for STREAMS at a time, in threads that keep no process alive.
 
     No call begins after an error. Raises the first error once the calls in progress have ended.
     """

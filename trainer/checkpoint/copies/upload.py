@@ -244,7 +244,7 @@ class Upload:
             self._bucket.put(self._folder / RECORDS[2], RECORDS[2])
 
     def _next(self) -> Path | None:
-        """Keep and return the checkpoint to copy: the one begun, else the newest that is not whole."""
+        """Keep and return the checkpoint to copy: the one begun, else the newest not whole."""
         self._whole = self._whole_there()
         with self._choosing:
             missing = [path for path in self._local() if path.name not in self._whole]

@@ -76,7 +76,7 @@ class WholeAdapter(BaseFolder):
         shapes: Shapes,
         quantised: QuantisedLayers | None,
     ) -> None:
-        """Translate PEFT's adapter for the part, with its `config`, `trained`, `shapes` and `quantised` layers.
+        """Translate PEFT's adapter for the part: `config`, `trained`, `shapes`, `quantised` layers.
 
         Raises ConfigError if PEFT would not open the result on the whole model.
         """

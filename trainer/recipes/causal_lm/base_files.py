@@ -142,8 +142,8 @@ def _quantising_error(
     whole = math.sqrt(moved / max(size, 1e-300))
     worst = max(shares, key=lambda name: shares[name])
     return (
-        f"{format.name} moves {len(shares)} tensors of the base by {whole:.1%} of their size (root mean "
-        f"square), most {worst}: {shares[worst]:.1%}"
+        f"{format.name} moves {len(shares)} tensors of the base by {whole:.1%} of their size (root "
+        f"mean square), most {worst}: {shares[worst]:.1%}"
     )
 
 

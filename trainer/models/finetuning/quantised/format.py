@@ -1,4 +1,4 @@
-"""What a format of a quantised matrix has to say: its bytes, and the values that they are."""
+"""The interface of a quantised matrix's format: its bytes, and the values that they are."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class MatrixPart(NamedTuple):
 WHOLE = MatrixPart()
 
 
-class Format(Protocol):
+class WeightFormat(Protocol):
     """A format that keeps a matrix as one row of bytes: its scales, then its codes.
 
     Scales are those of the whole matrix. So a matrix that is split over tensor ranks is a row of

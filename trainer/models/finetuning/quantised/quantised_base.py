@@ -18,7 +18,7 @@ from torch import nn
 
 from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, Problem
-from trainer.models.finetuning.quantised.format import WHOLE, Format, MatrixPart
+from trainer.models.finetuning.quantised.format import WHOLE, MatrixPart, WeightFormat
 from trainer.models.names import aliases_of
 
 CHUNK = 2**24
@@ -26,10 +26,10 @@ CHUNK = 2**24
 
 
 class Form(NamedTuple):
-    """What the bytes of a weight do not say."""
+    """The shape and format of a weight, which its bytes do not say."""
 
     shape: tuple[int, ...]
-    format: Format
+    format: WeightFormat
     stacked: bool = False
     """True for a stack over its first dimension, whose matrices are quantised each by itself."""
     part: MatrixPart = WHOLE
@@ -87,7 +87,7 @@ class Quantised(nn.Module):
 class QuantisedLinear(Quantised):
     """A linear layer whose weight is frozen and quantised."""
 
-    def __init__(self, linear: nn.Linear, format: Format) -> None:
+    def __init__(self, linear: nn.Linear, format: WeightFormat) -> None:
         """Take the place of `linear`, on its device; the weight has no values yet."""
         super().__init__()
         self.in_features = linear.in_features
@@ -159,7 +159,7 @@ class StoredWeight(NamedTuple):
     form: Form
 
 
-def quantise_linear(model: nn.Module, blocks: Sequence[str], format: Format) -> None:
+def quantise_linear(model: nn.Module, blocks: Sequence[str], format: WeightFormat) -> None:
     """Quantise the frozen linear layers of a model's blocks, in place.
 
     The head and what is trained stay as they are, as do layers of other classes and tied weights.
@@ -188,7 +188,7 @@ def quantised_weights(model: nn.Module) -> dict[str, StoredWeight]:
     }
 
 
-def note_of(base: str, model: nn.Module, format: Format) -> str:
+def note_of(base: str, model: nn.Module, format: WeightFormat) -> str:
     """Say how much of a frozen base is quantised, and how much is not.
 
     Raises ConfigError if nothing is.
@@ -205,13 +205,13 @@ def note_of(base: str, model: nn.Module, format: Format) -> str:
     of_experts = f" and {stacks} stacks of experts" if stacks else ""
     return (
         f"{len(stored) - stacks} linear layers{of_experts} ({values / 1e6:,.1f} M values) are in "
-        f"{format.name} ({size / 2**30:.2f} GiB); the other {rest / 1e6:,.1f} M frozen values are not "
-        f"({2 * rest / 2**30:.2f} GiB in 16 bits)"
+        f"{format.name} ({size / 2**30:.2f} GiB); the other {rest / 1e6:,.1f} M frozen values are "
+        f"not ({2 * rest / 2**30:.2f} GiB in 16 bits)"
     )
 
 
 def values_of(model: nn.Module) -> dict[str, int]:
-    """Return the number of values of each parameter, by name; those that are quantised count whole."""
+    """Return the number of values of each parameter, by name; quantised ones count whole."""
     sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
     stored = quantised_weights(model).items()
     return sizes | {name: weight.form.values for name, weight in stored}

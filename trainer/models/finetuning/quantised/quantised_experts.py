@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer.models.finetuning.quantised.format import Format
+from trainer.models.finetuning.quantised.format import WeightFormat
 from trainer.models.finetuning.quantised.quantised_base import (
     Form,
     Quantised,
@@ -27,8 +27,8 @@ _COUNTS = ("num_experts", "_is_expert_parallel")
 """The attributes that say of which experts a rank has the parameters."""
 
 
-def quantised(model: nn.Module, blocks: Sequence[str], format: Format) -> nn.Module:
-    """Quantise the frozen linear layers and experts of a model's blocks, in place, and return it."""
+def quantised(model: nn.Module, blocks: Sequence[str], format: WeightFormat) -> nn.Module:
+    """Quantise the frozen linear layers and experts of a model's blocks in place; return it."""
     quantise_linear(model, blocks, format)
     for name in expert_stacks(model, blocks):
         quantise_stacks(model.get_submodule(name), format)
@@ -39,7 +39,7 @@ class QuantisedExperts(Quantised):
     """A module of experts whose stacks are frozen and quantised."""
 
 
-def quantise_stacks(experts: nn.Module, format: Format) -> None:
+def quantise_stacks(experts: nn.Module, format: WeightFormat) -> None:
     """Quantise the frozen stacks of a module of experts, in place."""
     frozen = {
         key: Form(tuple(stack.shape), format, stacked=True)

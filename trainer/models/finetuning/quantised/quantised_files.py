@@ -18,7 +18,7 @@ from trainer.config.sections.adapter import QuantizeSection
 from trainer.errors import ConfigError, Problem, listed, show
 from trainer.models.door import object_in
 from trainer.models.finetuning.lora_weights import BaseWeights, MergedWeights, base_name
-from trainer.models.finetuning.quantised.format import Format
+from trainer.models.finetuning.quantised.format import WeightFormat
 from trainer.models.finetuning.quantised.int8 import Int8
 from trainer.models.finetuning.quantised.nf4 import NF4
 from trainer.models.finetuning.quantised.quantised_base import Form, quantised_weights
@@ -92,7 +92,7 @@ def read(folder: Path) -> QuantizeSection | None:
     return QuantizeSection(double_quant=double)
 
 
-def format_of(options: QuantizeSection) -> Format:
+def format_of(options: QuantizeSection) -> WeightFormat:
     """Return the format in which a base is kept."""
     return Int8() if options.type == "int8" else NF4(options.double_quant)
 
