@@ -16,7 +16,7 @@ from trainer.engines.devices import DEVICES, device_named
 from trainer.errors import ConfigError
 from trainer.layout import AXES
 from trainer.tools.planner.cluster import NUMBERS, described, device_of
-from trainer.tools.planner.extrapolate import _plane, _straight
+from trainer.tools.planner.extrapolate import _plane, _straight, representatives
 from trainer.tools.planner.fakes.messages import Message
 
 SIZES = st.tuples(*[st.integers(1, 4)] * 4)
@@ -41,6 +41,13 @@ def test_ranks_are_counted_row_by_row(sizes):
         [rank for rank, place in enumerate(places) if place[0] == stage]
         for stage in range(layout.pipeline)
     ]
+
+
+@pytest.mark.parametrize(("stages", "places"), [(1, 1), (2, 2), (3, 3), (4, 4), (9, 3)])
+def test_every_stage_of_a_short_pipeline_is_simulated(stages, places):
+    chosen = representatives(mesh((stages, 1, 2, 1)))
+    assert len({rank for _, rank in chosen}) == len({name for name, _ in chosen}) == places
+    assert [rank for _, rank in chosen][:: max(1, places - 1)] == [0, 2 * (stages - 1)][:places]
 
 
 @given(SIZES, st.sets(st.sampled_from(AXES), min_size=1), st.data())

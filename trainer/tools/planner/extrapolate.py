@@ -28,6 +28,9 @@ STATE = ("weights", "gradients", "optimizer")
 LONG = 4
 """The most pipeline ranks that are not long; of a longer pipeline less is simulated."""
 
+INNER = {1: "second stage", 2: "third stage"}
+"""The names of the places inside a pipeline that is not long."""
+
 Axes = tuple[str, ...]
 Point = tuple[int | None, int]
 """The blocks per stage (None: all) and the micro-batches of one simulation."""
@@ -186,16 +189,17 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
 def representatives(layout: Layout) -> list[tuple[str, int]]:
     """Return name and rank of the places to simulate: the first, the last and some in the middle.
 
-    A place's rank is its first data and tensor rank, which has the largest shards.
+    Of a pipeline of at most LONG ranks all are simulated. A place's rank is its first data and
+    tensor rank, which has the largest shards.
     """
     last = layout.pipeline - 1
     if last == 0:
         return [("each rank", 0)]
     places = {0: "first stage", last: "last stage"}
-    if last > 1:
+    if layout.pipeline <= LONG:
+        places |= {place: INNER[place] for place in range(1, last)}
+    else:
         places[last // 2] = "a middle stage"
-    if 1 < last < LONG:
-        places[1] = "second stage"
     return [(places[place], layout.ranks_of(place)[0]) for place in sorted(places)]
 
 
