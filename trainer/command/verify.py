@@ -67,7 +67,9 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
     add_config(parser)
     text = "processes (default: the fewest, up to 8)"
     parser.add_argument("--world-size", type=int, metavar="N", help=text)
-    parser.add_argument("--output", type=Path, default=Path("certificate.json"), metavar="PATH")
+    text = "the certificate to write (default: %(default)s)"
+    path = Path("certificate.json")
+    parser.add_argument("--output", type=Path, default=path, metavar="PATH", help=text)
     text = "config: the config's own, compared with float32 within the rounding of one process"
     parser.add_argument("--precision", choices=("float32", "config"), default="float32", help=text)
     text = "certify blocks compiled by torch.compile, as trainer.compile=blocks"

@@ -56,7 +56,7 @@ def data_sets(draft: Draft, keys: Roles) -> None:
         text = "it is a key of a mixture: with a dataset_name, only dataset_config names a subset"
         draft.note(keys["dataset_configs"], text)
     if source.key and not draft.get("trainer.data.evaluation_path"):
-        _held_out(draft, keys, hub)
+        _held_out(draft, keys)
 
 
 def _arrangement(draft: Draft, keys: Roles) -> None:
@@ -73,7 +73,7 @@ def _arrangement(draft: Draft, keys: Roles) -> None:
         draft.put(entry, "trainer.data.documents", "pack" if packing.value else "pad")
 
 
-def _held_out(draft: Draft, keys: Roles, hub: Entry) -> None:
+def _held_out(draft: Draft, keys: Roles) -> None:
     """Convert the held-out share: of files 5 % by default, as in transformers' scripts.
 
     `dataset_test_split` is left out, as no split can be named for evaluation here.
