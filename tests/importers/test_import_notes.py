@@ -98,6 +98,7 @@ DECIDES = [
 UNSUPPORTED = [
     ("llamafactory", {"quantization_bit": 3}, "quantization_bit"),
     ("axolotl", {"load_in_8bit": True}, "load_in_8bit"),
+    ("axolotl", {"adapter": "qlora", "load_in_8bit": True}, "load_in_8bit"),
     ("axolotl", {"gptq": True}, "gptq"),
     ("axolotl", {"model_quantization_config": "Mxfp4Config"}, "model_quantization_config"),
     ("trainer", {"use_4bit_quantization": True}, "use_4bit_quantization"),

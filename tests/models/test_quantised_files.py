@@ -131,6 +131,17 @@ def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path, keys)
     assert not torch.equal(output(opened(run / "final")), output(on_host(plain).eval()))
 
 
+@pytest.mark.parametrize(
+    "odd", [{"load_in_4bit": True}, {"llm_int8_has_fp16_weight": True}, {"load_in_8bit": 1}]
+)
+def test_bits_that_contradict_are_an_error(tmp_path, odd):
+    stated = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+    (tmp_path / "quantization_config.json").write_text(json.dumps(stated | odd))
+    with pytest.raises(ConfigError) as error:
+        read(tmp_path)
+    shows(str(error.value), *odd)
+
+
 @pytest.mark.parametrize("odd", [{"bnb_4bit_quant_type": "fp4"}, {"load_in_4bit": False}])
 def test_other_bits_are_an_error(tmp_path, odd):
     (tmp_path / "quantization_config.json").write_text(json.dumps(NF4 | odd))

@@ -19,9 +19,11 @@ def adapter(draft: Draft, keys: Roles) -> None:
     targets = [keys[name] for name in _TARGETS]
     rest = [*(entry for entry, _ in same), *targets, keys["lora_modules_to_save"]]
     if not kind.key:
+        _needs_adapter(draft, keys)
         return
     if not kind.is_set or kind.value in (0, "full"):
         draft.skip(kind, dropout, folder, keys["loraplus_lr_ratio"], *rest)
+        _needs_adapter(draft, keys)
         return
     if kind.value not in (1, "lora", "qlora"):
         raise kind.refused("lora, qlora or full: no other method is offered")
@@ -45,6 +47,13 @@ def adapter(draft: Draft, keys: Roles) -> None:
         draft.lose(kind, f"the config does not set LoRA's {', '.join(missing)}")
 
 
+def _needs_adapter(draft: Draft, keys: Roles) -> None:
+    """Lose a request for a quantised base, which is for adapters."""
+    for name in ("load_in_4bit", "load_in_8bit", "quantization_bit"):
+        if keys[name].value:
+            draft.lose(keys[name], "a quantised base needs an adapter")
+
+
 def _bits(draft: Draft, keys: Roles) -> None:
     """Set a quantised base, if requested: NF4 or 8-bit integers, as in bitsandbytes."""
     kind = keys["use_peft"]
@@ -54,8 +63,12 @@ def _bits(draft: Draft, keys: Roles) -> None:
     nested = keys["double_quant"]
     if kind.value == "qlora" and four.value is not True:
         draft.lose(kind, "it needs load_in_4bit: true")
+        if eight.value:
+            draft.lose(eight, "with it Axolotl has adapter: lora")
     elif kind.value == "lora" and four.value is True:
         draft.lose(four, "with adapter: lora Axolotl takes FP4, not NF4: set adapter: qlora")
+    elif four.value is True and eight.value is True:
+        draft.lose(eight, "load_in_4bit is true, too")
     elif four.value is True or bits.value == 4:
         entry = four if four.value is True else bits
         _quantised(draft, keys, entry, "nf4")

@@ -19,7 +19,7 @@ FLOAT = 4
 LARGEST = 127
 """The code of the largest magnitude of a row."""
 SMALLEST = 1e-36
-"""The least scale whose inverse, times 127, is finite in float32."""
+"""A scale whose inverse, times 127, is finite in float32; smaller ones count as this."""
 
 
 class Int8(NamedTuple):

@@ -32,6 +32,8 @@ EXPERTS = "quantised_experts"
 _METHOD = {"quant_method": "bitsandbytes"}
 _FOUR = {**_METHOD, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _EIGHT = {**_METHOD, "load_in_8bit": True}
+_NO_MORE = {"load_in_4bit": False, "llm_int8_has_fp16_weight": False}
+"""What eight bits do not go with."""
 _DOUBLE = "bnb_4bit_use_double_quant"
 
 
@@ -80,16 +82,21 @@ def read(folder: Path) -> QuantizeSection | None:
     if not (folder / FILE).is_file():
         return None
     content = object_in(folder / FILE)
-    if all(content.get(key) == value for key, value in _EIGHT.items()):
+    if content.get("load_in_8bit"):
+        _check(folder, content, {**_EIGHT, **_NO_MORE})
         return QuantizeSection(type="int8")
     double = content.get(_DOUBLE, False)
-    odd = [key for key, value in _FOUR.items() if content.get(key) != value]
-    if type(double) is not bool:
-        odd.append(_DOUBLE)
+    _check(folder, content, {**_FOUR, _DOUBLE: bool(double)})
+    return QuantizeSection(double_quant=double)
+
+
+def _check(folder: Path, content: Mapping[str, object], expected: Mapping[str, object]) -> None:
+    """Raise ConfigError unless a file has these values; a key that it leaves out is False."""
+    own = {key: content.get(key, False) for key in expected}
+    odd = [k for k, value in expected.items() if (type(own[k]), own[k]) != (type(value), value)]
     if odd:
         actual = listed([f"{key} {show(content.get(key))}" for key in odd])
         raise ConfigError(Problem(str(folder / FILE), actual, "nf4 or int8 of bitsandbytes"))
-    return QuantizeSection(double_quant=double)
 
 
 def format_of(options: QuantizeSection) -> WeightFormat:
