@@ -1,9 +1,9 @@
 """A frozen base in four or eight bits (QLoRA, arXiv 2305.14314): `trainer.adapter.quantize`.
 
-A linear layer keeps its weight as bytes (`nf4.py`, `int8.py`), one frozen parameter. To engines it is one of
-any other dtype: they place, shard and gather it. A weight is quantised whole, as it is read, before
-any of that, and dequantised where it multiplies: whole, or a tensor rank's part. Routed experts are
-in `quantised_experts.py`.
+A linear layer keeps its weight as bytes (`nf4.py`, `int8.py`), one frozen parameter. To engines it
+is one of any other dtype: they place, shard and gather it, and gathered bytes give the same values
+under every layout. A weight is quantised whole, as it is read, before any of that, and dequantised
+where it multiplies: whole, or a tensor rank's part. Routed experts are in `quantised_experts.py`.
 """
 
 from __future__ import annotations

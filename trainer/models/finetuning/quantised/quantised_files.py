@@ -33,7 +33,7 @@ _METHOD = {"quant_method": "bitsandbytes"}
 _FOUR = {**_METHOD, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 _EIGHT = {**_METHOD, "load_in_8bit": True}
 _NO_MORE = {"load_in_4bit": False, "llm_int8_has_fp16_weight": False}
-"""What eight bits do not go with."""
+"""Keys of bitsandbytes that are unsupported with eight bits."""
 _DOUBLE = "bnb_4bit_use_double_quant"
 
 
