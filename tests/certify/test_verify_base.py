@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from tests.support.bases import FP8, changed_config, in_blocks_of_fp8, rewritten, write_base
 from tests.support.certify.certifying import config
 from tests.support.messages import shows
+from tests.support.models.weight_formats import FORMATS
 from tests.support.pool import Pools, machine_here
 from trainer.certify.one_process import quantising
 from trainer.config.sections.adapter import QuantizeSection
@@ -121,7 +122,7 @@ def test_of_a_large_base_the_first_blocks_are_compared(tmp_path, monkeypatch):
     assert files.finding is None and "too large" in files.notes[0]
 
 
-@pytest.mark.parametrize("keys", [{}, {"double_quant": True}, {"type": "int8"}])
+@pytest.mark.parametrize("keys", FORMATS)
 def test_how_far_quantising_moves_a_base_is_said(tmp_path, keys):
     quantize = QuantizeSection(**keys)
     write_base(tmp_path, "llama")

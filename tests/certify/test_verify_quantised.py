@@ -17,9 +17,9 @@ from tests.support.commands import run
 from tests.support.messages import shows
 from tests.support.pool import machine_here
 from trainer.models.finetuning.quantised import nf4, quantised_experts
-from trainer.models.finetuning.quantised.format import MatrixPart
+from trainer.models.finetuning.quantised.format import FLOAT, MatrixPart
 from trainer.models.finetuning.quantised.int8 import Int8
-from trainer.models.finetuning.quantised.nf4 import FLOAT, NF4
+from trainer.models.finetuning.quantised.nf4 import NF4
 from trainer.models.finetuning.quantised.quantised_base import Form
 
 DOUBLE = {"r": 4, "dropout": 0.1, "quantize": {"double_quant": True}}

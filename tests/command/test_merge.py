@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.messages import shows
+from tests.support.models.weight_formats import FORMATS, stated
 from tests.support.training import GPT2, LLAMA
 from trainer.certify.one_process import quantising
 from trainer.command import merge
@@ -102,11 +103,7 @@ def test_a_run_and_another_base_are_named(tmp_path: Path) -> None:
 
 def state_quantised(folder: Path, quantize: QuantizeSection) -> None:
     """State beside the adapter that its base was quantised, as a run does."""
-    keys = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-    keys["bnb_4bit_use_double_quant"] = quantize.double_quant
-    if quantize.type == "int8":
-        keys = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "adapter" / "quantization_config.json").write_text(json.dumps(keys))
+    (folder / "adapter" / "quantization_config.json").write_text(json.dumps(stated(quantize)))
 
 
 def trained_logits(folder: Path, ids: torch.Tensor, quantize: QuantizeSection) -> torch.Tensor:
@@ -118,7 +115,7 @@ def trained_logits(folder: Path, ids: torch.Tensor, quantize: QuantizeSection) -
         return model.eval()(ids).logits
 
 
-@pytest.mark.parametrize("keys", [{}, {"double_quant": True}, {"type": "int8"}])
+@pytest.mark.parametrize("keys", FORMATS)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_quantised_base_is_merged_as_it_was_trained(tmp_path, dtype, keys, capsys):
     quantize = QuantizeSection(**keys)

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import json
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.certify.certifying import DEEPSEEK
 from tests.support.models.nf4_record import FILE, SEEDS, Recorded, recorded, tensor_of
+from tests.support.models.weight_formats import FORMATS
 from trainer.certify.one_process import quantising as plainly
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
 from trainer.errors import ConfigError
@@ -35,8 +35,6 @@ from trainer.models.finetuning.quantised.quantised_base import (
 from trainer.models.finetuning.quantised.quantised_experts import quantised
 from trainer.models.finetuning.quantised.quantised_files import format_of
 from trainer.parallel import shard
-
-FORMATS: list[dict[str, Any]] = [{}, {"double_quant": True}, {"type": "int8"}]
 
 
 def of_ours(tensor: torch.Tensor) -> Recorded:
@@ -105,7 +103,7 @@ def test_gathered_bytes_have_the_values_of_the_whole(rows, columns, seed, keys):
     assert torch.equal(ours, plainly.rounded(matrix, quantize))
     assert torch.equal(ours, plainly.read(data, shape, quantize))
     largest = matrix.float().abs().max()
-    share = 0.004 if quantize.type == "int8" else 0.2 if quantize.double_quant else 0.16
+    share = {"nf4": 0.16, "nf4 with double_quant": 0.2, "int8": 0.004}[format_of(quantize).name]
     assert (ours - matrix.float()).abs().max() <= share * largest
 
 
@@ -122,7 +120,7 @@ def test_the_parts_of_a_matrix_have_the_values_of_the_whole(rows, columns, dim, 
     quantize = QuantizeSection(**keys)
     form = format_of(quantize)
     matrix = tensor_of(rows, rows * columns * parts).view(shape)
-    data = form.divided(form.quantise(matrix), shape, dim, parts)
+    data = form.divided(form.quantise(matrix), shape, MatrixPart(dim, 0, parts))
     assert len(data) == parts * form.size(shape, parts)
     whole = plainly.rounded(matrix, quantize)
     assert torch.equal(plainly.read(data, shape, quantize, dim, parts), whole)
@@ -236,7 +234,7 @@ def test_the_head_what_is_tied_and_what_is_trained_stay_as_they_are():
     kinds = {name for name, module in model.named_modules() if isinstance(module, QuantisedLinear)}
     assert kinds == {"block.plain"}
     with pytest.raises(ConfigError):
-        note_of("a model", model["head"], NF4())
+        note_of("a model", model["head"])
 
 
 def test_magnitudes_of_quantised_rows_are_refused():

@@ -22,6 +22,7 @@ from transformers import (
 from tests.support.labels import BODIES
 from tests.support.messages import shows
 from tests.support.models.lora import job, train_here, write_base
+from tests.support.models.weight_formats import FORMATS, INT8, NF4, stated
 from trainer.certify.one_process import quantising
 from trainer.command import use
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
@@ -36,7 +37,6 @@ from trainer.models.language.model_config import read_config
 from trainer.models.materialise import on_host
 from trainer.models.opened import opened
 
-NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 LLAMA = {**BODIES["llama"], "attention_dropout": 0.0}
 PATTERN = r".*(q_proj|down_proj|query|output\.dense)"
 KINDS: dict[str, tuple[dict[str, Any], Any, str | None, dict[str, Any]]] = {
@@ -75,10 +75,7 @@ def written(folder: Path, name: str, quantize: QuantizeSection) -> Any:
         base.config.update({"architectures": [type(base).__name__]})  # as a run saves it
         base.config.save_pretrained(folder / "adapter")
     path.write_text(json.dumps(json.loads(path.read_text()) | names))
-    stated = {**NF4, "bnb_4bit_use_double_quant": quantize.double_quant}
-    if quantize.type == "int8":
-        stated = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (folder / "adapter" / "quantization_config.json").write_text(json.dumps(stated))
+    (folder / "adapter" / "quantization_config.json").write_text(json.dumps(stated(quantize)))
     model = kind.from_pretrained(folder / "base")
     model = PeftModel.from_pretrained(model, str(folder / "adapter")).eval()
     blocks = next(n for n, m in model.named_modules() if isinstance(m, nn.ModuleList))
@@ -91,7 +88,7 @@ def output(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 43).view(2, 20))[0]
 
 
-@pytest.mark.parametrize("keys", [{}, {"double_quant": True}, {"type": "int8"}])
+@pytest.mark.parametrize("keys", FORMATS)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_opens_on_its_quantised_base(tmp_path, name, keys):
     expected = output(written(tmp_path, name, QuantizeSection(**keys)))
@@ -104,7 +101,7 @@ def test_an_adapter_opens_on_its_quantised_base(tmp_path, name, keys):
 
 
 @pytest.mark.more
-@pytest.mark.parametrize("keys", [{"double_quant": True}, {"type": "int8"}])
+@pytest.mark.parametrize("keys", FORMATS[1:])
 def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path, keys):
     quantize = QuantizeSection(**keys)
     base = write_base(tmp_path / "base")
@@ -114,8 +111,8 @@ def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path, keys)
     assert not isinstance(losses[0], str), losses[0]
     run = tmp_path / "runs" / "job"
     for folder in (run / "final", run / "checkpoints" / "step-000004" / "model"):
-        stated = json.loads((folder / "quantization_config.json").read_text())
-        config = BitsAndBytesConfig.from_dict(stated)
+        content = json.loads((folder / "quantization_config.json").read_text())
+        config = BitsAndBytesConfig.from_dict(content)
         method = "llm_int8" if quantize.type == "int8" else quantize.type
         assert config.quantization_method() == method
         assert config.bnb_4bit_use_double_quant is quantize.double_quant
@@ -135,8 +132,7 @@ def test_a_run_names_its_base_and_opens_as_it_was_trained(pools, tmp_path, keys)
     "odd", [{"load_in_4bit": True}, {"llm_int8_has_fp16_weight": True}, {"load_in_8bit": 1}]
 )
 def test_bits_that_contradict_are_an_error(tmp_path, odd):
-    stated = {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    (tmp_path / "quantization_config.json").write_text(json.dumps(stated | odd))
+    (tmp_path / "quantization_config.json").write_text(json.dumps(INT8 | odd))
     with pytest.raises(ConfigError) as error:
         read(tmp_path)
     shows(str(error.value), *odd)

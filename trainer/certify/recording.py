@@ -335,11 +335,14 @@ def state_of(engine: Engine) -> State:
     if not ranks.first:
         return {}
     spec = engine.job.spec
+    stored = quantised_weights(spec.build())
+    if not stored:
+        return state
+    quantize = QuantizeSection.model_validate(spec.config["adapter"]["quantize"])
     plan = spec.language.tensor_plan
-    for name, weight in quantised_weights(spec.build()).items():
+    for name, weight in stored.items():
         key = name, WEIGHT
         if key in state:
-            quantize = QuantizeSection.model_validate(spec.config["adapter"]["quantize"])
             style = plan.get(name.removesuffix(".weight"), "")
             dim = int(style.startswith("rowwise"))
             parts = engine.job.layout.tensor if style.startswith(("colwise", "rowwise")) else 1

@@ -42,14 +42,12 @@ def main(arguments: Sequence[str], name: str) -> int:
     folder = model_in(options.adapter)
     check_folder(folder)
     base = _base_of(folder, options.base)
-    from trainer.models.finetuning.quantised import quantised_files
-
     bits = _bits_of(folder, options.quantised_base)
     if bits is not None and not options.quantised_base:
+        from trainer.models.finetuning.quantised.quantised_files import name_of
+
         another = "so what is merged differs from what was trained by the error of quantising"
-        print(
-            f"note    the adapter was trained on a base {quantised_files.name_of(bits)}, {another}"
-        )
+        print(f"note    the adapter was trained on a base {name_of(bits)}, {another}")
         print("        (--quantised-base merges into that base, dequantised)")
     opens = merge(folder, base, options.out, bits if options.quantised_base else None)
     print(f"merged: {options.out} opens with {opens}")

@@ -64,5 +64,5 @@ class AdapterSection(Section):
     @model_validator(mode="after")
     def _fits_quantize(self) -> AdapterSection:
         if self.dora and self.quantize:
-            raise ValueError("dora: it needs the rows of the base's weights, which are quantized")
+            raise ValueError("dora: it needs the rows of the base's weights, which are quantised")
         return self

@@ -186,7 +186,7 @@ def _notes_on_quantising(base: str, model: nn.Module, options: AdapterSection) -
     """Return notes on what is quantised, and on a merged model, which is not."""
     if options.quantize is None:
         return []
-    notes = [note_of(base, model, quantised_files.format_of(options.quantize))]
+    notes = [note_of(base, model)]
     if options.merge:
         another = "not with the quantised one, and so differs from what is trained"
         notes.append(f"final-merged/ is made with the base of the files, {another}")
@@ -324,10 +324,10 @@ def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
 
 
 def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
-    """Return the base's tensor plan with the adapters': A of a rowwise layer is split as it is.
+    """Return the base's tensor plan with the adapters' matrices in it.
 
-    Of a columnwise layer, B is. The other matrix is whole, takes and gives whole vectors, and so
-    has its whole gradient on every rank.
+    A rowwise layer's A is split as the layer is, and a columnwise layer's B. The other matrix is
+    whole, takes and gives whole vectors, and so has its whole gradient on every rank.
     """
     plan = {}
     for name, style in spec.language.tensor_plan.items():

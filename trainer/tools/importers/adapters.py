@@ -64,11 +64,11 @@ def _bits(draft: Draft, keys: Roles) -> None:
     if kind.value == "qlora" and four.value is not True:
         draft.lose(kind, "it needs load_in_4bit: true")
         if eight.value:
-            draft.lose(eight, "with it Axolotl has adapter: lora")
+            draft.lose(eight, "Axolotl takes it with adapter: lora")
     elif kind.value == "lora" and four.value is True:
         draft.lose(four, "with adapter: lora Axolotl takes FP4, not NF4: set adapter: qlora")
     elif four.value is True and eight.value is True:
-        draft.lose(eight, "load_in_4bit is true, too")
+        draft.lose(eight, "load_in_4bit is set, too: leave one out")
     elif four.value is True or bits.value == 4:
         entry = four if four.value is True else bits
         _quantised(draft, keys, entry, "nf4")
@@ -78,7 +78,7 @@ def _bits(draft: Draft, keys: Roles) -> None:
     elif eight.value is True or bits.value == 8:
         entry = eight if eight.value is True else bits
         _quantised(draft, keys, entry, "int8")
-        draft.note(entry, "weights alone are in 8 bits: there inputs of layers are, too")
+        draft.note(entry, "only weights are in 8 bits here; there, the inputs of layers are, too")
         draft.skip(nested)
     else:
         draft.skip(nested)

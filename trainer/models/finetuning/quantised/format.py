@@ -1,4 +1,4 @@
-"""The interface of a quantised matrix's format: its bytes, and the values that they are."""
+"""The interface of a format for quantised matrices: values to bytes, and bytes to values."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
+
+FLOAT = 4
+"""The bytes of a float32."""
 
 
 class MatrixPart(NamedTuple):
@@ -39,13 +42,8 @@ class WeightFormat(Protocol):
         """Return the bytes of a whole matrix, uint8 [bytes], on its device."""
         ...
 
-    def divided(
-        self, data: torch.Tensor, shape: Sequence[int], dim: int, parts: int
-    ) -> torch.Tensor:
-        """Return the bytes of a matrix's equal parts along `dim`, one after the other.
-
-        `data`: the bytes of the whole.
-        """
+    def divided(self, data: torch.Tensor, shape: Sequence[int], part: MatrixPart) -> torch.Tensor:
+        """Return the bytes of all parts like `part`, one after the other; `data`: of the whole."""
         ...
 
     def dequantise(

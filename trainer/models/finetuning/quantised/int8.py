@@ -12,10 +12,8 @@ from typing import NamedTuple
 
 import torch
 
-from trainer.models.finetuning.quantised.format import WHOLE, MatrixPart, floats
+from trainer.models.finetuning.quantised.format import FLOAT, WHOLE, MatrixPart, floats
 
-FLOAT = 4
-"""The bytes of a float32."""
 LARGEST = 127
 """The code of the largest magnitude of a row."""
 SMALLEST = 1e-36
@@ -40,12 +38,10 @@ class Int8(NamedTuple):
         codes = torch.round(values * factors[:, None]).to(torch.int8)
         return torch.cat([scales.view(torch.uint8), codes.flatten().view(torch.uint8)])
 
-    def divided(
-        self, data: torch.Tensor, shape: Sequence[int], dim: int, parts: int
-    ) -> torch.Tensor:
+    def divided(self, data: torch.Tensor, shape: Sequence[int], part: MatrixPart) -> torch.Tensor:
         rows, columns = shape
         scales, codes = data.split([FLOAT * rows, rows * columns])
-        pieces = codes.view(rows, columns).chunk(parts, dim)
+        pieces = codes.view(rows, columns).chunk(part.of, part.dim)
         return torch.cat([row for piece in pieces for row in (scales, piece.flatten())])
 
     def dequantise(

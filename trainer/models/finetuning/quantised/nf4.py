@@ -16,14 +16,12 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import pad
 
-from trainer.models.finetuning.quantised.format import WHOLE, MatrixPart, floats
+from trainer.models.finetuning.quantised.format import FLOAT, WHOLE, MatrixPart, floats
 
 BLOCK = 64
 """The values that share a scale."""
 SCALES = 256
 """The scales of a block in double quantisation."""
-FLOAT = 4
-"""The bytes of a float32."""
 
 _CODES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -82,13 +80,11 @@ class NF4(NamedTuple):
         parts = (mean[None].view(torch.uint8), largest.view(torch.uint8), small, packed)
         return torch.cat(parts)
 
-    def divided(
-        self, data: torch.Tensor, shape: Sequence[int], dim: int, parts: int
-    ) -> torch.Tensor:
+    def divided(self, data: torch.Tensor, shape: Sequence[int], part: MatrixPart) -> torch.Tensor:
         values = math.prod(shape)
         of_whole = self.sizes(values)
         scales, codes = data.split([sum(of_whole) - of_whole.codes, of_whole.codes])
-        pieces = _unpacked(codes)[:values].view(*shape).chunk(parts, dim)
+        pieces = _unpacked(codes)[:values].view(*shape).chunk(part.of, part.dim)
         return torch.cat([row for piece in pieces for row in (scales, _packed(piece.flatten()))])
 
     def dequantise(

@@ -61,7 +61,7 @@ class Form(NamedTuple):
 
     def divided(self, data: torch.Tensor) -> torch.Tensor:
         """Return the bytes of all parts of a matrix, one after the other; `data`: of the whole."""
-        return self.format.divided(data, self.shape, self.part.dim, self.part.of)
+        return self.format.divided(data, self.shape, self.part)
 
     def dequantised(self, data: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the rank's part of the weight; of a stack, the matrices whose bytes are given."""
@@ -188,7 +188,7 @@ def quantised_weights(model: nn.Module) -> dict[str, StoredWeight]:
     }
 
 
-def note_of(base: str, model: nn.Module, format: WeightFormat) -> str:
+def note_of(base: str, model: nn.Module) -> str:
     """Say how much of a frozen base is quantised, and how much is not.
 
     Raises ConfigError if nothing is.
@@ -197,6 +197,7 @@ def note_of(base: str, model: nn.Module, format: WeightFormat) -> str:
     if not stored:
         actual = f"{base} has no frozen torch.nn.Linear and no stacked experts in its blocks"
         raise ConfigError(Problem("trainer.adapter.quantize", actual, "one at least"))
+    format = next(iter(stored.values())).form.format
     named = model.named_parameters()
     rest = sum(p.numel() for name, p in named if name not in stored and not p.requires_grad)
     values = sum(weight.form.values for weight in stored.values())

@@ -29,11 +29,10 @@ from trainer.storage import to_json
 FILE = "quantization_config.json"
 EXPERTS = "quantised_experts"
 """The key of the modules of experts that are quantised, too: bitsandbytes leaves them."""
-_METHOD = {"quant_method": "bitsandbytes"}
-_FOUR = {**_METHOD, "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
-_EIGHT = {**_METHOD, "load_in_8bit": True}
-_NO_MORE = {"load_in_4bit": False, "llm_int8_has_fp16_weight": False}
-"""Keys of bitsandbytes that are unsupported with eight bits."""
+_FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+_EIGHT = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+_NOT_WITH_EIGHT = {"load_in_4bit": False, "llm_int8_has_fp16_weight": False}
+"""Keys that may not be true beside eight bits."""
 _DOUBLE = "bnb_4bit_use_double_quant"
 
 
@@ -83,7 +82,7 @@ def read(folder: Path) -> QuantizeSection | None:
         return None
     content = object_in(folder / FILE)
     if content.get("load_in_8bit"):
-        _check(folder, content, {**_EIGHT, **_NO_MORE})
+        _check(folder, content, {**_EIGHT, **_NOT_WITH_EIGHT})
         return QuantizeSection(type="int8")
     double = content.get(_DOUBLE, False)
     _check(folder, content, {**_FOUR, _DOUBLE: bool(double)})
@@ -92,8 +91,11 @@ def read(folder: Path) -> QuantizeSection | None:
 
 def _check(folder: Path, content: Mapping[str, object], expected: Mapping[str, object]) -> None:
     """Raise ConfigError unless a file has these values; a key that it leaves out is False."""
-    own = {key: content.get(key, False) for key in expected}
-    odd = [k for k, value in expected.items() if (type(own[k]), own[k]) != (type(value), value)]
+    odd = []
+    for key, value in expected.items():
+        own = content.get(key, False)
+        if type(own) is not type(value) or own != value:  # 1 is not true
+            odd.append(key)
     if odd:
         actual = listed([f"{key} {show(content.get(key))}" for key in odd])
         raise ConfigError(Problem(str(folder / FILE), actual, "nf4 or int8 of bitsandbytes"))
