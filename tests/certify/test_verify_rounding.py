@@ -16,6 +16,8 @@ from tests.support.certify.certifying import config
 from tests.support.certify.faults.planting import around
 from tests.support.commands import ROOT
 from tests.support.pool import machine_here
+from trainer.certify.comparisons.steps import compare_outputs
+from trainer.certify.one_process.expected import Expected, Rounding
 from trainer.certify.one_process.repeated import Computed, rounding_of_float32
 
 
@@ -96,13 +98,14 @@ FAULTS: dict[Callable[[], Any], tuple[int, str]] = {
     added_up_in_16_bits: (3, "sum"),
 }
 BF16 = ["bf16.enabled=true"]
+QWEN3 = {"model_type": "qwen3", "num_hidden_layers": 4, "vocab_size": 61}
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_that_rounding_would_hide_is_caught(pools, tmp_path, fault):
     stage, check = FAULTS[fault]
-    model = {"config": {"model_type": "qwen3", "num_hidden_layers": 4, "tie_word_embeddings": True}}
+    model = {"config": QWEN3 | {"tie_word_embeddings": True}}
     path = config(tmp_path, "mesh", stage, model=model)
     for passed, table in pools[2].run(
         certified, path=path, world_size=2, overrides=BF16, fault=fault.__name__
@@ -164,3 +167,26 @@ def test_the_rounding_of_a_step_is_measured_whatever_its_loss_is(loss):
     rounding = rounding_of_float32(model, compute, (), compute(model, ()))
     assert 0 < rounding.norm < 1e-5 and rounding.gradients["weight"] > 0
     assert rounding.loss > 0
+
+
+def expected(outputs: torch.Tensor, rounding: float) -> Expected:
+    measured = Rounding(0.0, 0.0, {}, {HEAD: rounding}, 2**-8)
+    return Expected(0.0, 0.0, {}, {}, 1, measured, {HEAD: outputs})
+
+
+HEAD = (0, 0, "head")
+
+
+@pytest.mark.parametrize(
+    ("feature", "difference", "passes"),
+    [(0, 0.03, True), (0, 0.08, False), (1, 0.03, True), (1, 0.08, False)],
+    ids=["small, rounded", "small, wrong", "large, rounded", "large, wrong"],
+)
+def test_a_small_output_may_be_off_by_as_much_as_a_large_one(feature, difference, passes):
+    """A logit that is small by chance is rounded as the others are, though relatively by more."""
+    values = torch.tensor([0.05, 1.0, -1.0])
+    exact = torch.stack([values, values.square()])
+    values[feature] += difference
+    ours = {HEAD: torch.stack([values, values.square()])}
+    result = compare_outputs(0, ours, expected(exact, 0.02), 0)
+    assert result.passed == passes, result

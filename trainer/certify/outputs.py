@@ -142,13 +142,23 @@ def _rows(value: object, tokens: torch.Tensor | None) -> torch.Tensor | None:
     return value[:, : tokens.shape[1]][tokens != 0] if fits else None
 
 
-def apart(ours: torch.Tensor, theirs: torch.Tensor) -> float:
-    """Return the largest error of a feature: of its sum relative to its norm over the tokens, and
-    of its sum of squares relative to the norm's square.
+def differences(ours: torch.Tensor, theirs: torch.Tensor) -> torch.Tensor:
+    """Return each feature's larger difference, of its sum or of its norm over the tokens.
+
+    Absolute, [features].
+    """
+    sums = (ours[0] - theirs[0]).abs()
+    norms = (ours[1].sqrt() - theirs[1].sqrt()).abs()
+    return torch.maximum(sums, norms)
+
+
+def scales(theirs: torch.Tensor) -> torch.Tensor:
+    """Return what each feature's difference is relative to: its norm over the tokens, [features].
+
+    It is at least LEAST of the largest feature's.
     """
     norm = theirs[1].sqrt()
-    norm = norm.clamp_min(max(LEAST * float(norm.max()), 1e-30))
-    return float(((ours - theirs).abs() / torch.stack([norm, norm.square()])).max())
+    return norm.clamp_min(max(LEAST * float(norm.max()), 1e-30))
 
 
 def order_of_computation(

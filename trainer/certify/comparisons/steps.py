@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from trainer.certify.comparisons.differences import (
+    BAND,
     distance,
     exact_value,
     first_finding,
@@ -25,7 +26,7 @@ from trainer.certify.one_process.expected import (
     norm_of,
     relative_error,
 )
-from trainer.certify.outputs import Outputs, apart
+from trainer.certify.outputs import Outputs, differences, scales
 from trainer.certify.recording import Recording, Tensors
 from trainer.state import MASTER, WEIGHT
 
@@ -66,15 +67,22 @@ def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> Check
     """Compare the modules' outputs; the finding is the first wrong one in order of execution."""
     errors = dict[str, float]()
     tolerances = dict[str, float]()
-    bands = one.rounding.outputs
-    usual = sum(bands.values()) / max(len(bands), 1)
-    for key, value in ours.items():
-        other = one.outputs.get(key)
-        if other is not None and value.shape == other.shape:
-            label = f"{key[2]}, micro-batch {key[1]}"
-            errors[label] = apart(value, other)
-            tolerances[label] = tolerance_of("output", max(bands.get(key, 0.0), usual), one)
+    common = [key for key, value in ours.items() if _alike(value, one.outputs.get(key))]
+    bands = {key: one.rounding.outputs.get(key, 0.0) / scales(one.outputs[key]) for key in common}
+    usual = sum(float(band.min()) for band in bands.values()) / max(len(bands), 1)
+    least = tolerance_of("output", usual, one)
+    for key in common:
+        relative = differences(ours[key], one.outputs[key]) / scales(one.outputs[key])
+        allowed = (BAND * bands[key]).clamp_min(least)
+        worst = int((relative / allowed).argmax())
+        label = f"{key[2]}, micro-batch {key[1]}"
+        errors[label] = float(relative[worst])
+        tolerances[label] = float(allowed[worst])
     return first_finding("output", step, errors, tolerances, errors, rank)
+
+
+def _alike(ours: torch.Tensor, theirs: torch.Tensor | None) -> bool:
+    return theirs is not None and ours.shape == theirs.shape
 
 
 def compare_gradients(

@@ -32,11 +32,12 @@ class Rounding:
     """The largest differences that rounding makes in one process, in the run's precision."""
 
     loss: float
-    """Relative, as are those of the norm and the outputs."""
+    """Relative, as is that of the norm."""
     norm: float
     gradients: dict[str, float]
     """Absolute, by parameter."""
     outputs: dict[tuple[int, int, str], float]
+    """Absolute, the largest of any feature: few repetitions say little of one feature alone."""
     least: float
     """The relative rounding of one number."""
     runs: tuple[Tensors, ...] = ()

@@ -10,7 +10,7 @@ from torch import nn
 
 from trainer.certify.one_process.expected import MicroBatch, Rounding, norm_of, relative_error
 from trainer.certify.one_process.factors import lowered, shaken
-from trainer.certify.outputs import Outputs, apart
+from trainer.certify.outputs import Outputs, differences
 from trainer.certify.recording import Tensors
 from trainer.layout import Layout
 
@@ -81,7 +81,8 @@ def _rounding(exact: Computed, runs: Sequence[Computed], dtype: torch.dtype) -> 
     outputs = dict[tuple[int, int, str], float]()
     for run in runs:
         for key, value in run.outputs.items():
-            outputs[key] = max(outputs.get(key, 0.0), apart(value, exact.outputs[key]))
+            largest = float(differences(value, exact.outputs[key]).max())
+            outputs[key] = max(outputs.get(key, 0.0), largest)
     gradients = {
         name: max(float((run.gradients[name] - value).abs().max()) for run in runs)
         for name, value in exact.gradients.items()
