@@ -44,6 +44,8 @@ CASES = [
     ("mesh", "pipeline x tensor x zero3"),
     ("mesh", "zero3, tiled, full"),
     ("deepspeed", "zero3, tiled, full"),
+    ("mesh", "lora, zero2"),
+    ("accelerate", "lora, zero2"),
     ("mesh", "four bits, zero2"),
     ("mesh", "four bits, zero3"),
     ("mesh", "four bits, tensor"),
@@ -51,8 +53,10 @@ CASES = [
     ("deepspeed", "four bits, zero3"),
 ]
 FOUR_BITS = {"r": 4, "quantize": {"double_quant": True}}
+LORA = {"r": 4, "alpha": 16, "dropout": 0.1}
 KNOWN = LAYOUTS | {
-    "lora, zero3": replace(LAYOUTS["zero3"], adapter={"r": 4, "alpha": 16, "dropout": 0.1}),
+    "lora, zero2": replace(LAYOUTS["zero2"], adapter=LORA),
+    "lora, zero3": replace(LAYOUTS["zero3"], adapter=LORA),
     "four bits, zero2": replace(LAYOUTS["zero2"], adapter=FOUR_BITS),
     "four bits, zero3": replace(LAYOUTS["zero3"], adapter=FOUR_BITS),
     "four bits, tensor": replace(LAYOUTS["tensor"], adapter=FOUR_BITS),
@@ -65,6 +69,23 @@ KNOWN = LAYOUTS | {
 )
 def test_a_rank_takes_what_was_planned(pools, engine, name):
     assert_as_planned(pools, replace(KNOWN[name], engine=engine))
+
+
+@pytest.mark.first("mesh")
+@pytest.mark.parametrize("engine", ["mesh", "accelerate"])
+def test_below_zero_3_a_rank_keeps_a_frozen_base_once_and_gathers_none_of_it(engine):
+    """FSDP2 would keep its shard, and all of the base while a step runs: on one rank 2.09 times."""
+    case = replace(LAYOUTS["zero2"], engine=engine, precision="bfloat16", adapter=LORA)
+    spec = spec_in(case)
+    frozen = sum(spec.training.frozen.values())
+    base = 2 * frozen
+    adapter = 4 * (spec.parameters - frozen)
+    usage = planned(case, 0)[0]
+    bytes_of = usage.peaks["step 2"].by_kind
+    kept = bytes_of["weights"] + bytes_of["communication"]
+    assert base <= kept <= 1.05 * base + 3 * adapter
+    gathered = [m.size for m in usage.messages if (m.phase, m.name) == ("step 2", "all-gather")]
+    assert gathered and sum(gathered) <= 2 * adapter * case.accumulation
 
 
 @pytest.mark.more

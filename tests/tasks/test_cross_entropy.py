@@ -218,3 +218,12 @@ def test_targets_are_given_for_one_forward_pass():
         torch.testing.assert_close(head(hidden), plain(hidden, weight, None, targets))
         raise RuntimeError
     assert head(hidden).shape == (13, 17)
+
+
+@pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
+def test_a_frozen_head_has_smaller_chunks(frozen):
+    """The weight's gradient, which each chunk passes over, is what large chunks are for."""
+    hidden = torch.empty(4096, 4096, device="meta")
+    weight = torch.empty(128_256, 4096, device="meta", requires_grad=not frozen)
+    rows = chunks.product_chunks(hidden, weight, None, torch.float32)
+    assert [one.stop - one.start for one in rows] == ([512] * 8 if frozen else [2048] * 2)

@@ -125,20 +125,19 @@ def has_local_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def sharding_by(
-    placement: Callable[[nn.Parameter], object], root: nn.Module, of_root: Mapping[str, object]
+    of_all: Mapping[str, object], root: nn.Module, of_root: Mapping[str, object]
 ) -> AbstractContextManager[object]:
-    """Let the FSDP2 units that another library makes be divided by `placement`, and let the `root`
-    have other options than the others.
+    """Give the FSDP2 units that another library makes these options, and the `root` more.
 
     Accelerate 1.15: it passes no placement, and a few experts are filled up to one for each rank;
-    its one policy rounds all that a batch has. Can go when its plugin takes a `shard_placement_fn`
-    and a policy for the root.
+    its one policy rounds all that a batch has; it ignores modules, not parameters. Can go when its
+    plugin takes a `shard_placement_fn`, `ignored_params` and a policy for the root.
     """
     plain: Any = fsdp.fully_shard
 
     def chosen(module: nn.Module, **options: object) -> object:
         more = of_root if module is root else {}
-        return plain(module, **{**options, **more, "shard_placement_fn": placement})
+        return plain(module, **{**options, **of_all, **more})
 
     return mock.patch.object(fsdp, "fully_shard", chosen)
 

@@ -61,11 +61,16 @@ def offload_of(layout: Layout, device: str) -> fsdp.OffloadPolicy:
 
 
 def options_of(
-    layout: Layout, mesh: DeviceMesh | None, device: str, reduction: torch.dtype
-) -> dict[str, object]:
+    layout: Layout,
+    mesh: DeviceMesh | None,
+    device: str,
+    reduction: torch.dtype,
+    whole: set[nn.Parameter],
+) -> FsdpOptions:
     """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
-    ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1).
+    ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1). The
+    parameters `whole` are left to the rank that has them.
     """
     return {
         "mesh": mesh,
@@ -73,17 +78,19 @@ def options_of(
         "mp_policy": policy_of(layout, reduction),
         "offload_policy": offload_of(layout, device),
         "shard_placement_fn": partial(placement, layout.shard),
+        "ignored_params": whole,
     }
 
 
-def kept_whole(module: nn.Module, layout: Layout) -> set[nn.Parameter]:
-    """Return the quantised weights if every rank keeps all of them, as below ZeRO-3.
+def kept_whole(model: nn.Module, spec: ModelSpec, layout: Layout) -> set[nn.Parameter]:
+    """Return the weights of an adapter's base if every rank keeps all of them, as below ZeRO-3.
 
-    FSDP would hold its shard and the gathered copy at once.
+    FSDP would hold its shard and the gathered copy at once, and gather it for each micro-batch.
     """
     if layout.zero_stage == 3 or layout.offloads:
         return set()
-    return {weight.data for weight in quantised_weights(module).values()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {p for name, p in named if name in spec.training.unsaved and not p.requires_grad}
 
 
 def check_bytes(module: nn.Module, options: FsdpOptions) -> None:
@@ -128,7 +135,8 @@ def apply(
     of_root = {"mp_policy": replace(policy, cast_forward_inputs=False)}
     _wrap_ends(module.model, ends, options)
     if wrap_rest is not None:
-        with sharding_by(options["shard_placement_fn"], module, of_root):
+        of_all = {key: options[key] for key in ("shard_placement_fn", "ignored_params")}
+        with sharding_by(of_all, module, of_root):
             wrap_rest(module)
     else:
         for name in spec.blocks:

@@ -63,7 +63,8 @@ def build(job: Job) -> TorchEngine:
         axes = accelerator.parallelism_config
         whole = accelerator.torch_device_mesh
         shared = whole and whole[tuple(axes.fsdp_dim_names)]
-        options = shard.options_of(layout, shared, device.type, job.reduction)
+        base = shard.kept_whole(model, spec, layout)
+        options = shard.options_of(layout, shared, device.type, job.reduction, base)
         # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
         shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
         say(sharding_of("Accelerate's FSDP", layout))

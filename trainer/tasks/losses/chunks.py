@@ -17,8 +17,10 @@ import torch.nn.functional as F
 from trainer.distributed.exchange import VocabularyShard
 
 CHUNK_BYTES = 64 << 20
-"""The bytes of a chunk of logits, unless h / 2 tokens need more: enough for full speed, and small
-beside any model."""
+"""The bytes of a chunk of logits, unless `product_chunks` needs more: enough for full speed, and
+small beside any model."""
+FEWEST = 512
+"""The tokens from which on a product with a frozen head takes longer than to read the head."""
 
 
 class AutogradContext(Protocol):
@@ -83,10 +85,15 @@ def product_chunks(
     """Return the chunks of hidden states [n, h] or, without a weight, of logits [n, v], in order.
 
     Each chunk passes over the whole weight gradient once; from h / 2 tokens on, its product costs
-    more than that. With a `shard` all tensor ranks have equal chunks, those of the largest shard.
+    more than that. A frozen weight has none: then FEWEST tokens are enough. With a `shard` all
+    tensor ranks have equal chunks, those of the largest shard.
     """
     width = given.shape[1]
-    count, at_least = (width, 1) if weight is None else (weight.shape[0], width // 2)
+    at_least = 1
+    count = width
+    if weight is not None:
+        at_least = width // 2 if weight.requires_grad else min(width // 2, FEWEST)
+        count = weight.shape[0]
     return chunks_of(len(given), shard.most if shard else count, wide, at_least)
 
 

@@ -20,7 +20,7 @@ from torch.optim import optimizer as optimizers
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
-from trainer.models.spec import ModelSpec
+from trainer.models.spec import ModelSpec, stored
 from trainer.optim.lr_schedules import LRSchedule
 from trainer.parallel.partition import block_ranges
 from trainer.recipe import SampleCost
@@ -182,8 +182,8 @@ def recorded(
             begin("evaluation")
             engine.evaluate([workload.batch(layout.micro_batch)])
         begin(SAVE)
-        saved = (part for entry in engine.state_tensors() for part in entry.parts())  # as by a save
-        copied = sum(part.value.nbytes for part in saved)
+        entries = stored(workload.spec, engine.state_tensors())  # as by a save
+        copied = sum(part.value.nbytes for entry in entries for part in entry.parts())
         begin("end")
         engine.close()
     return ledger, copied
