@@ -33,11 +33,14 @@ LAID_OUT = {
     )
 }
 LAID_OUT["zero3, lora"] = LORA
+LAID_OUT["zero2, lora"] = replace(LORA, zero_stage=2)
 LAID_OUT["one rank, tiled"] = Case(world_size=1, tile=8, recompute="selective")
+WHOLE = ("ddp", "zero2", "one rank")
+"""What DeepSpeed compiles: whole blocks, whose weights are there."""
 CASES = {
     name: replace(case, compile="blocks")
     for name, case in by_engine(LAID_OUT).items()
-    if case.engine != "deepspeed"
+    if case.engine != "deepspeed" or name.removeprefix("deepspeed-").startswith(WHOLE)
 }
 KERNELS = {
     f"mesh-{name}, kernels": replace(
@@ -45,6 +48,9 @@ KERNELS = {
     )
     for name in ("zero3, gpt2, full", "zero3, gpt2, selective", "tensor")
 }
+KERNELS["deepspeed-zero2, kernels"] = replace(
+    LAYOUTS["zero2"], engine="deepspeed", compile="blocks", compiler="inductor"
+)
 
 
 @pytest.mark.more
@@ -59,7 +65,9 @@ def test_compiled_blocks_train_as_one_process_does(pools, name):
 @pytest.mark.parametrize(
     ("engine", "case", "words"),
     [
-        ("deepspeed", Case(compile="blocks"), "hooks inside blocks"),
+        ("deepspeed", Case(compile="blocks", zero_stage=3), "hooks"),
+        ("deepspeed", replace(LAYOUTS["tensor"], compile="blocks"), "mesh"),
+        ("deepspeed", Case(compile="blocks", recompute="offload"), "offload"),
         ("mesh", Case(compile="blocks", recompute="offload"), "offload"),
         ("accelerate", Case(compile="blocks", recompute="offload"), "offload"),
         (

@@ -21,7 +21,7 @@ from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED, SampleOrder
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
-from trainer.engines import Engine, EngineKind, Job, Machine
+from trainer.engines import ENGINES, Engine, EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.own.source import source_of
@@ -263,9 +263,13 @@ def _machine_notes(composed: Composed, name: str, machine: Machine) -> Iterator[
 
 
 def _faster(composed: Composed, name: str) -> Iterator[str]:
-    """Yield a note if these GPUs could run an engine that compiles in place of `name`."""
-    chosen = composed.facts.device, name, composed.config.trainer.engine, composed.layout.compile
-    if chosen == ("cuda", "deepspeed", "auto", "auto") and not refusal(composed.layout):
-        with suppress(ConfigError):
-            composed.engine("mesh")
-            yield "trainer.engine=mesh compiles blocks: 1.3 times as fast on one H200"
+    """Yield a note if another engine could compile the blocks, and DeepSpeed can't."""
+    layout = composed.layout
+    chosen = composed.facts.device, name, composed.config.trainer.engine, layout.compile
+    if chosen != ("cuda", "deepspeed", "auto", "auto") or refusal(layout):
+        return
+    if ENGINES[name].refusal(replace(layout, compile="blocks")) is None:
+        return
+    with suppress(ConfigError):
+        composed.engine("mesh")
+        yield "trainer.engine=mesh compiles blocks: 1.3 times as fast on one H200"

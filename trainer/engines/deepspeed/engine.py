@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from importlib.metadata import version
 
 import torch
@@ -20,9 +21,10 @@ from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import Builder, in_deepspeed
 from trainer.optim.optimizer import step_if_finite
+from trainer.parallel import compilation
 from trainer.parallel.apply import sharding_of, wrap_blocks
 from trainer.parallel.gradients import GradientNorm
-from trainer.parallel.probes import expert_parts
+from trainer.parallel.probes import compiled_blocks, expert_parts
 from trainer.parallel.recompute import tiles
 from trainer.probes.questions.stages import check_cut
 from trainer.storage import Json, installed
@@ -40,9 +42,8 @@ def refusal(layout: Layout) -> str | None:
     """Return the reason why DeepSpeed can't run a layout, or None."""
     if not installed("deepspeed"):
         return "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
-    if layout.compile == "blocks":
-        others = "the other engines have none there."
-        return f"DeepSpeed's hooks inside blocks can't be compiled; {others}"
+    if layout.compile == "blocks" and (reason := _uncompiled(layout)):
+        return reason
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
@@ -63,6 +64,25 @@ def refusal(layout: Layout) -> str | None:
     if layout.zero_stage > 0 and layout.replicate > 1:
         return f"ZeRO-{layout.zero_stage} shards over all data ranks; replicate must be 1."
     return None
+
+
+def _uncompiled(layout: Layout) -> str | None:
+    """Return the reason why the blocks of a layout can't be compiled, or None."""
+    if layout.zero_stage == 3:
+        others = "the other engines have none there."
+        return f"The hooks of DeepSpeed's ZeRO-3 inside blocks can't be compiled; {others}"
+    if layout.pipeline * layout.tensor * layout.expert > 1:
+        others = "the mesh engine compiles them."
+        return f"DeepSpeed runs blocks that are cut or split by code of its own; {others}"
+    return compilation.refusal(layout)
+
+
+def _compiling(job: Job) -> tuple[Job, tuple[str, ...]]:
+    """Return the job with its `compile` decided, and a note on it. Collective."""
+    if _uncompiled(job.layout):
+        return replace(job, layout=replace(job.layout, compile="none")), ()
+    layout, notes = compiled_blocks.decided(job.layout, job.spec, job.machine)
+    return replace(job, layout=layout), notes
 
 
 def check(spec: ModelSpec, layout: Layout) -> None:
@@ -90,6 +110,7 @@ def build(job: Job) -> DeepSpeedEngine:
 
     patches.forget_earlier_engines()
     logger.setLevel("WARNING")
+    job, notes = _compiling(job)
     builder = builder_of(KIND, job)
     machine.announce(job.layout, job.machine, builder.library)
     deepspeed.init_distributed(dist.get_backend())
@@ -100,7 +121,7 @@ def build(job: Job) -> DeepSpeedEngine:
     job.machine.signs.applied(sharding_of(f"ZeRO-{job.layout.zero_stage}", job.layout))
     patches.link_group_by_group(runner.engine.optimizer)
     patches.skip_steps_that_are_not_finite(runner.engine.optimizer)
-    return DeepSpeedEngine(runner, job, builder.notes)
+    return DeepSpeedEngine(runner, job, (*notes, *builder.notes))
 
 
 def _gather_once(model: nn.Module, spec: ModelSpec, tiled: bool) -> None:
@@ -186,6 +207,7 @@ def ready(layout: Layout, device: torch.device, settings: Json) -> None:
         hint = 'Set trainer.engine to "mesh"'
         raise ConfigError(Problem(place, str(size), "0 or 1: DeepSpeed's hpZ does not run", hint))
     machine.check_precision(layout)
+    compilation.check_compiler(layout, device)
     builder = in_deepspeed(settings, layout, device.type, grouped=False)
     machine.check_compiler(layout, device, builder.library if isinstance(builder, Builder) else "")
     tensor.check_keys(layout, settings)
@@ -211,6 +233,8 @@ class DeepSpeedEngine(NormalisedEngine):
         super().__init__(job, mesh, runner, engine.optimizer, state, (*runner.notes, *notes))
         self.divided_by = job.layout.accumulation
         self._engine = engine
+        compiles = job.layout.compile == "blocks"
+        self._reports = compilation.Reports(job.machine) if compiles else None
         runner.before_update.append(self._before_update)
         self._own_norm: GradientNorm | None = None
         """Computes the norm without ZeRO: DeepSpeed reports none, or the first stage's alone."""
@@ -235,6 +259,8 @@ class DeepSpeedEngine(NormalisedEngine):
         return torch.as_tensor(norm), bool(getattr(self._engine.optimizer, "overflow", False))
 
     def close(self) -> None:
+        if self._reports is not None:
+            self._reports.close()
         if "comms_logger" in self.job.deepspeed:
             import deepspeed.comm
 
