@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -245,6 +246,15 @@ def test_the_card_says_for_which_config_its_certificate_was_made(
     Path(path).write_text("[]")
     with pytest.raises(ConfigError, match=re.escape(path)):
         card_of(base, "me/tiny", path)
+
+
+@pytest.mark.parametrize("content", ["[]", '{"command": ["train"]}', "{"])
+def test_a_damaged_environment_is_a_config_error(base: Path, tmp_path: Path, content: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(base, run)
+    (run / "environment.json").write_text(content)
+    with pytest.raises(ConfigError, match=r"environment\.json"):
+        card_of(run, "me/tiny")
 
 
 def test_the_card_names_what_is_on_the_hub_alone(base: Path, tmp_path: Path) -> None:

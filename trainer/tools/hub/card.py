@@ -10,7 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 
 from trainer import checkpoint
 from trainer.data.sources.location import may_be_hub_id
-from trainer.errors import refused
+from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.run.start.changes import differences, without_place
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
@@ -28,10 +28,15 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
     """Return the model card, README.md, of the run in `folder`.
 
     `certificate`: the file of the certificate; None: one in `folder` or in the working directory.
-    Raises ConfigError if `folder` is not a run's, or if the certificate can't be read.
+    Raises ConfigError if `folder` is not a run's or lacks what it ran, or if the certificate can't
+    be read.
     """
     record = read(folder)
     environment = record.environment
+    if missing := [key for key in ("command", "request") if key not in environment]:
+        hint = "Copy the folder whole, from where the run wrote it"
+        path = str(folder / "environment.json")
+        raise ConfigError(Problem(path, f"it has no {listed(missing)}", "a run's", hint))
     present = (kind for name, kind in LIBRARIES.items() if (folder / "final" / name).exists())
     library = next(present, None)
     base = record.section.get("model", {}).get("name_or_path")
