@@ -110,6 +110,10 @@ def become(request: dict[str, Any]) -> None:
     os.environ.update(request["environment"])
     sys.executable = str(PYTHON)
     sys.orig_argv = [sys.executable, *request["arguments"]]
+    import torch
+
+    # after a fork PyTorch makes its pool of threads anew, and fails if two threads ask for it first
+    torch.set_num_threads(1)
 
 
 def go(arguments: list[str]) -> int:
