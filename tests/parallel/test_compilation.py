@@ -111,7 +111,10 @@ def test_a_recompilation_too_many_is_said_once(monkeypatch):
 
 @pytest.mark.parametrize(
     "words",
-    [["trainer.compile=blocks"], ["trainer.float8=rowwise", "bf16.enabled=true"]],
+    [
+        ["trainer.compile=blocks", "zero_optimization.stage=3"],
+        ["trainer.float8=rowwise", "bf16.enabled=true"],
+    ],
     ids=["compile", "float8"],
 )
 def test_auto_chooses_an_engine_that_has_what_the_config_asks_for(tmp_path, monkeypatch, words):

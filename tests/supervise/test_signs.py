@@ -273,7 +273,9 @@ def test_what_an_offloaded_config_compiles_is_checked_before_its_data(tmp_path: 
     """DeepSpeed's Adam is compiled on the host, PyTorch's is not, as `EngineKind.ready` knows."""
     settings = {"optimizer": {"type": "AdamW", "params": {}}, "zero_optimization": {"stage": 2}}
     offload = {"offload_optimizer": "cpu", "offload_param": "none", "zero_stage": 2}
-    layout: Any = SimpleNamespace(**offload, precision="float32", pipeline=1, expert=1)
+    layout: Any = SimpleNamespace(
+        **offload, precision="float32", pipeline=1, expert=1, compile="none"
+    )
     with patch("shutil.which", lambda name: None), operators_in(tmp_path):
         with pytest.raises(ConfigError, match="compiles its operator cpu_adam"):
             KIND.ready(layout, torch.device("cuda"), settings)

@@ -20,7 +20,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -38,7 +37,6 @@ from trainer.supervise.stall import (
     behind,
     diagnosis,
     elsewhere,
-    is_gone,
     straggler,
 )
 from trainer.supervise.watchdog import beat_store
@@ -666,27 +664,6 @@ def test_who_is_gone_before_it_was_heard(
     results = [(beat.rank, beat.process) for beat in watcher.gone()]
     watcher.close()
     assert results == [(0, process)]
-
-
-def test_a_process_that_proc_hides_is_not_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another user's, where /proc is mounted with hidepid."""
-
-    def hidden(process: int) -> None:
-        raise psutil.NoSuchProcess(process)
-
-    def not_permitted(process: int, number: int) -> None:
-        raise PermissionError
-
-    monkeypatch.setattr(psutil, "Process", hidden)
-    assert not is_gone(os.getpid())
-    monkeypatch.setattr(os, "kill", not_permitted)
-    assert not is_gone(1)
-
-
-def test_a_process_that_has_ended_is_gone() -> None:
-    process = subprocess.Popen(["true"])
-    process.wait()
-    assert is_gone(process.pid)
 
 
 def test_many_ranks_make_few_lines():

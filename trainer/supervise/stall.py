@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -260,16 +259,8 @@ def state_of(process: int) -> str | None:
 
 
 def is_gone(process: int) -> bool:
-    """Return True if a process of this machine has ended."""
-    if (state := state_of(process)) is not None:
-        return state in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
-    try:  # /proc may hide other users' processes
-        os.kill(process, 0)
-    except PermissionError:
-        return False
-    except OSError:
-        return True
-    return False
+    """Return True if a process of this machine has ended, or is hidden from this user."""
+    return state_of(process) in (None, psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
 
 
 def described(beat: Beat) -> str:
