@@ -251,11 +251,9 @@ class Reference(ABC):
         gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
         return total / counted, {n: g.float().cpu() / self._scale for n, g in gradients.items()}
 
-    def rounding_of_float32(
-        self, step: int, state: State, parts: list[MicroBatch], one: Expected
-    ) -> Rounding:
-        """Measure the rounding of float32 in a step whose result, without an update, is `one`."""
-        self._load(state)
+    def rounding_of_float32(self, step: int, state: State, parts: list[MicroBatch]) -> Rounding:
+        """Measure the rounding of float32 in a step with the weights of `state`; no update."""
+        one = self.computed(step, state, parts, measures=False)
         exact = Computed(one.loss, one.gradients, one.outputs)
         return rounding_of_float32(self.model, self._compute(step, one.targets), parts, exact)
 
