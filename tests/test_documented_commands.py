@@ -430,6 +430,11 @@ ELSEWHERE: dict[str, str] = {
     "meshloom import --from trainer --output sft.json -- --model_name_or_path Qwen/Qwen3-0.6B "
     "--dataset_name chats.jsonl --learning_rate 2e-5 --max_length 2048 --assistant_only_loss true "
     "--output_dir runs/sft": "test_moving_pages.py::test_the_imports_from_trl_write_a_config",
+    "meshloom import --from trl-dpo --output dpo-lora.json -- --model_name_or_path my-sft-model "
+    "--dataset_name pairs.jsonl --use_peft --lora_r 16 --lora_alpha 32 --lora_dropout 0 "
+    "--lora_target_modules q_proj v_proj": (
+        "test_moving_pages.py::test_the_imports_from_trl_write_a_config"
+    ),
     **dict.fromkeys(
         (
             'meshloom chat runs/NAME --system "You answer in one sentence."',

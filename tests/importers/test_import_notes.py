@@ -11,10 +11,11 @@ import yaml
 
 from trainer.command.import_config import main
 from trainer.config import load
+from trainer.config.keys.hints import OTHER_NAMES
 from trainer.config.sections.adapter import QuantizeSection
 from trainer.errors import ConfigError
 from trainer.tools.importers.reading import read_file, read_flags
-from trainer.tools.importers.tables import read_table, rows_of, shared_rows
+from trainer.tools.importers.tables import read_table, rows_of, shared_rows, table
 from trainer.tools.importers.translate import Draft, translate
 
 ALPACA = [{"path": "a", "type": "alpaca"}]
@@ -65,6 +66,34 @@ def test_partial_drops_no_key_that_decides_what_is_trained(text: str, key: str):
         at_rank(text)
     assert key in {problem.place for problem in caught.value.problems}
     assert "--partial" in caught.value.render()
+
+
+@pytest.mark.parametrize("system", ["arguments", "axolotl", "llamafactory"])
+def test_a_key_with_a_counterpart_is_not_listed_as_without_effect(system: str):
+    """`logging_steps` was, though a config with it is told of `trainer.log.every`."""
+    rules = table(system)
+    assert not [key for key in OTHER_NAMES if key in rules and rules[key].section == "listed"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "every"),
+    [
+        ({"logging_steps": 1}, 1),
+        ({"logging_steps": 7, "logging_strategy": "steps"}, 7),
+        ({"logging_steps": 0.05, "max_steps": 200}, 10),
+        ({"logging_steps": 0.05}, None),
+        ({"logging_steps": 7, "logging_strategy": "epoch"}, None),
+        ({"logging_strategy": "no"}, None),
+        ({}, None),
+    ],
+)
+@pytest.mark.parametrize("system", ["trainer", "axolotl", "llamafactory"])
+def test_how_often_it_logs_is_carried(tmp_path: Path, system: str, keys: dict, every: int | None):
+    names = {"axolotl": "base_model"}
+    model = {names.get(system, "model_name_or_path"): "m"}
+    draft = written(tmp_path, system, {**model, **keys}, partial=True)
+    assert draft.get("trainer.log.every") == every
+    assert not {*keys, "logging_steps"} & {line.partition(" ")[0] for line in draft.lost}
 
 
 @pytest.mark.parametrize("system", ["axolotl", "llamafactory"])

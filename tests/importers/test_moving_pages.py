@@ -61,10 +61,14 @@ def test_the_command_of_a_page_writes_its_config(
 def test_the_imports_from_trl_write_a_config(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sft, dpo = (run_import(words, tmp_path, monkeypatch) for words in imports(page("from_trl")))
+    written = [run_import(words, tmp_path, monkeypatch) for words in imports(page("from_trl"))]
+    sft, dpo, adapted = written
     assert sft["trainer"]["data"]["loss_on"] == "assistant"
     assert dpo["trainer"]["task"] == "pairs"
     assert dpo["optimizer"]["params"]["lr"] == 5e-7
+    adapter = load(adapted).trainer.adapter
+    assert adapter is not None
+    assert (adapter.r, adapter.alpha, adapter.dropout) == (16, 32, 0)
 
 
 @pytest.mark.parametrize(

@@ -3,34 +3,29 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
 from trainer.config.keys import OPTIMIZERS
 from trainer.config.keys.key import AUTO
 from trainer.config.read import at, read
-from trainer.config.validate import evaluated_at
 from trainer.errors import ConfigError, Problem, refused, show
 from trainer.storage import Json
+from trainer.tools.importers import intervals
 from trainer.tools.importers.adapters import adapter
 from trainer.tools.importers.draft import OTHERWISE, Draft, Entry, Roles, names, number
+from trainer.tools.importers.intervals import in_steps
 from trainer.tools.importers.reading import beside, checked
-from trainer.tools.importers.sources import has_rows_to_evaluate
 from trainer.tools.importers.tables import Group, fill, inner_table, read_table
 
 _VALUES = read_table("arguments")["values"]
 _BFLOAT16 = ("bfloat16", "torch.bfloat16")
 _FLOAT32 = (AUTO, "float32", "torch.float32")
 _EIGHT_BITS = "its state is in 8 bits there, in float32 here: the same updates, in more memory"
-_NO_ROWS = "no rows to evaluate on are known here: set trainer.data.evaluation_path"
 LOW_WEIGHTS = (
     "weights stay in bfloat16 there unless the launch adds DeepSpeed or FSDP, here in float32; "
     "bf16.bf16_master_weights_and_grads and bf16_optimizer_states with ZeRO 1 keep bfloat16"
 )
-Leave = Callable[..., None]
-"""Reports a key that is not carried over, with a reason of its own if there is one."""
 
 
 def section_of(key: str, value: Any, folder: Path) -> Json:
@@ -148,7 +143,7 @@ def _warmup(draft: Draft, keys: Roles) -> tuple[Entry, int | str]:
         return steps, 0
     if steps.value < 0:
         raise steps.refused("a number of at least 0")
-    return steps, int(steps.value) if steps.value >= 1 else _steps_of(draft, steps) or AUTO
+    return steps, in_steps(draft, steps) or AUTO
 
 
 def _least(draft: Draft, entry: Entry, share: Entry) -> float:
@@ -165,83 +160,6 @@ def _least(draft: Draft, entry: Entry, share: Entry) -> float:
         actual = f"saw {show(least)}, and a learning rate of {show(rate)}"
         raise ConfigError(Problem("min_lr", actual, "two numbers"))
     return float(least) / float(rate) if absolute else float(least)
-
-
-def _steps_of(draft: Draft, entry: Entry) -> int | None:
-    """Return a share of all steps as a number of steps; None if their number is unknown."""
-    total = draft.get("trainer.steps")
-    return None if total is None else max(1, math.ceil(entry.value * total))
-
-
-def evaluation(draft: Draft, keys: Roles) -> None:
-    """Convert when to evaluate.
-
-    What can't be converted is lost if evaluations end the run or choose its checkpoint, else noted.
-    """
-    patience = keys["early_stopping_patience"]
-    best = keys["load_best_model_at_end"]
-    leave = draft.lose if patience.value or best.value else draft.note
-    if not has_rows_to_evaluate(draft):
-        requested = [keys[name] for name in ("eval_strategy", "eval_steps", "evals_per_epoch")]
-        for entry in requested:
-            if entry.is_set and entry.value != "no":
-                leave(entry, _NO_ROWS)
-            draft.skip(entry)
-        return
-    _interval(draft, keys, "eval", "trainer.evaluation.every", leave)
-    if patience.value and draft.get("trainer.evaluation.every"):
-        draft.put(patience, "trainer.evaluation.patience", int(patience.value))
-        if not draft.get("trainer.evaluation.samples"):  # theirs evaluates on all held-out rows
-            draft.put(patience, "trainer.evaluation.samples", 10**9)
-
-
-def saving(draft: Draft, keys: Roles) -> None:
-    limit = keys["save_total_limit"]
-    best = keys["load_best_model_at_end"]
-    _interval(draft, keys, "save", "trainer.checkpoint.every", lambda entry, *_: draft.skip(entry))
-    if limit.value:
-        draft.put(limit, "trainer.checkpoint.keep_last", max(1, int(limit.value)))
-    if not best.value:
-        return
-    saves, evaluates = (draft.get(f"trainer.{name}.every") for name in ("checkpoint", "evaluation"))
-    if has_rows_to_evaluate(draft) and (saves is None or evaluated_at(saves, evaluates)):
-        draft.put(best, "trainer.checkpoint.keep_best", True)
-    draft.lose(best, "final/ has the last step; keep_best keeps the best checkpoint beside it")
-
-
-def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> None:
-    """Set an interval, in steps or as a share of all; call `leave` for a key that is neither."""
-    strategy = keys[f"{name}_strategy"]
-    steps = keys[f"{name}_steps"]
-    often = keys[f"{name}s_per_epoch"]
-    kind = str(strategy.value) if strategy.key else "steps"
-    if kind in ("no", "False"):
-        draft.skip(strategy, steps, often)
-    elif often.value:
-        draft.skip(steps)
-        _each_epoch(draft, often, often.value, path, leave)
-    elif kind == "steps" and steps.value:
-        whole = int(steps.value) if steps.value >= 1 else _steps_of(draft, steps)
-        draft.skip(strategy)
-        draft.put(steps, path, whole or float(steps.value))
-    elif kind == "epoch":
-        draft.skip(steps)
-        _each_epoch(draft, strategy, 1, path, leave)
-    elif kind != "steps":
-        leave(strategy, "not known")
-    elif name == "save":
-        draft.skip(steps)
-
-
-def _each_epoch(draft: Draft, entry: Entry, often: float, path: str, leave: Leave) -> None:
-    """Set an interval of `often` per epoch as a share of all steps, if the epochs are known."""
-    epochs = draft.get("trainer.epochs")
-    if not epochs or isinstance(epochs, str):
-        leave(entry, f"--dry-run says how many steps an epoch has: set {path}")
-    elif often * epochs > 1:
-        draft.put(entry, path, 1 / (often * epochs))
-    else:
-        draft.skip(entry)
 
 
 def precision(draft: Draft, keys: Roles) -> None:
@@ -336,8 +254,9 @@ GROUPS: tuple[Group, ...] = (
     optimizer,
     clipping,
     scheduler,
-    evaluation,
-    saving,
+    intervals.evaluation,
+    intervals.saving,
+    intervals.logging,
     trackers,
     run_folder,
 )
