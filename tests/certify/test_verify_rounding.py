@@ -169,12 +169,12 @@ def test_the_rounding_of_a_step_is_measured_whatever_its_loss_is(loss):
     assert rounding.loss > 0
 
 
+HEAD = (0, 0, "head")
+
+
 def expected(outputs: torch.Tensor, rounding: float) -> Expected:
     measured = Rounding(0.0, 0.0, {}, {HEAD: rounding}, 2**-8)
     return Expected(0.0, 0.0, {}, {}, 1, measured, {HEAD: outputs})
-
-
-HEAD = (0, 0, "head")
 
 
 @pytest.mark.parametrize(

@@ -31,14 +31,7 @@ from tests.support.run.interruptions import command, environment, nothing_left
 from trainer.data.progress import Progress
 from trainer.distributed.flight_record import Entered
 from trainer.supervise.meeting import reach, serve
-from trainer.supervise.stall import (
-    Beat,
-    Phase,
-    behind,
-    diagnosis,
-    elsewhere,
-    straggler,
-)
+from trainer.supervise.stall import Beat, Phase, behind, diagnosis, elsewhere, straggler
 from trainer.supervise.watchdog import beat_store
 from trainer.supervise.watchdog import watch as watching
 from trainer.supervise.watchdog.watch import Watch, WatchReports

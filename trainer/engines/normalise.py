@@ -18,6 +18,7 @@ from trainer.distributed.seeding import step_seed
 from trainer.engines.engine import Job, Metrics, Observer
 from trainer.optim.lr_schedules import Update
 from trainer.optim.optimizer import set_update
+from trainer.parallel import compilation
 from trainer.parallel.batch_norm import RunningStatistics
 from trainer.parallel.forward_backward import ForwardBackward, RunsAhead
 from trainer.parallel.parallel_mesh import ParallelMesh
@@ -81,6 +82,8 @@ class NormalisedEngine(ABC):
         self._clip = float(job.deepspeed["gradient_clipping"])
         self._statistics = RunningStatistics(runner.modules, mesh, job.data_rank)
         self._loads = ExpertLoads(runner.modules, job.spec, job.task, mesh)
+        compiles = job.layout.compile == "blocks"
+        self._reports = compilation.Reports(job.machine) if compiles else None
 
     def step(
         self,
@@ -158,3 +161,7 @@ class NormalisedEngine(ABC):
     @property
     def modules(self) -> Sequence[nn.Module]:
         return self._runner.modules
+
+    def close(self) -> None:
+        if self._reports is not None:
+            self._reports.close()

@@ -65,12 +65,12 @@ def options_of(
     mesh: DeviceMesh | None,
     device: str,
     reduction: torch.dtype,
-    whole: set[nn.Parameter],
+    ignored: set[nn.Parameter],
 ) -> FsdpOptions:
     """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
     ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1). The
-    parameters `whole` are left to the rank that has them.
+    parameters `ignored` are not sharded: each rank keeps them whole.
     """
     return {
         "mesh": mesh,
@@ -78,7 +78,7 @@ def options_of(
         "mp_policy": policy_of(layout, reduction),
         "offload_policy": offload_of(layout, device),
         "shard_placement_fn": partial(placement, layout.shard),
-        "ignored_params": whole,
+        "ignored_params": ignored,
     }
 
 

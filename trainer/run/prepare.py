@@ -30,7 +30,6 @@ from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
 from trainer.parallel.checks import checked
-from trainer.parallel.compilation import refusal
 from trainer.plugins import NAMED
 from trainer.recipe import HandedIn, Subject, open_subject
 from trainer.run.compose import Composed, compose
@@ -264,12 +263,12 @@ def _machine_notes(composed: Composed, name: str, machine: Machine) -> Iterator[
 
 def _faster(composed: Composed, name: str) -> Iterator[str]:
     """Yield a note if another engine could compile the blocks, and DeepSpeed can't."""
-    layout = composed.layout
-    chosen = composed.facts.device, name, composed.config.trainer.engine, layout.compile
-    if chosen != ("cuda", "deepspeed", "auto", "auto") or refusal(layout):
+    chosen = composed.facts.device, name, composed.config.trainer.engine, composed.layout.compile
+    if chosen != ("cuda", "deepspeed", "auto", "auto"):
         return
-    if ENGINES[name].refusal(replace(layout, compile="blocks")) is None:
+    compiled = replace(composed, layout=replace(composed.layout, compile="blocks"))
+    if ENGINES[name].refusal(compiled.layout) is None:
         return
     with suppress(ConfigError):
-        composed.engine("mesh")
+        compiled.engine("mesh")
         yield "trainer.engine=mesh compiles blocks: 1.3 times as fast on one H200"

@@ -64,15 +64,19 @@ def compare_step(
 
 
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> CheckResult:
-    """Compare the modules' outputs; the finding is the first wrong one in order of execution."""
+    """Compare the modules' outputs; the finding is the first wrong one in order of execution.
+
+    Of a module, its feature that is worst for its tolerance.
+    """
     errors = dict[str, float]()
     tolerances = dict[str, float]()
     common = [key for key, value in ours.items() if _alike(value, one.outputs.get(key))]
-    bands = {key: one.rounding.outputs.get(key, 0.0) / scales(one.outputs[key]) for key in common}
+    scale = {key: scales(one.outputs[key]) for key in common}
+    bands = {key: one.rounding.outputs.get(key, 0.0) / scale[key] for key in common}
     usual = sum(float(band.min()) for band in bands.values()) / max(len(bands), 1)
     least = tolerance_of("output", usual, one)
     for key in common:
-        relative = differences(ours[key], one.outputs[key]) / scales(one.outputs[key])
+        relative = differences(ours[key], one.outputs[key]) / scale[key]
         allowed = (BAND * bands[key]).clamp_min(least)
         worst = int((relative / allowed).argmax())
         label = f"{key[2]}, micro-batch {key[1]}"

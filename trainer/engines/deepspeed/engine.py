@@ -42,7 +42,7 @@ def refusal(layout: Layout) -> str | None:
     """Return the reason why DeepSpeed can't run a layout, or None."""
     if not installed("deepspeed"):
         return "DeepSpeed is not installed: pip install 'meshloom[deepspeed]'."
-    if layout.compile == "blocks" and (reason := _uncompiled(layout)):
+    if layout.compile == "blocks" and (reason := _compile_refusal(layout)):
         return reason
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
@@ -66,20 +66,23 @@ def refusal(layout: Layout) -> str | None:
     return None
 
 
-def _uncompiled(layout: Layout) -> str | None:
-    """Return the reason why the blocks of a layout can't be compiled, or None."""
+def _compile_refusal(layout: Layout) -> str | None:
+    """Return the reason why the blocks of a layout can't be compiled under DeepSpeed, or None."""
+    if reason := compilation.refusal(layout):
+        return reason
     if layout.zero_stage == 3:
         others = "the other engines have none there."
         return f"The hooks of DeepSpeed's ZeRO-3 inside blocks can't be compiled; {others}"
-    if layout.pipeline * layout.tensor * layout.expert > 1:
-        others = "the mesh engine compiles them."
-        return f"DeepSpeed runs blocks that are cut or split by code of its own; {others}"
-    return compilation.refusal(layout)
+    if layout.pipeline * layout.tensor > 1:
+        return (
+            "DeepSpeed's pipelines and tensor parallelism are not compiled; the mesh engine's are."
+        )
+    return None
 
 
 def _compiling(job: Job) -> tuple[Job, tuple[str, ...]]:
     """Return the job with its `compile` decided, and a note on it. Collective."""
-    if _uncompiled(job.layout):
+    if _compile_refusal(job.layout):
         return replace(job, layout=replace(job.layout, compile="none")), ()
     layout, notes = compiled_blocks.decided(job.layout, job.spec, job.machine)
     return replace(job, layout=layout), notes
@@ -233,8 +236,6 @@ class DeepSpeedEngine(NormalisedEngine):
         super().__init__(job, mesh, runner, engine.optimizer, state, (*runner.notes, *notes))
         self.divided_by = job.layout.accumulation
         self._engine = engine
-        compiles = job.layout.compile == "blocks"
-        self._reports = compilation.Reports(job.machine) if compiles else None
         runner.before_update.append(self._before_update)
         self._own_norm: GradientNorm | None = None
         """Computes the norm without ZeRO: DeepSpeed reports none, or the first stage's alone."""
@@ -259,8 +260,7 @@ class DeepSpeedEngine(NormalisedEngine):
         return torch.as_tensor(norm), bool(getattr(self._engine.optimizer, "overflow", False))
 
     def close(self) -> None:
-        if self._reports is not None:
-            self._reports.close()
+        super().close()
         if "comms_logger" in self.job.deepspeed:
             import deepspeed.comm
 

@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.optim.builders import MUON, Builder
 from trainer.optim.muon import Shared, hidden_matrices
 from trainer.optim.optimizer import optimizer_of, step_if_finite
-from trainer.parallel import compilation, float8
+from trainer.parallel import float8
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
@@ -39,8 +39,6 @@ class TorchEngine(NormalisedEngine):
         state = TorchState(modules, optimizer, job.machine.ranks, mesh)
         super().__init__(job, mesh, forward_backward, optimizer, state, (*notes, *builder.notes))
         self._used = used
-        compiles = job.layout.compile == "blocks"
-        self._reports = compilation.Reports(job.machine) if compiles else None
         averages = used is not None
         device = job.machine.device
         self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
@@ -59,8 +57,7 @@ class TorchEngine(NormalisedEngine):
         return norm, False
 
     def close(self) -> None:
-        if self._reports is not None:
-            self._reports.close()
+        super().close()
         self._optimizer.zero_grad()
 
 

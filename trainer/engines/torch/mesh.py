@@ -120,8 +120,8 @@ def build(job: Job) -> TorchEngine:
             float8.apply(module.model, spec, layout, device)
             if layout.float8 != "none":
                 say(f"float8 ({layout.float8}) to large linear layers")
-            whole = shard.kept_whole(module.model, spec, layout)
-            options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction, whole)
+            base = shard.kept_whole(module.model, spec, layout)
+            options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction, base)
             if layout.expert > 1:
                 expert_ranks.shard(module.model, spec, mesh, options)
             shard.apply(module, spec, ends, options)

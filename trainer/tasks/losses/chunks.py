@@ -20,7 +20,8 @@ CHUNK_BYTES = 64 << 20
 """The bytes of a chunk of logits, unless `product_chunks` needs more: enough for full speed, and
 small beside any model."""
 FEWEST = 512
-"""The tokens from which on a product with a frozen head takes longer than to read the head."""
+"""With this many tokens, a product with a frozen head takes longer than reading the head: 512 FLOPs
+a byte in 16 bits, and an H100 does 295 in the time of a byte."""
 
 
 class AutogradContext(Protocol):
@@ -85,8 +86,8 @@ def product_chunks(
     """Return the chunks of hidden states [n, h] or, without a weight, of logits [n, v], in order.
 
     Each chunk passes over the whole weight gradient once; from h / 2 tokens on, its product costs
-    more than that. A frozen weight has none: then FEWEST tokens are enough. With a `shard` all
-    tensor ranks have equal chunks, those of the largest shard.
+    more than that. A frozen weight has no gradient, and FEWEST tokens are enough. With a `shard`
+    all tensor ranks have equal chunks, those of the largest shard.
     """
     width = given.shape[1]
     at_least = 1
