@@ -511,7 +511,7 @@ def test_the_smallest_world_has_every_axis(tmp_path, stage, mesh, world_size):
 )
 def test_the_engine_that_is_verified_is_that_of_the_run(tmp_path, precision, engine):
     """In float32 another would take a pipeline without ZeRO."""
-    from trainer.certify.recording import engine_of
+    from trainer.certify.tiny_run import engine_of
 
     path = Path(config(tmp_path, "auto", 0, stages=2))
     path.write_text(json.dumps(json.loads(path.read_text()) | precision))

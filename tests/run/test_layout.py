@@ -16,8 +16,6 @@ from tests.support.run.layout import layout
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.errors import ConfigError
 from trainer.layout import PIPELINE_SCHEDULES, Layout, Recompute, layout_of
-from trainer.run.compose import compose
-from trainer.run.prepare import _faster
 
 size = st.integers(1, 5)
 SIZES = (
@@ -222,31 +220,3 @@ def test_fsdp_shards_within_a_machine_unless_told_otherwise(
     )
     assert (note in config.notes) is says
     assert resolve(config, RuntimeFacts(8, 64, 10, False, "cpu", 4)).notes == config.notes
-
-
-@pytest.mark.parametrize(
-    ("engine", "device", "overrides", "noted"),
-    [
-        ("auto", "cuda", [], True),
-        ("auto", "cuda", ["zero_optimization.stage=2"], False),
-        ("auto", "cpu", [], False),
-        ("deepspeed", "cuda", [], False),
-        ("mesh", "cuda", [], False),
-        ("auto", "cuda", ["trainer.compile=none"], False),
-        ("auto", "cuda", ["trainer.activation_checkpointing=offload"], False),
-        (
-            "auto",
-            "cuda",
-            ['zero_optimization.offload_optimizer={"device": "nvme", "nvme_path": "/tmp"}'],
-            False,
-        ),
-    ],
-)
-def test_on_a_gpu_it_is_said_that_another_engine_compiles(
-    engine: str, device: Any, overrides: list[str], noted: bool
-) -> None:
-    """Where DeepSpeed can't: under ZeRO-3."""
-    config = load("zero3", [f"trainer.engine={engine}", *overrides])
-    composed = compose(config, RuntimeFacts(1, 64, 100, True, device, 1))
-    notes = list(_faster(composed, composed.engine()[0]))
-    assert [note.startswith("trainer.engine=mesh") for note in notes] == [True] * noted

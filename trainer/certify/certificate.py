@@ -15,8 +15,8 @@ from trainer.certify.case import Case, Certified
 from trainer.certify.comparison import Comparison
 from trainer.certify.finding import CheckResult
 from trainer.certify.patches import constant
-from trainer.certify.recording import engine_of, record
-from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
+from trainer.certify.recording import record
+from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping, engine_of
 from trainer.config import TrainerSection
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
@@ -80,7 +80,7 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         comparison = Comparison(small, spec, machine, options, case.edges, reference)
         findings, first = comparison.findings(run, resumed)
         layout = small.layout.describe()
-        engine = engine_of(small, machine.device.type)
+        engine = engine_of(small, machine.device.type, trained.spec)
         if (base := case.base) is not None:
             findings = (base, *findings)
             first = first if base.passed else base

@@ -17,7 +17,7 @@ from trainer.certify.one_process.edges import Edge, samples_at
 from trainer.certify.outputs import Listener, Outputs, Tokens
 from trainer.certify.patches import loss_in_chunks
 from trainer.certify.rounding import Rounded, measured, recording_into
-from trainer.certify.tiny_run import PROBE_RATE, Tiny
+from trainer.certify.tiny_run import PROBE_RATE, Tiny, engine_of
 from trainer.config.sections.adapter import QuantizeSection
 from trainer.data.loader import Batching, BatchLoader
 from trainer.data.mixture import Source
@@ -198,14 +198,6 @@ class RecordingHooks(Hooks):
         self._engine.job.machine.watch.at(phase, self._first_step + step)
 
 
-def engine_of(small: Tiny, device: str) -> str:
-    """Choose the run's own engine: in float32 "auto" may choose another. Raises ConfigError."""
-    wanted: str = small.config.trainer.engine
-    if wanted == "auto":
-        wanted, _ = small.own.engine(device=device)
-    return replace(small.own, config=small.config, layout=small.layout).engine(wanted, device)[0]
-
-
 class Sources(NamedTuple):
     """The samples of a run."""
 
@@ -230,10 +222,9 @@ def record(
     layout = small.layout
     spec = subject.spec
     ranks = machine.ranks
-    name = engine_of(small, machine.device.type)
+    name = ranks.on_first(lambda: engine_of(small, machine.device.type, spec))
     kind = ENGINES[name]
     ranks.on_each(lambda: kind.ready(layout, machine.device, small.config.deepspeed))
-    ranks.on_first(lambda: kind.check(spec, layout))
     undecayed = spared(section.weight_decay_excludes, spec)
     overflowing: Any = Overflowing(subject.task, small, layout.data_rank(ranks.rank))
     deepspeed = small.config.deepspeed

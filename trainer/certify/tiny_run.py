@@ -12,6 +12,7 @@ from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes
 from trainer.config.keys import SCHEDULERS
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
+from trainer.models.spec import ModelSpec
 from trainer.models.tiny_config import HIDDEN
 from trainer.optim.builders import No, in_torch
 from trainer.run.compose import Composed, compose
@@ -272,3 +273,15 @@ def clipping(small: Tiny, norms: Sequence[float]) -> Tiny:
     return replace(small, config=config).noting(
         f"gradient_clipping {limit:.4g}: over it in step {over}, under it in step {under}"
     )
+
+
+def engine_of(small: Tiny, device: str, spec: ModelSpec | None = None) -> str:
+    """Choose the run's own engine, one that can train the model of `spec`.
+
+    In float32 "auto" may choose another. Raises ConfigError.
+    """
+    wanted: str = small.config.trainer.engine
+    if wanted == "auto":
+        wanted, _ = small.own.engine(device=device, spec=spec)
+    tiny = replace(small.own, config=small.config, layout=small.layout)
+    return tiny.engine(wanted, device, spec)[0]

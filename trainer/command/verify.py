@@ -88,7 +88,7 @@ def _import_all(small: Any) -> None:
         import_module(module)
     if installed("deepspeed"):
         imported("deepspeed.runtime.lr_schedules", "meshloom verify")
-    from trainer.certify.recording import engine_of
+    from trainer.certify.tiny_run import engine_of
 
     if engine_of(small, "cpu") == "deepspeed":  # this imports torch.compile's compiler
         import_module("deepspeed.runtime.zero.muon.muon_optimizer")

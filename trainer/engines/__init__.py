@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trainer.config import Config, support
 from trainer.engines.deepspeed import engine as deepspeed
 from trainer.engines.engine import Engine, EngineKind, Job, Machine, Metrics
@@ -16,17 +18,28 @@ ENGINES: dict[str, EngineKind] = {
     "mesh": mesh.KIND,
 }
 
-__all__ = ["ENGINES", "Engine", "EngineKind", "Job", "Machine", "Metrics", "select"]
+__all__ = [
+    "ENGINES",
+    "Engine",
+    "EngineKind",
+    "Job",
+    "Machine",
+    "Metrics",
+    "compiles_faster",
+    "select",
+]
 
 
 def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[str, EngineKind]:
     """Choose `engine`; for "auto", the first engine that runs the layout and the optimizer.
 
-    DeepSpeed comes last for pipelines, tensor and expert parallelism. Raises ConfigError with each
-    reason if none can.
+    DeepSpeed comes last for pipelines, tensor and expert parallelism; mesh comes first where it
+    `compiles_faster`. Raises ConfigError with each reason if none can.
     """
     cuts = layout.pipeline * layout.tensor * layout.expert > 1
     order = sorted(ENGINES, key=lambda name: name == "deepspeed" and cuts)
+    if compiles_faster(layout, config, device):
+        order.sort(key=lambda name: name != "mesh")
     candidates = {name: ENGINES[name] for name in (order if engine == "auto" else [engine])}
     decays = config.optimizer.params.get("weight_decay", 0) > 0
     spares = decays and config.trainer.weight_decay_excludes != "nothing"
@@ -46,3 +59,16 @@ def select(engine: str, layout: Layout, config: Config, device: str) -> tuple[st
         else:
             return name, kind
     raise ConfigError(*problems)
+
+
+def compiles_faster(layout: Layout, config: Config, device: str) -> bool:
+    """Return True if mesh compiles a layout's blocks on a GPU, where DeepSpeed can only run it.
+
+    And if no key asks for what DeepSpeed alone does. Offloaded states count as such a key: it
+    updates them by a kernel of its own.
+    """
+    if device != "cuda" or layout.compile != "auto" or layout.offloads:
+        return False
+    compiled = replace(layout, compile="blocks")
+    uncompiled = deepspeed.refusal(layout) is None and deepspeed.refusal(compiled) is not None
+    return uncompiled and mesh.refusal(compiled) is None and not support.notes(config, "mesh")

@@ -38,7 +38,8 @@ def plan_lines(prepared: Prepared, in_full: bool) -> Iterator[str]:
     spec = subject.spec
     data = subject.data
     samples = prepared.steps * prepared.layout.train_batch
-    yield f"layout  {prepared.layout.describe()} (engine {prepared.engine_name})"
+    engine = ": ".join(filter(None, prepared.engine))
+    yield f"layout  {prepared.layout.describe()} (engine {engine})"
     millions = spec.parameters / 1e6
     yield f"model   {spec.name}: {millions:,.1f} M parameters, {len(spec.blocks)} blocks"
     yield f"data    {data.describe()}"
@@ -132,7 +133,7 @@ def run_description(prepared: Prepared) -> Json:
     return {
         "seed": prepared.config.trainer.seed,
         "order": prepared.order,
-        "engine": prepared.engine_name,
+        "engine": prepared.engine.name,
         "layout": prepared.layout.to_json(),
         "config": resolved(prepared),
         "data": {
@@ -160,7 +161,7 @@ def write(folder: Path, prepared: Prepared, machine: Machine, overrides: Sequenc
     ensure_writable(folder / "checkpoints", prepared.saved_bytes)
     environment = {
         "versions": versions(),
-        "engine": prepared.engine_name,
+        "engine": prepared.engine.name,
         "layout": prepared.layout.to_json(),
         "device": machine.device.type,
         "unit": prepared.subject.units,

@@ -48,7 +48,7 @@ def measure_precursor(session: Session, config: Config, folder: Path | None) -> 
     session.enter(Phase.BUILDING)
     machine.signs.at("building the teacher")
     machine.watch.moves(prepared.save_seconds)
-    engine = prepared.engine.build(prepared.job(machine))
+    engine = prepared.engine.kind.build(prepared.job(machine))
     prepared.subject.spec.building.weights.release()
     done = prepared.before_training(engine, folder or Path(), 0)
     machine.signs.hide()

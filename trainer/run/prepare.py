@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from inspect import unwrap
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -21,7 +20,7 @@ from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED, SampleOrder
 from trainer.data.progress import Progress
 from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES, Engine, EngineKind, Job, Machine
+from trainer.engines import Engine, EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.own.source import source_of
@@ -33,6 +32,7 @@ from trainer.parallel.checks import checked
 from trainer.plugins import NAMED
 from trainer.recipe import HandedIn, Subject, open_subject
 from trainer.run.compose import Composed, compose
+from trainer.run.engine_choice import EngineChoice, choice_of, faster, kept
 from trainer.run.evaluate import check_measures
 from trainer.run.loop import LoopPlan
 from trainer.supervise.process import share_of_cores
@@ -42,14 +42,25 @@ SLOW_DISK = 50e6
 """The lowest speed of a disk, in bytes/s, that is assumed for a save."""
 
 
+class Begun(NamedTuple):
+    """A run's order of samples and its engine, which it keeps from its first step to its last."""
+
+    order: int = KEYED
+    """The version of that order."""
+    engine: str | None = None
+    """The name of the engine; None: no step is made yet."""
+
+
+BEGINS = Begun()
+
+
 @dataclass(frozen=True)
 class Prepared:
     """Everything known about a run before the first byte of the model is allocated."""
 
     config: Config
     layout: Layout
-    engine_name: str
-    engine: EngineKind
+    engine: EngineChoice
     subject: Subject
     steps: int
     model_notes: tuple[str, ...]
@@ -134,7 +145,7 @@ def prepare(
     terminal: Console | None = None,
     *,
     builds: bool = True,
-    order: int = KEYED,
+    begun: Begun = BEGINS,
 ) -> Prepared:
     """Check everything that can be wrong, the cheapest checks first, and return what is known.
     Collective.
@@ -144,29 +155,29 @@ def prepare(
     ranks = machine.ranks
     section = config.trainer
     composed = compose(config, _facts(machine))
-    config = composed.config
-    layout = composed.layout
-    name, engine = composed.engine()
+    wanted = kept(composed, begun.engine)
+    first = choice_of(composed, wanted)
     if builds:
-        ranks.on_own(lambda: _check_machine(engine, composed, machine))
+        ranks.on_own(lambda: _check_machine(first.kind, composed, machine))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
-    subject = open_subject(config, given, layout, ranks, progress, order)
+    subject = open_subject(config, given, composed.layout, ranks, progress, begun.order)
     machine.signs.at("trying a tiny copy of the model")
-    subject, model_notes = _tried(subject, section, layout, engine, ranks)
+    subject, engine, model_notes = _tried(subject, composed, wanted, ranks)
     if builds:
-        model_notes = (*model_notes, *_kernel_notes(subject, section, layout, machine))
+        if engine != first:
+            ranks.on_own(lambda: _check_machine(engine.kind, composed, machine))
+        model_notes = (*model_notes, *_kernel_notes(subject, section, composed.layout, machine))
     spec = subject.spec
-    steps = _steps_of(section, len(subject.data.train), layout.train_batch)
-    config = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps).config
-    config = _noted(subject.settled(config), composed, name, machine)
+    steps = _steps_of(section, len(subject.data.train), composed.layout.train_batch)
+    composed = composed.knowing(hidden_size=spec.language.hidden_size, total_steps=steps)
+    config = _noted(subject.settled(composed.config), composed, engine.name, machine)
     model = spec.build()
-    _check_weights(spec, [name for name, _ in model.named_parameters()], machine)
+    _check_weights(spec, model, machine)
     return Prepared(
         config=config,
-        layout=layout,
-        engine_name=name,
+        layout=composed.layout,
         engine=engine,
         subject=subject,
         steps=steps,
@@ -174,7 +185,7 @@ def prepare(
         learned=sum(p.numel() for p in model.parameters() if p.requires_grad),
         undecayed=spared(section.weight_decay_excludes, spec),
         workers=subject.workers(section, machine),
-        order=order,
+        order=begun.order,
         sources=_sources(model, config, given),
     )
 
@@ -186,12 +197,13 @@ def _sources(model: nn.Module, config: Config, given: HandedIn | None) -> Mappin
     return source_of(model, optimizer=unwrap(optimizer), **own)
 
 
-def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
+def _check_weights(spec: ModelSpec, model: nn.Module, machine: Machine) -> None:
     """Raise ConfigError unless all machines have the same pretrained weights. Collective."""
     ranks = machine.ranks
     several = (machine.local_world_size or ranks.world_size) < ranks.world_size
     if not several or isinstance(spec.building.weights, NoWeights):
         return
+    names = [name for name, _ in model.named_parameters()]
     if others := ranks.differing(ranks.on_own(lambda: fingerprint(spec.building.weights, names))):
         actual = f"other ones on rank {', '.join(map(str, others))} than on rank 0"
         place = f"{spec.name}: pretrained weights"
@@ -200,17 +212,19 @@ def _check_weights(spec: ModelSpec, names: list[str], machine: Machine) -> None:
 
 
 def _tried(
-    subject: Subject, section: TrainerSection, layout: Layout, engine: EngineKind, ranks: Ranks
-) -> tuple[Subject, tuple[str, ...]]:
-    """Try a tiny copy under the layout; return the subject as it is trained, and notes. Collective.
+    subject: Subject, composed: Composed, wanted: str | None, ranks: Ranks
+) -> tuple[Subject, EngineChoice, tuple[str, ...]]:
+    """Try a tiny copy under the layout. Collective.
 
-    Raises ConfigError for a model, a layout or an engine that do not go together.
+    Returns the subject as it is trained, its engine, and notes. Raises ConfigError for
+    a model, a layout or an engine that do not go together.
     """
+    section = composed.config.trainer
     ranks.try_on_first(lambda: check_measures(subject.task))
-    spec, notes = checked(subject.spec, subject.probed, layout, ranks, subject.packed)
-    ranks.on_first(lambda: engine.check(spec, layout))
+    spec, notes = checked(subject.spec, subject.probed, composed.layout, ranks, subject.packed)
+    engine = ranks.on_first(lambda: choice_of(composed, wanted, spec))
     ranks.try_on_first(lambda: subject.trained(spec, section))
-    return subject.trained(spec, section), notes
+    return subject.trained(spec, section), engine, notes
 
 
 def _kernel_notes(
@@ -258,17 +272,4 @@ def _machine_notes(composed: Composed, name: str, machine: Machine) -> Iterator[
         few_cores = share_of_cores(machine.local_world_size or 1)
         if few_cores:
             yield few_cores
-    yield from _faster(composed, name)
-
-
-def _faster(composed: Composed, name: str) -> Iterator[str]:
-    """Yield a note if another engine could compile the blocks, and DeepSpeed can't."""
-    chosen = composed.facts.device, name, composed.config.trainer.engine, composed.layout.compile
-    if chosen != ("cuda", "deepspeed", "auto", "auto"):
-        return
-    compiled = replace(composed, layout=replace(composed.layout, compile="blocks"))
-    if ENGINES[name].refusal(compiled.layout) is None:
-        return
-    with suppress(ConfigError):
-        compiled.engine("mesh")
-        yield "trainer.engine=mesh compiles blocks: 1.3 times as fast on one H200"
+    yield from faster(composed, name)

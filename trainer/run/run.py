@@ -18,7 +18,6 @@ from rich.text import Text
 from trainer import checkpoint
 from trainer.config import Config, support
 from trainer.data.loader import Batching, BatchLoader
-from trainer.data.order import KEYED
 from trainer.data.sources.remote import absent
 from trainer.engines import Engine, EngineKind
 from trainer.errors import DiskError, MeshloomError, Stopped, listed
@@ -29,7 +28,7 @@ from trainer.run.final import export, show
 from trainer.run.hooks import RunHooks
 from trainer.run.loop import train as loop
 from trainer.run.precursor import measure_precursor
-from trainer.run.prepare import Prepared, prepare
+from trainer.run.prepare import BEGINS, Prepared, prepare
 from trainer.run.result import History, Result
 from trainer.run.session import Session
 from trainer.run.start.changes import refuse_changed
@@ -102,11 +101,11 @@ def train_given(config: Config, given: HandedIn | None, request: Request, quiet:
 def execute(session: Session, config: Config, given: HandedIn | None = None) -> Result | None:
     """Run in processes that have met; None unless a script trains. Collective."""
     request = session.request
-    order = KEYED
+    begun = BEGINS
     if request.trains:
         session.machine.signs.at("looking at the run's folder")
         session, config = session.begin(config)
-        order = session.start.order
+        begun = session.start.begun
         if session.start.finished:
             session.complete(config.trainer.checkpoint)
             return None
@@ -117,7 +116,7 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
         return None
     given = HandedIn.by_task(config.trainer, given)
     prepared = prepare(
-        config, session.machine, given, session.console, builds=request.trains, order=order
+        config, session.machine, given, session.console, builds=request.trains, begun=begun
     )
     session.machine.signs.hide()
     _show_plan(prepared, session)
@@ -127,7 +126,7 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
     if request.script:
         session = replace(session, trackers=[history])
     # before the model is in memory, of which the process that prepares files would keep a copy
-    with prepared.subject.reading(_place(session)), _left(prepared.engine, session):
+    with prepared.subject.reading(_place(session)), _left(prepared.engine.kind, session):
         train(prepared, session)
     session.push()
     return history.result(session.folder) if request.script else None  # else it is the folder
@@ -239,7 +238,7 @@ def _built(prepared: Prepared, session: Session) -> tuple[Engine, RunState]:
     session.enter(Phase.BUILDING)
     session.machine.signs.at("building the engine, and the model's values")
     session.machine.watch.moves(prepared.save_seconds)
-    engine = prepared.engine.build(prepared.job(session.machine))
+    engine = prepared.engine.kind.build(prepared.job(session.machine))
     spec.building.weights.release()
     for note in engine.notes:
         session.say(f"note: {note}")

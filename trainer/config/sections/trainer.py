@@ -230,7 +230,7 @@ class _Execution(Section):
     """Keys of how the devices are used."""
 
     engine: Literal["auto", "deepspeed", "accelerate", "mesh"] = "auto"
-    """The engine; "auto": the first that runs the layout."""
+    """The engine; "auto": the first that runs the layout, on GPUs `mesh` if it alone compiles."""
     mesh: MeshSection = MeshSection()
     pipeline_schedule: Annotated[PipelineSchedule, Key(needs="a pipeline")] = "1F1B"
     """The order in which pipeline stages run their micro-batches, by PyTorch's names."""

@@ -22,6 +22,7 @@ from trainer.data.order import KEYED, LISTED
 from trainer.data.progress import QUIET, Progress
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DiskError, Problem, in_python
+from trainer.run.prepare import BEGINS, Begun
 from trainer.run.start import folder as folders
 from trainer.run.start.changes import training_keys, without_place
 from trainer.run.start.folder import ENVIRONMENT
@@ -69,8 +70,8 @@ def choose(config: Config, request: Request, ranks: Ranks, progress: Progress = 
     ranks.on_node_firsts(lambda: status.begin(folder))  # its earlier end is forgotten
     if request.script:
         lines = [in_python(line) for line in lines]
-    order = KEYED if source is None else ranks.on_node_firsts(lambda: _order_of(source))
-    return Start(folder, source, [*back, *lines], ranks=ranks, order=order, upload=upload)
+    begun = BEGINS if source is None else ranks.on_node_firsts(lambda: _begun(source))
+    return Start(folder, source, [*back, *lines], ranks=ranks, begun=begun, upload=upload)
 
 
 def _finished(config: Config, folder: Path, ranks: Ranks) -> Start:
@@ -238,14 +239,15 @@ def as_begun(config: Config, start: Start) -> Config:
     return replace(config, trainer=trainer, origins=origins)
 
 
-def _order_of(source: Path) -> int:
-    """Return the version of the order of a checkpoint's run. Raises DiskError if it is unknown."""
-    order = checkpoint.read_description(source).get("order", LISTED)
+def _begun(source: Path) -> Begun:
+    """Return order and engine of a checkpoint's run. Raises DiskError for an unknown order."""
+    description = checkpoint.read_description(source)
+    order = description.get("order", LISTED)
     if order not in (LISTED, KEYED):
         expected = f"{LISTED} or {KEYED}"
         hint = "Resume with the version that saved it"
         raise DiskError(Problem(f"{source}: order", f"{order!r:.40}", expected, hint))
-    return int(order)
+    return Begun(int(order), description.get("engine"))
 
 
 def _request(folder: Path) -> object:

@@ -10,10 +10,9 @@ from rich.console import Console
 
 from trainer.checkpoint.copies.upload import Upload
 from trainer.config.sections.trainer import HubSection
-from trainer.data.order import KEYED
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
-from trainer.run.prepare import Prepared
+from trainer.run.prepare import BEGINS, Begun, Prepared
 from trainer.trackers.callbacks import Callback
 
 MemoryCheck = Callable[[Prepared, Machine, Path, Console], Callable[[], Sequence[str]]]
@@ -68,8 +67,8 @@ class Start:
     """True if the model is in its folder, and what is left to do is to copy and to push it."""
     ranks: Ranks = ALONE
     """The ranks, with the first rank of each node's folder."""
-    order: int = KEYED
-    """The version of the order of the run's samples, from its first step to its last."""
+    begun: Begun = BEGINS
+    """The order and the engine of the run until now."""
     upload: Upload | None = None
     """The copy of the run elsewhere, of which the first rank takes care; None if there is none, or
     if the run is finished and the copy is whole."""

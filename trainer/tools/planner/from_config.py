@@ -100,12 +100,12 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     composed = on_cluster(config, cluster)
     section = composed.config.trainer
     layout = composed.layout
-    name, engine = composed.engine()
+    composed.engine()  # an error before the model is read, where none can run the layout
     trained = planned_model(section, layout)
     with of_recipe(section.task):
         sample = trained.cost(trained.spec)
     check_blocks(trained.spec, layout)
-    engine.check(trained.spec, layout)
+    name, engine = composed.engine(spec=trained.spec)
     if layout.context > 1:
         task = trained.task(trained.spec)
         ask(QUESTION, Probed(trained.spec, task, layout, packed=section.data.packs))

@@ -135,7 +135,7 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> Json:
     Raises OSError, SubprocessError or ValueError if that fails.
     """
     config = resolved(prepared)
-    config["trainer"]["engine"] = prepared.engine_name
+    config["trainer"]["engine"] = prepared.engine.name
     prepared.subject.describe_to(config["trainer"])
     world = machine.ranks.world_size
     local = machine.local_world_size or world
