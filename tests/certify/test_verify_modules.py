@@ -107,6 +107,20 @@ def shuffled(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     ]
 
 
+class Centred(Small):
+    """Centres its inputs by a running mean, which a training pass moves first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.lerp_(x.mean(0).to(self.mean), 0.1)
+        return super().forward(x - self.mean.to(x))
+
+
 def classes(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, int]:
     return F.cross_entropy(output, target, reduction="sum"), len(target)
 
@@ -172,6 +186,34 @@ def ranked(seed: int, shift: float) -> str:
         return table(certify(tiny_run_of(config, [], 2), machine_here(), given))
 
 
+def centred(factor: float) -> str:
+    """The table of a module that moves a buffer; a bias's gradient is multiplied by `factor`."""
+    from trainer.certify.certificate import certify, table
+    from trainer.certify.worker import tiny_run_of
+    from trainer.recipe import HandedIn
+    from trainer.tasks.supervised import Supervised
+
+    real = Supervised.loss_sum
+
+    def multiplied(self: Supervised, model: nn.Module, batch: Any) -> torch.Tensor:
+        bias = dict(model.named_parameters())["blocks.0.0.bias"]
+        if not bias._backward_hooks:
+            bias.register_hook(lambda gradient: gradient * factor)
+        return real(self, model, batch)
+
+    generator = torch.Generator().manual_seed(0)
+    data = [(torch.randn(4, generator=generator), index % 3) for index in range(64)]
+    config: dict[str, Any] = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "trainer": {"engine": "mesh"},
+    }
+    given = HandedIn(Centred, data, classes, blocks="blocks.*")
+    with mock.patch.object(Supervised, "loss_sum", multiplied) if factor != 1 else nullcontext():
+        return table(certify(tiny_run_of(config, [], 1), machine_here(), given))
+
+
 PASS = ("PASS: trains",)
 CASES: dict[tuple[str, str, str, int], tuple[str, ...]] = {
     ("HeldByItsAuthor", "classes", "mesh", 2): PASS,
@@ -235,6 +277,19 @@ def test_a_gradient_that_is_zero_by_symmetry(
     which two processes and one differ by more than the tolerance. A wrong gradient still shows."""
     for text in pools[2].run(ranked, timeout=100, seed=1234, shift=shift):
         shows(text.splitlines()[-1], *verdict)
+
+
+@pytest.mark.parametrize(
+    ("factor", "verdict"),
+    [(1.0, ("PASS", "trains as")), (1.009, ("FAIL", "gradient blocks.0.0.bias"))],
+    ids=["healthy", "wrong"],
+)
+def test_what_a_moved_buffer_changes_is_not_taken_for_rounding(
+    pools: Pools, factor: float, verdict: tuple[str, ...]
+) -> None:
+    """The step was repeated from the buffers that it had left."""
+    [text] = pools[1].run(centred, timeout=100, factor=factor)
+    shows(text.splitlines()[-1], *verdict)
 
 
 def test_a_copy_that_lacks_what_its_loss_needs_is_not_the_last_that_is_tried():

@@ -35,6 +35,7 @@ from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of, s
 from trainer.certify.one_process.repeated import (
     FEWER,
     REPEATS,
+    Buffers,
     Compute,
     Computed,
     rounding_of_float32,
@@ -98,6 +99,7 @@ class Reference(ABC):
             )
         self._listener = Listener([self.model])
         self._outputs = Outputs()
+        self._start = Buffers(self.model)
         self._loads = Loads(self.model, spec, small.layout.router_bias_rate)
         self._optimizer = optimizer_of(own, small, spec.blocks)
         self._scheduler = scheduler_of(self._optimizer, small.config)
@@ -177,12 +179,13 @@ class Reference(ABC):
             return exact
         if self.small.low_precision or self._layout.float8 != "none":
             given = Computed(loss, own, outputs)
-            return replace(exact, rounding=self._rounding(step, parts, counted, given))
+            with self._start.again(), self._loads.aside():
+                return replace(exact, rounding=self._rounding(step, parts, counted, given))
 
         def again(seed: int) -> Tensors:
             return self._gradients(shaken(self.model, seed), step, parts, counted)[1]
 
-        with self._loads.aside():
+        with self._start.again(), self._loads.aside():
             order = Order(self.order, self._spec.blocks)
             return replace(exact, cancelled=cancelled(own, order, again))
 
@@ -255,7 +258,9 @@ class Reference(ABC):
         """Measure the rounding of float32 in a step with the weights of `state`; no update."""
         one = self.computed(step, state, parts, measures=False)
         exact = Computed(one.loss, one.gradients, one.outputs)
-        return rounding_of_float32(self.model, self._compute(step, one.targets), parts, exact)
+        compute = self._compute(step, one.targets)
+        with self._start.again(), self._loads.aside():
+            return rounding_of_float32(self.model, compute, parts, exact)
 
     def _rounding(
         self, step: int, parts: list[MicroBatch], counted: int, exact: Computed
@@ -319,6 +324,7 @@ class Reference(ABC):
                 for part, value in self._optimizer.state[parameter].items():
                     if (name, part) in state and value.shape == parameter.shape:
                         value.copy_(state[name, part].reshape(value.shape))
+        self._start.keep()
 
     def _update(self, step: int, gradients: Tensors, norm: float) -> None:
         limit = float(self.small.config.settings["gradient_clipping"])

@@ -66,7 +66,9 @@ def compare_step(
 def compare_outputs(step: int, ours: Outputs, one: Expected, rank: int) -> CheckResult:
     """Compare the modules' outputs; the finding is the first wrong one in order of execution.
 
-    Of a module, its feature that is worst for its tolerance.
+    Of a module, its feature that is worst for its tolerance. In 16 bits the tolerance of a feature
+    far smaller than others of its module may be all of it; its part in losses and gradients is
+    compared apart.
     """
     errors = dict[str, float]()
     tolerances = dict[str, float]()
