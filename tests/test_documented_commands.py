@@ -442,6 +442,10 @@ ELSEWHERE: dict[str, str] = {
         ),
         "test_use.py::test_a_chat_keeps_its_history",
     ),
+    'meshloom generate runs/ONE runs/TWO --prompt "def main("': (
+        "test_use.py::test_several_adapters_on_one_base_each_write"
+    ),
+    "meshloom chat runs/ONE runs/TWO": "test_use.py::test_a_chat_switches_between_adapters",
     "meshloom evaluate runs/NAME --tasks my_task.yaml": (
         "test_use.py::test_a_task_of_ones_own_is_scored"
     ),

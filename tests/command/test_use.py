@@ -158,6 +158,70 @@ def test_an_adapter_is_opened_on_its_base(folder, tmp_path, capsys):
     assert shown == greedy(adapted, PROMPT) != greedy(plain_model(), PROMPT)
 
 
+@pytest.fixture(scope="module")
+def adapters(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Path, Any]]:
+    """Two adapters on one base, with other targets and ranks, each beside its model opened alone."""
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    made = []
+    for seed, (rank, targets) in enumerate([(2, ["q_proj", "down_proj"]), (4, ["v_proj"])]):
+        torch.manual_seed(seed)
+        base = AutoModelForCausalLM.from_pretrained(folder)
+        options = {"r": rank, "lora_alpha": 64, "target_modules": targets}
+        config = peft.LoraConfig(**options, init_lora_weights=False)
+        path = tmp_path_factory.mktemp("adapter")
+        adapted = peft.get_peft_model(base, config).eval()
+        adapted.save_pretrained(path)
+        tokenizer(chat_template=TEMPLATE).save_pretrained(path)
+        made.append((path, adapted))
+    return made
+
+
+def test_several_adapters_on_one_base_each_write(adapters, capsys):
+    paths = [str(path) for path, _ in adapters]
+    assert use.main([*paths, "--prompt", PROMPT, *GREEDY], "meshloom generate") == 0
+    shown = capsys.readouterr()
+    texts = [greedy(model, PROMPT) for _, model in adapters]
+    assert shown.out.splitlines() == texts
+    assert texts[0] != texts[1]
+    assert all(f"adapter {path}" in shown.err for path in paths)
+
+
+def test_a_chat_switches_between_adapters(adapters, capsys, monkeypatch):
+    lines = "w5 w6\n/adapter 2\nw7\n/adapter 3\n/adapter 1\nw8\n"
+    monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
+    paths = [str(path) for path, _ in adapters]
+    assert use.main([*paths, "--system", "w4", *GREEDY], "meshloom chat") == 0
+    chat = "<system> w4"
+    answers = []
+    for word, (_, model) in zip(("w5 w6", "w7", "w8"), [*adapters, adapters[0]], strict=True):
+        chat += f" <user> {word} <assistant>"
+        answers.append(greedy(model, chat))
+        chat += f" {answers[-1]}"
+    shown = capsys.readouterr()
+    assert shown.out.splitlines() == answers
+    shows(shown.err, "/adapter 2", paths[1])
+
+
+@pytest.mark.parametrize("other", ["a model", "another base", "a quantised base"])
+def test_what_is_no_adapter_on_the_same_base_is_refused(folder, adapters, tmp_path, capsys, other):
+    if other == "a model":
+        without(folder, tmp_path)
+    else:
+        without(adapters[1][0], tmp_path)
+    if other == "another base":
+        path = tmp_path / "adapter_config.json"
+        content = json.loads(path.read_text())
+        path.write_text(json.dumps(content | {"base_model_name_or_path": "another/base"}))
+    elif other == "a quantised base":
+        stated = {"quant_method": "bitsandbytes", "load_in_8bit": True}
+        (tmp_path / "quantization_config.json").write_text(json.dumps(stated))
+    paths = [str(adapters[0][0]), str(tmp_path)]
+    assert use.main([*paths, "--prompt", PROMPT, *GREEDY], "meshloom generate") == 64
+    shows(capsys.readouterr().err, f"open: {tmp_path}")
+
+
 @pytest.mark.more
 def test_a_seed_draws_the_same_again(folder, capsys):
     drawn = [

@@ -7,7 +7,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from trainer.command import parser_of, reporting
 
@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 PATH = """
 PATH is a run's folder (of an unfinished one, its newest whole checkpoint is taken), a checkpoint,
 or any folder of a Hugging Face model or a LoRA adapter. GPUs are used if there are any.
-In a chat, a line is a message. Ctrl-C ends an answer, Ctrl-D the chat.
+Several PATHs are LoRA adapters on one base, which is loaded once: each continues the text.
+In a chat, a line is a message. Ctrl-C ends an answer, Ctrl-D the chat. With several PATHs,
+/adapter 2 lets the second one answer from there on.
 Exit codes: 0 done, 64 model or options do not fit, 65 no tokenizer, 74 a damaged checkpoint.
 """
 
@@ -28,28 +30,48 @@ def main(arguments: Sequence[str], name: str) -> int:
     command = name.rpartition(" ")[2]
     options = _parser(name, command).parse_args(arguments)
     from trainer.data.text.tokenizer import load_tokenizer
-    from trainer.models.opened import opened_language_model
+    from trainer.models.opened import opened_on_one_base
     from trainer.run.start.folder import model_in
     from trainer.supervise.process import quiet_libraries
 
     quiet_libraries()
-    folder = model_in(options.path)
+    folders = [model_in(path) for path in options.path]
     trust = options.trust_remote_code
-    print(f"model   {folder}", file=sys.stderr)
+    for folder in folders:
+        print(f"model   {folder}", file=sys.stderr)
     if command == "evaluate":
         from trainer.tasks.harness import table
 
         requested = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
-        print(table(folder, trust, options.tasks.split(","), limit=options.limit, **requested))
+        print(table(folders[0], trust, options.tasks.split(","), limit=options.limit, **requested))
         return 0
-    opened = (opened_language_model(folder, trust), load_tokenizer(str(folder), trust))
-    (_written if command == "generate" else _chat)(options, *opened)
+    model, names = opened_on_one_base(folders, trust)
+    tokenizers = [load_tokenizer(str(folder), trust) for folder in folders]
+    speakers = [Speaker(model, *one) for one in zip(names, tokenizers, strict=True)]
+    (_continue if command == "generate" else _chat)(options, speakers)
     return 0
+
+
+class Speaker(NamedTuple):
+    """A model, or one of the adapters on it."""
+
+    model: PreTrainedModel
+    adapter: str
+    tokenizer: PreTrainedTokenizerBase
+
+
+def _continue(options: Namespace, speakers: Sequence[Speaker]) -> None:
+    for path, speaker in zip(options.path, speakers, strict=True):
+        if len(speakers) > 1:
+            print(f"adapter {path}", file=sys.stderr)
+            speaker.model.set_adapter(speaker.adapter)
+        _written(options, speaker)
 
 
 def _parser(name: str, command: str) -> ArgumentParser:
     parser = parser_of(name, PATH)
-    parser.add_argument("path", type=Path, metavar="PATH")
+    several = 1 if command == "evaluate" else "+"
+    parser.add_argument("path", type=Path, metavar="PATH", nargs=several)
     parser.add_argument("--trust-remote-code", action="store_true", help="run a model's own code")
     if command == "evaluate":
         parser.add_argument("--tasks", required=True, metavar="A,B", help="names, or YAML files")
@@ -72,24 +94,35 @@ def _parser(name: str, command: str) -> ArgumentParser:
     return parser
 
 
-def _chat(options: Namespace, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def _chat(options: Namespace, speakers: Sequence[Speaker]) -> None:
     import readline  # noqa: F401  # arrow keys in a line
 
+    speaker = speakers[0]
     turns = [{"role": "system", "content": options.system}] if options.system else []
     with suppress(EOFError, KeyboardInterrupt):
         while True:
-            if (line := input("> " if sys.stdin.isatty() else "")).strip():
+            line = input("> " if sys.stdin.isatty() else "").strip()
+            if len(speakers) > 1 and line.split()[:1] == ["/adapter"]:
+                speaker = _switched(options.path, speakers, line) or speaker
+            elif line:
                 turns.append({"role": "user", "content": line})
-                answer = _written(options, model, tokenizer, turns)
+                answer = _written(options, speaker, turns)
                 turns.append({"role": "assistant", "content": answer})
 
 
-def _written(
-    options: Namespace,
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    turns: Sequence[dict[str, str]] = (),
-) -> str:
+def _switched(paths: Sequence[Path], speakers: Sequence[Speaker], line: str) -> Speaker | None:
+    """Switch to the adapter whose number a line has; None, with their numbers, if it has none."""
+    numbers = {str(number): speaker for number, speaker in enumerate(speakers, start=1)}
+    speaker = numbers.get(line.removeprefix("/adapter").strip())
+    if speaker is None:
+        for number, path in zip(numbers, paths, strict=True):
+            print(f"/adapter {number}  {path}", file=sys.stderr)
+        return None
+    speaker.model.set_adapter(speaker.adapter)
+    return speaker
+
+
+def _written(options: Namespace, speaker: Speaker, turns: Sequence[dict[str, str]] = ()) -> str:
     """Print what a model adds to a prompt, or to a chat's `turns`, up to a Ctrl-C; return it."""
     import torch
 
@@ -97,6 +130,7 @@ def _written(
 
     if options.seed is not None:
         torch.manual_seed(options.seed % 2**63)
+    model, _, tokenizer = speaker
     shown = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
     how = {"temperature": options.temperature, "top_p": options.top_p, "streamer": shown}
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +76,41 @@ def opened_language_model(folder: Path, trust: bool) -> PreTrainedModel:
         raise ConfigError(Problem(f"open: {folder}", actual, "a language model of transformers"))
     device = "auto" if torch.cuda.is_available() else None
     return opened(folder, device_map=device, trust_remote_code=trust)
+
+
+def opened_on_one_base(folders: Sequence[Path], trust: bool) -> tuple[PreTrainedModel, list[str]]:
+    """Load a language model or, from several folders, their adapters on their one base.
+
+    Returns the model, and the name by which its `set_adapter` takes each folder's adapter; the
+    first one's is in use. Raises ConfigError, also for adapters on different bases.
+    """
+    first = folders[0]
+    model = opened_language_model(first, trust)
+    names = ["default"]
+    for number, folder in enumerate(folders[1:], start=2):
+        if _base_of(folder) != _base_of(first):
+            actual = f"an adapter on {listed(_base_of(folder))}"
+            expected = f"one on {listed(_base_of(first))}, as {first} has"
+            raise ConfigError(Problem(f"open: {folder}", actual, expected))
+        names.append(f"adapter_{number}")
+        with opening(f"open: {folder}", EXPECTED):
+            model.load_adapter(str(folder), names[-1])
+    return model.eval(), names
+
+
+def _base_of(folder: Path) -> tuple[str, ...]:
+    """Return the base of an adapter, and its revision if there is one. Raises ConfigError."""
+    place = f"open: {folder}"
+    if not (folder / "adapter_config.json").exists():
+        actual = "a model without an adapter"
+        raise ConfigError(Problem(place, actual, "a LoRA adapter, where several folders are given"))
+    if quantised_files.read(folder) is not None:
+        actual = "an adapter on a quantised base, and other folders"
+        raise ConfigError(Problem(place, actual, "this folder alone"))
+    stated = object_in(folder / "adapter_config.json")
+    name = str(stated.get("base_model_name_or_path"))
+    name = str(Path(name).resolve()) if Path(name).is_dir() else name
+    return tuple(filter(None, (name, stated.get("revision"))))
 
 
 def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
