@@ -131,6 +131,8 @@ def logits_of(model: Any) -> torch.Tensor:
 
 RUNS = {
     "mesh-3": ("mesh", 3, {}, 2),
+    "mesh-2": ("mesh", 2, {}, 2),
+    "accelerate-2, bias": ("accelerate", 2, {"bias": "lora_only"}, 2),
     "deepspeed-2": ("deepspeed", 2, {}, 2),
     "deepspeed-3": ("deepspeed", 3, {}, 2),
     "accelerate-3, dora": ("accelerate", 3, {"dora": True}, 2),

@@ -119,7 +119,7 @@ def verdict(pool: Pool, family: str, layout: str) -> str:
         path = Path(folder) / "config.json"
         path.write_text(json.dumps(config_of(family, layout)))
         try:
-            first, second = pool.run(certified, path=str(path), timeout=150)
+            first, second = pool.run(certified, path=str(path), timeout=400)
         except AssertionError as error:
             lines = [line.strip() for line in str(error).splitlines() if line.strip()]
             # the rank that failed says why; the other only that it waited
