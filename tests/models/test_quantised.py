@@ -16,7 +16,16 @@ from torch.distributed import fsdp
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.support.certify.certifying import DEEPSEEK
-from tests.support.models.nf4_record import FILE, SEEDS, Recorded, recorded, tensor_of
+from tests.support.models.bitsandbytes_record import (
+    FILE,
+    INT8_FILE,
+    SEEDS,
+    Recorded,
+    digest_of,
+    matrix_of,
+    recorded,
+    tensor_of,
+)
 from tests.support.models.weight_formats import FORMATS
 from trainer.certify.one_process import quantising as plainly
 from trainer.config.sections.adapter import AdapterSection, QuantizeSection
@@ -78,10 +87,20 @@ def test_values_are_those_of_the_installed_bitsandbytes(double):
     assert not double or sum(shares) > 0.95 * len(SEEDS)
 
 
+@pytest.mark.parametrize("seeds", [SEEDS[:40], pytest.param(SEEDS[40:], marks=pytest.mark.more)])
+def test_codes_and_scales_of_integers_are_those_that_bitsandbytes_had(seeds):
+    records = json.loads(INT8_FILE.read_text())
+    for seed in seeds:
+        matrix = matrix_of(seed)
+        rows, columns = matrix.shape
+        scales, codes = Int8().quantise(matrix).split([4 * rows, rows * columns])
+        assert digest_of(codes, scales) == records[seed]
+
+
 def test_int8_is_that_of_the_installed_bitsandbytes():
     functional = pytest.importorskip("bitsandbytes.functional")
     for seed in SEEDS:
-        matrix = tensor_of(seed, 40 * 33).view(40, 33).half()
+        matrix = matrix_of(seed)
         codes, scales, _ = functional.int8_vectorwise_quant(matrix)
         ours = Int8().dequantise(Int8().quantise(matrix), matrix.shape, torch.float32)
         assert torch.equal(ours, functional.int8_vectorwise_dequant(codes, scales))

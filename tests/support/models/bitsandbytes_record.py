@@ -1,4 +1,6 @@
-"""Tensors, and hashes of what bitsandbytes makes of them: `python -m tests.support.models.nf4_record`.
+"""Tensors, and hashes of what bitsandbytes makes of them.
+
+python -m tests.support.models.bitsandbytes_record        # writes both files again
 
 bitsandbytes is no requirement of the tests: where it is installed, PEFT imports it in each process.
 """
@@ -14,6 +16,8 @@ import torch
 
 FILE = Path(__file__).with_name("nf4_of_bitsandbytes.json")
 """A `Recorded` for each of `SEEDS`, by bitsandbytes 0.50.2 on a CPU."""
+INT8_FILE = Path(__file__).with_name("int8_of_bitsandbytes.json")
+"""The `digest_of` the codes and scales of the `matrix_of` each of `SEEDS`, by the same version."""
 SEEDS = range(1000)
 
 
@@ -25,6 +29,11 @@ def tensor_of(seed: int, values: int | None = None) -> torch.Tensor:
     if seed % 3 == 0 and count > 300:
         tensor[:130] = 0
     return tensor.bfloat16() if seed % 2 else tensor
+
+
+def matrix_of(seed: int) -> torch.Tensor:
+    """Make a matrix in float16, which is what bitsandbytes quantises by rows."""
+    return tensor_of(seed, 40 * 33).view(40, 33).half()
 
 
 class Recorded(NamedTuple):
@@ -39,8 +48,13 @@ class Recorded(NamedTuple):
 def recorded(codes: torch.Tensor, scales: torch.Tensor, mean: float, odd: int) -> Recorded:
     """Keep codes, without the last byte of an `odd` number of values, and scales in float32."""
     codes = codes.flatten()
-    parts = codes[: len(codes) - odd], scales.flatten().view(torch.uint8)
-    return Recorded(hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()[:16], mean)
+    return Recorded(digest_of(codes[: len(codes) - odd], scales), mean)
+
+
+def digest_of(codes: torch.Tensor, scales: torch.Tensor) -> str:
+    """Return a hash of codes of a byte each, and of scales in float32."""
+    parts = codes.flatten().view(torch.uint8), scales.flatten().view(torch.uint8)
+    return hashlib.sha256(torch.cat(parts).numpy().tobytes()).hexdigest()[:16]
 
 
 def of_bitsandbytes(tensor: torch.Tensor) -> Recorded:
@@ -54,5 +68,15 @@ def of_bitsandbytes(tensor: torch.Tensor) -> Recorded:
     return recorded(packed, state.absmax, float(double.offset), len(tensor) % 2)
 
 
+def int8_of_bitsandbytes(matrix: torch.Tensor) -> str:
+    """Return the hash of what bitsandbytes makes of a matrix in 8-bit integers."""
+    from bitsandbytes import functional
+
+    codes, scales, _ = functional.int8_vectorwise_quant(matrix)
+    return digest_of(codes, scales.float())
+
+
 if __name__ == "__main__":
     FILE.write_text(json.dumps([of_bitsandbytes(tensor_of(seed)) for seed in SEEDS]) + "\n")
+    digests = [int8_of_bitsandbytes(matrix_of(seed)) for seed in SEEDS]
+    INT8_FILE.write_text(json.dumps(digests) + "\n")
