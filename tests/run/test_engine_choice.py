@@ -14,6 +14,21 @@ from trainer.run.compose import Composed, compose
 from trainer.run.engine_choice import choice_of, faster, kept
 
 OWN_KEY = "zero_optimization.stage3_max_live_parameters=1000"
+AS_IN_TRANSFORMERS = [
+    f"zero_optimization.{key}"
+    for key in (
+        "overlap_comm=true",
+        "contiguous_gradients=true",
+        "sub_group_size=1e9",
+        "reduce_bucket_size=auto",
+        "stage3_prefetch_bucket_size=auto",
+        "stage3_param_persistence_threshold=auto",
+        "stage3_max_live_parameters=1e9",
+        "stage3_max_reuse_distance=1e9",
+        "stage3_gather_16bit_weights_on_model_save=true",
+    )
+]
+"""Keys of the ZeRO-3 config in transformers' documentation: DeepSpeed's defaults."""
 OFFLOADED = 'zero_optimization.offload_optimizer={"device": "cpu"}'
 
 
@@ -33,7 +48,7 @@ def composed(config: str, *overrides: str, device: Any = "cuda") -> Composed:
         ("zero3", [], "cpu", "deepspeed", False),
         ("zero3", [OWN_KEY], "cuda", "deepspeed", True),
         ("zero3", [OFFLOADED], "cuda", "deepspeed", False),
-        ("zero3", ["zero_optimization.overlap_comm=true"], "cuda", "mesh", False),
+        ("zero3", AS_IN_TRANSFORMERS, "cuda", "mesh", False),
         ("zero3", ["trainer.compile=none"], "cuda", "deepspeed", False),
         ("zero3", ["trainer.activation_checkpointing=offload"], "cuda", "deepspeed", False),
         ("zero3", ["fp16.enabled=true", "bf16.enabled=false"], "cuda", "deepspeed", False),
