@@ -163,17 +163,24 @@ def test_a_first_step_that_is_not_finite_leaves_nothing_behind(kind, fused):
         assert torch.equal(mine, theirs)
 
 
-def test_a_kernel_on_the_host_has_its_flag_before_it_starts(monkeypatch):
-    """With offload the norm is on the device and fused Adam on the host, which copies the flag
-    without a wait.
-    """
-    weight = torch.ones(2)
-    optimizer = torch.optim.AdamW([weight], fused=True)
+def device_of_the_flag() -> str:
+    optimizer = torch.optim.AdamW([torch.ones(2)], fused=True)
     actual = []
-    monkeypatch.setattr(optimizer, "step", lambda: actual.append(optimizer.found_inf.device))
+    optimizer.step = lambda: actual.append(str(optimizer.found_inf.device))
     with FakeTensorMode(allow_non_fake_inputs=True):
         step_if_finite(optimizer, torch.ones((), device="cuda"))
-    assert actual == [weight.device]
+    [device] = actual
+    return device
+
+
+def test_a_kernel_on_the_host_has_its_flag_before_it_starts(pools):
+    """With offload the norm is on the device and fused Adam on the host, which copies the flag
+    without a wait.
+
+    A fake tensor on a GPU gives PyTorch a device, whose autograd then starts threads: a process
+    that simulates a rank could no longer be forked from this one.
+    """
+    assert pools[1].run(device_of_the_flag) == ["cpu"]
 
 
 def steps(*norms: float) -> list[tuple[Any, Metrics]]:
