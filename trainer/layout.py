@@ -14,7 +14,7 @@ from trainer.storage import Json
 Device = Literal["none", "cpu", "nvme"]
 Partition = Literal["best", "parameters", "uniform"]
 Precision = Literal["float32", "bfloat16", "float16"]
-Compile = Literal["auto", "none", "blocks"]
+Compile = Literal["auto", "none", "loss", "blocks"]
 Float8 = Literal["none", "tensorwise", "rowwise"]
 RecomputeMode = Literal["none", "full", "every", "selective", "offload"]
 
@@ -138,7 +138,10 @@ class Layout(StateLayout):
     sync_batch_norm: bool = False
     """True if batch norm computes the statistics of a micro-batch over all data ranks together."""
     compile: Compile = "none"
-    """The parts that `torch.compile` compiles; "auto": blocks, on a GPU."""
+    """The parts that `torch.compile` compiles; "auto": blocks, on a GPU; "loss": it alone.
+
+    "blocks" compiles the loss, too.
+    """
     float8: Float8 = "none"
     """How the factors of float8 products are scaled, in large linear layers of blocks."""
     sequence_parallel: bool = False

@@ -62,6 +62,14 @@ def test_compiled_blocks_train_as_one_process_does(pools, name):
         assert_same(outcome, reference, 2e-6)
 
 
+def test_a_compiled_loss_trains_as_one_process_does(pools):
+    """Where ZeRO-3 of DeepSpeed has its hooks in the blocks, which are not compiled."""
+    case = Case(engine="deepspeed", zero_stage=3, compile="loss")
+    reference = train_plainly(case)
+    for outcome in pools[case.world_size].run(train_by_engine, case=case):
+        assert_same(outcome, reference, 2e-6)
+
+
 @pytest.mark.parametrize(
     ("engine", "case", "words"),
     [

@@ -11,8 +11,11 @@ from torch import nn
 
 from tests.support.messages import shows
 from tests.support.parallel.compiled import Linear, Watched, machine_of, own
-from tests.support.training import LLAMA, Case, layout_of, spec_of
+from tests.support.training import LLAMA, Case, layout_of, spec_of, task_of
+from trainer.engines.deepspeed import engine
+from trainer.engines.engine import Job
 from trainer.layout import Recompute
+from trainer.parallel import compilation
 from trainer.parallel.probes import compiled_blocks
 from trainer.tasks import mixers
 
@@ -44,6 +47,33 @@ def test_auto_compiles_nothing_on_a_cpu():
     layout = replace(layout_of(Case(world_size=1)), compile="auto")
     result = compiled_blocks.decided(layout, spec_of(LLAMA), machine_of(Watched()))
     assert result == (replace(layout, compile="none"), ())
+
+
+AUTO = replace(layout_of(Case(world_size=1, zero_stage=3)), compile="auto")
+
+
+@pytest.mark.parametrize(
+    ("layout", "lacks", "expected", "noted"),
+    [
+        (AUTO, None, "loss", "hooks of DeepSpeed's ZeRO-3"),
+        (AUTO, "no compiler", "none", "no compiler"),
+        (replace(AUTO, recompute=Recompute("offload")), None, "loss", "moved to the host"),
+        (replace(AUTO, compile="none"), None, "none", ""),
+        (replace(AUTO, zero_stage=2), None, "blocks", ""),
+    ],
+    ids=["zero3", "no compiler", "offload", "none", "zero2"],
+)
+def test_on_a_gpu_the_loss_is_compiled_where_blocks_can_not_be(
+    monkeypatch, layout, lacks, expected, noted
+):
+    """Under DeepSpeed; as a machine with a GPU says it."""
+    monkeypatch.setattr(compilation, "lacking", lambda device: lacks)
+    monkeypatch.setattr(compiled_blocks, "broken", lambda *_: None)
+    machine = replace(machine_of(Watched()), device=torch.device("cuda"))
+    spec = spec_of(LLAMA)
+    result, notes = engine._compiling(Job(layout, spec, task_of(spec), {}, 0, machine))
+    assert result.layout.compile == expected
+    assert noted in "".join(notes)
 
 
 @pytest.mark.more

@@ -227,3 +227,48 @@ def test_a_frozen_head_has_smaller_chunks(frozen):
     weight = torch.empty(128_256, 4096, device="meta", requires_grad=not frozen)
     rows = chunks.product_chunks(hidden, weight, None, torch.float32)
     assert [one.stop - one.start for one in rows] == ([512] * 8 if frozen else [2048] * 2)
+
+
+@pytest.mark.parametrize(("held", "expected"), [(None, 1024), (16, 1024), (8, 2048), (4, 4096)])
+def test_a_chunk_has_the_tokens_that_its_memory_has_room_for(held, expected):
+    hidden = torch.empty(8192, 2048, dtype=torch.bfloat16, device="meta")
+    weight = torch.empty(128_256, 2048, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    first = chunks.product_chunks(hidden, weight, None, torch.float32, held)[0]
+    assert first.stop - first.start == expected
+
+
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_compiled_chunks_have_more_tokens(with_bias, monkeypatch):
+    """A trained bias needs the gradient in float32."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 10 * 50 * 4)
+    made = []
+
+    def compiled(logits, targets, dtype, *more):
+        made.append((len(logits), logits.dtype, dtype))
+        return cross_entropy.chunk_loss(logits, targets, dtype, *more)
+
+    hidden, weight, bias, targets = inputs(160, 16, 50, dtype=torch.bfloat16)
+    options = LossOptions(chunk_loss=compiled)
+    linear_cross_entropy(hidden, weight, bias if with_bias else None, targets, options)
+    low = torch.bfloat16
+    expected = (20, low, torch.float32) if with_bias else (40, low, low)
+    assert made == [expected] * (160 // expected[0])
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_what_is_compiled_gives_the_same_and_leaves_the_logits(dtype, smoothing, monkeypatch):
+    torch.manual_seed(0)
+    logits = torch.randn(7, 11, dtype=dtype)
+    logits[1, 3:] = logits[2] = -torch.inf
+    targets = torch.tensor([4, 2, 3, -100, 0, 10, 7])
+    inputs = logits.clone(), targets, dtype, smoothing
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.compiler, "is_compiling", lambda: True)
+        compiled = cross_entropy.chunk_loss(*inputs)
+    torch.testing.assert_close(inputs[0], logits, rtol=0, atol=0)
+    plain = cross_entropy.chunk_loss(*inputs)
+    torch.testing.assert_close(compiled, plain, rtol=0, atol=0, equal_nan=True)
+    gradient = compiled[1]
+    assert gradient.dtype == dtype
+    assert gradient.isfinite().all(1).tolist() == [True, True, False, True, True, True, True]

@@ -82,7 +82,7 @@ class NormalisedEngine(ABC):
         self._clip = float(job.deepspeed["gradient_clipping"])
         self._statistics = RunningStatistics(runner.modules, mesh, job.data_rank)
         self._loads = ExpertLoads(runner.modules, job.spec, job.task, mesh)
-        compiles = job.layout.compile == "blocks"
+        compiles = job.layout.compile in ("blocks", "loss")
         self._reports = compilation.Reports(job.machine) if compiles else None
 
     def step(

@@ -80,9 +80,12 @@ def wrap_blocks(
         say(f"tiles of {layout.recompute.tile} tokens to MLPs")
     if layout.recompute.mode != "none":
         say(f"activation checkpointing ({layout.recompute}) to {len(spec.blocks)} blocks")
-    if layout.compile == "blocks":
-        compilation.apply(model, spec, tensor=layout.tensor > 1)
-        say(f"torch.compile to {len(spec.blocks)} blocks")
+    if layout.compile in ("blocks", "loss"):
+        blocks = layout.compile == "blocks"
+        compilation.apply(model, spec, blocks=blocks, tensor=layout.tensor > 1)
+        say(
+            f"torch.compile to {len(spec.blocks)} blocks" if blocks else "torch.compile to the loss"
+        )
     return model, Dropout(model, spec)
 
 

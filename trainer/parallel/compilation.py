@@ -23,12 +23,19 @@ COLD_SECONDS = 600.0
 """The seconds that compiling one graph may take, and be no hang."""
 
 
-def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: bool = False) -> None:
+def apply(
+    model: nn.Module,
+    spec: ModelSpec,
+    *,
+    blocks: bool = True,
+    tensor: bool = False,
+    trial: bool = False,
+) -> None:
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
-    Parameters are inputs of a graph, so that equal blocks share it. `tensor`: matrices are split,
-    which PyTorch 2.15 compiles for fixed lengths alone. In a `trial`, errors of the compiler are
-    raised.
+    Parameters are inputs of a graph, so that equal blocks share it. Without `blocks`, the loss
+    alone. `tensor`: matrices are split, which PyTorch 2.15 compiles for fixed lengths alone. In a
+    `trial`, errors of the compiler are raised.
     """
     patches.prepare_compiler()
 
@@ -39,7 +46,7 @@ def apply(model: nn.Module, spec: ModelSpec, *, tensor: bool = False, trial: boo
         graph = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
         return graph if trial else _Compiled(function, graph)
 
-    for name in spec.blocks:
+    for name in spec.blocks if blocks else ():
         block = model.get_submodule(name)
         patches.replace_forward(block, compiled(block.forward))
     for module in model.modules():

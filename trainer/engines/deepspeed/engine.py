@@ -82,9 +82,8 @@ def _compile_refusal(layout: Layout) -> str | None:
 
 def _compiling(job: Job) -> tuple[Job, tuple[str, ...]]:
     """Return the job with its `compile` decided, and a note on it. Collective."""
-    if _compile_refusal(job.layout):
-        return replace(job, layout=replace(job.layout, compile="none")), ()
-    layout, notes = compiled_blocks.decided(job.layout, job.spec, job.machine)
+    reason = _compile_refusal(job.layout)
+    layout, notes = compiled_blocks.decided(job.layout, job.spec, job.machine, reason)
     return replace(job, layout=layout), notes
 
 

@@ -18,27 +18,39 @@ from trainer.probes.question import Need, Probed, Question
 from trainer.supervise.process import Machine
 
 
-def decided(layout: Layout, spec: ModelSpec, machine: Machine) -> tuple[Layout, tuple[str, ...]]:
+def decided(
+    layout: Layout, spec: ModelSpec, machine: Machine, refusal: str | None = None
+) -> tuple[Layout, tuple[str, ...]]:
     """Return the layout with its `compile` decided, and a note on it. Collective.
 
-    A model whose tiny copy does not compile as a whole runs uncompiled.
+    `refusal`: the reason why the engine can't compile its blocks. They run uncompiled, as do those
+    of a model whose tiny copy does not compile as a whole; on a GPU the loss is compiled even so.
     """
     plain = replace(layout, compile="none")
     automatic = layout.compile == "auto"
+    if layout.compile == "loss":  # decided before
+        return layout, ()
     if layout.compile == "none" or (automatic and machine.device.type == "cpu"):
         return plain, ()
     # seconds of imports, which an uncompiled run goes without
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-    reason = compilation.refusal(layout) or (None if spec.blocks else "the model has no blocks")
-    if automatic and reason is None:
-        _, reason = machine.ranks.lowest(compilation.lacking(machine.device)) or (0, None)
+    lacks = None
+    if automatic:
+        _, lacks = machine.ranks.lowest(compilation.lacking(machine.device)) or (0, None)
+    reason = lacks or refusal or compilation.refusal(layout)
+    reason = reason or (None if spec.blocks else "the model has no blocks")
     reason = reason or machine.ranks.on_first(lambda: broken(spec, layout.recompute))
-    if reason:
-        return plain, (f"trainer.compile: the blocks run uncompiled: {reason}",)
+    uncompiled = f"trainer.compile: the blocks run uncompiled: {reason}"
+    waits = "which the first steps wait for"
     folder = f"kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
-    note = f"blocks and loss are compiled, which the first steps wait for; {folder}"
-    return replace(layout, compile="blocks"), (note,)
+    if reason is None:
+        note = f"blocks and loss are compiled, {waits}; {folder}"
+        return replace(layout, compile="blocks"), (note,)
+    if lacks or machine.device.type == "cpu":
+        return plain, (uncompiled,)
+    note = f"the loss is compiled, {waits}; {folder}"
+    return replace(layout, compile="loss"), (uncompiled, note)
 
 
 def broken(spec: ModelSpec, recompute: Recompute) -> str | None:

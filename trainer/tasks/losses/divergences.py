@@ -160,7 +160,8 @@ def _chunk(
     mixed = call.mixed
     counted = targets != IGNORED
     t = mixed.temperature
-    hard, hard_grad = chunk_loss(logits.clone(), targets, mixed.smoothing, call.shard)
+    copy = logits.clone()
+    hard, hard_grad = chunk_loss(copy, targets, logits.dtype, mixed.smoothing, call.shard)
     logs = teacher.logs.double()
     outcomes = _Outcomes.of(logits.div_(t), teacher.ids.long(), call.shard)
     soft, ratio = DIVERGENCES[mixed.divergence](logs, outcomes.logs, mixed.beta)
