@@ -16,7 +16,7 @@ from trainer.certify.comparison import Comparison
 from trainer.certify.finding import CheckResult
 from trainer.certify.patches import constant
 from trainer.certify.recording import record
-from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping, engine_of
+from trainer.certify.tiny_run import CLIPPED_STEPS, Tiny, clipping
 from trainer.config import TrainerSection
 from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
@@ -74,18 +74,17 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         # a copy, because an engine sets this rank's place in the task itself
         about = Probed(subject.spec, copy(subject.probed), small.layout, packed=subject.packed)
         trained = subject.trained(spec, small.config.trainer)
-        run, resumed = record(small, trained, sources, machine, folder, case.edges)
+        recorded = record(small, trained, sources, machine, folder, case.edges)
         answered = _answers(about, machine)
         options = case.options(small)
         comparison = Comparison(small, spec, machine, options, case.edges, reference)
-        findings, first = comparison.findings(run, resumed)
+        findings, first = comparison.findings(recorded.whole, recorded.resumed)
         layout = small.layout.describe()
-        engine = engine_of(small, machine.device.type, trained.spec)
         if (base := case.base) is not None:
             findings = (base, *findings)
             first = first if base.passed else base
         probes = ranks.send(ranks.world_size - 1, answered)
-        return Certificate(layout, engine, small.changes, findings, first, probes)
+        return Certificate(layout, recorded.engine_name, small.changes, findings, first, probes)
 
 
 def _answers(about: Probed, machine: Machine) -> tuple[Answer, ...]:

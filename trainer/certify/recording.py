@@ -205,6 +205,14 @@ class Sources(NamedTuple):
     held_out: Source
 
 
+class Recorded(NamedTuple):
+    """The recordings of a whole run and of its second part, and the engine of both."""
+
+    engine_name: str
+    whole: Recording
+    resumed: Recording
+
+
 def record(
     small: Tiny,
     subject: Subject,
@@ -212,7 +220,7 @@ def record(
     machine: Machine,
     folder: Path,
     edges: Sequence[Edge] = (),
-) -> tuple[Recording, Recording]:
+) -> Recorded:
     """Record the whole run, with a step at learning rate 0 for each of the `edges`; and its second
     part again, by a new engine, from the checkpoint in its middle. Collective.
 
@@ -250,7 +258,7 @@ def record(
         position = checkpoint.load(whole.written.checkpoint, entries, ranks)
         resumed = _train(small, engine, sources, position, None)
         engine.close()
-    return whole, resumed
+    return Recorded(name, whole, resumed)
 
 
 def _exported(engine: Engine, subject: Subject, folder: Path) -> Path:
