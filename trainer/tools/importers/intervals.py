@@ -63,12 +63,16 @@ def logging(draft: Draft, keys: Roles) -> None:
     steps = keys["logging_steps"]
     strategy = keys["logging_strategy"]
     draft.skip(strategy)
-    if (steps.value or 0) <= 0 or str(strategy.value if strategy.key else "steps") != "steps":
-        draft.skip(steps)
-    elif whole := in_steps(draft, steps):
+    counted = (steps.value or 0) > 0 and _kind(strategy) == "steps"
+    if counted and (whole := in_steps(draft, steps)):
         draft.put(steps, "trainer.log.every", whole)
     else:
         draft.skip(steps)
+
+
+def _kind(strategy: Entry) -> str:
+    """Return the kind of a strategy: "steps" if its key was not given."""
+    return str(strategy.value) if strategy.key else "steps"
 
 
 def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> None:
@@ -76,7 +80,7 @@ def _interval(draft: Draft, keys: Roles, name: str, path: str, leave: Leave) -> 
     strategy = keys[f"{name}_strategy"]
     steps = keys[f"{name}_steps"]
     often = keys[f"{name}s_per_epoch"]
-    kind = str(strategy.value) if strategy.key else "steps"
+    kind = _kind(strategy)
     if kind in ("no", "False"):
         draft.skip(strategy, steps, often)
     elif often.value:
