@@ -59,19 +59,23 @@ class Speaker(NamedTuple):
     adapter: str
     tokenizer: PreTrainedTokenizerBase
 
+    def choose(self) -> None:
+        """Let the model answer by this adapter, one of several."""
+        self.model.set_adapter(self.adapter)
+
 
 def _continue(options: Namespace, speakers: Sequence[Speaker]) -> None:
     for path, speaker in zip(options.path, speakers, strict=True):
         if len(speakers) > 1:
             print(f"adapter {path}", file=sys.stderr)
-            speaker.model.set_adapter(speaker.adapter)
+            speaker.choose()
         _written(options, speaker)
 
 
 def _parser(name: str, command: str) -> ArgumentParser:
     parser = parser_of(name, PATH)
-    several = 1 if command == "evaluate" else "+"
-    parser.add_argument("path", type=Path, metavar="PATH", nargs=several)
+    count = 1 if command == "evaluate" else "+"
+    parser.add_argument("path", type=Path, metavar="PATH", nargs=count)
     parser.add_argument("--trust-remote-code", action="store_true", help="run a model's own code")
     if command == "evaluate":
         parser.add_argument("--tasks", required=True, metavar="A,B", help="names, or YAML files")
@@ -118,7 +122,7 @@ def _switched(paths: Sequence[Path], speakers: Sequence[Speaker], line: str) -> 
         for number, path in zip(numbers, paths, strict=True):
             print(f"/adapter {number}  {path}", file=sys.stderr)
         return None
-    speaker.model.set_adapter(speaker.adapter)
+    speaker.choose()
     return speaker
 
 
