@@ -26,6 +26,7 @@ class EngineChoice(NamedTuple):
 def kept(composed: Composed, earlier: str | None) -> str | None:
     """Return the engine that a run had until now, if the config leaves the choice and it still can
     run the layout."""
+    # a list, because a damaged run description may hold a value that can't be hashed
     if earlier not in [*ENGINES] or composed.config.trainer.engine != "auto":
         return None
     with suppress(ConfigError):
