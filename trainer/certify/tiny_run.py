@@ -280,8 +280,11 @@ def engine_of(small: Tiny, device: str, spec: ModelSpec | None = None) -> str:
 
     In float32 "auto" may choose another. Raises ConfigError.
     """
+    from trainer.run.engine_choice import choice_of  # it imports all engines
+
+    own = small.own.knowing(device=device)
     wanted: str = small.config.trainer.engine
     if wanted == "auto":
-        wanted, _ = small.own.engine(device=device, spec=spec)
-    tiny = replace(small.own, config=small.config, layout=small.layout)
-    return tiny.engine(wanted, device, spec)[0]
+        wanted = choice_of(own, spec=spec).name
+    tiny = replace(own, config=small.config, layout=small.layout)
+    return choice_of(tiny, wanted, spec).name

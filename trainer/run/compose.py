@@ -15,7 +15,6 @@ from trainer.layout import Layout, layout_of
 
 if TYPE_CHECKING:
     from trainer.engines import EngineKind
-    from trainer.models.spec import ModelSpec
 
 
 @dataclass(frozen=True)
@@ -27,28 +26,15 @@ class Composed:
     layout: Layout
     facts: RuntimeFacts
 
-    def engine(
-        self, wanted: str | None = None, device: str | None = None, spec: ModelSpec | None = None
-    ) -> tuple[str, EngineKind]:
+    def engine(self, wanted: str | None = None) -> tuple[str, EngineKind]:
         """Return the engine `wanted`, else the config's, by its name. Raises ConfigError.
 
-        It can train the model of `spec`. Where "auto" takes mesh for its speed, and mesh can't
-        train that model, it is DeepSpeed.
+        Whether it can train a model is the question of `engine_choice.choice_of`.
         """
-        from trainer.engines import compiles_faster, select
+        from trainer.engines import select
 
         name = wanted or self.config.trainer.engine
-        device = device or self.facts.device
-        chosen, kind = select(name, self.layout, self.config, device)
-        if spec is None:
-            return chosen, kind
-        try:
-            kind.check(spec, self.layout)
-        except ConfigError:
-            if name != "auto" or not compiles_faster(self.layout, self.config, device):
-                raise
-            return self.engine("deepspeed", device, spec)
-        return chosen, kind
+        return select(name, self.layout, self.config, self.facts.device)
 
     def knowing(self, **facts: Any) -> Composed:
         """The same with more facts known."""

@@ -35,11 +35,24 @@ def kept(composed: Composed, earlier: str | None) -> str | None:
 
 
 def choice_of(
-    composed: Composed, wanted: str | None, spec: ModelSpec | None = None
+    composed: Composed, wanted: str | None = None, spec: ModelSpec | None = None
 ) -> EngineChoice:
-    """Choose the engine `wanted`, else the config's, for a model. Raises ConfigError."""
-    name, _ = composed.engine(wanted, spec=spec)
-    if wanted or composed.config.trainer.engine != "auto" or not _prefers_mesh(composed):
+    """Choose the engine `wanted`, else the config's, that can train the model of `spec`.
+
+    Where "auto" takes mesh for its speed, and mesh can't train that model, it is DeepSpeed. Raises
+    ConfigError.
+    """
+    automatic = (wanted or composed.config.trainer.engine) == "auto"
+    prefers = automatic and _prefers_mesh(composed)
+    name, kind = composed.engine(wanted)
+    if spec is not None:
+        try:
+            kind.check(spec, composed.layout)
+        except ConfigError:
+            if not prefers:
+                raise
+            name = choice_of(composed, "deepspeed", spec).name
+    if not prefers:
         return EngineChoice(name)
     if name == "mesh":
         return EngineChoice(name, "it compiles the blocks, which DeepSpeed can't here")

@@ -27,6 +27,7 @@ from trainer.parallel.probes.context_parts import QUESTION
 from trainer.probes.question import Probed, ask
 from trainer.recipe import of_recipe, planned_model
 from trainer.run.compose import Composed, compose
+from trainer.run.engine_choice import choice_of
 from trainer.tasks.task import Task
 from trainer.tools.planner.cluster import Cluster
 from trainer.tools.planner.extrapolate import Plan, plan_of
@@ -105,7 +106,7 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     with of_recipe(section.task):
         sample = trained.cost(trained.spec)
     check_blocks(trained.spec, layout)
-    name, engine = composed.engine(spec=trained.spec)
+    engine = choice_of(composed, spec=trained.spec)
     if layout.context > 1:
         task = trained.task(trained.spec)
         ask(QUESTION, Probed(trained.spec, task, layout, packed=section.data.packs))
@@ -115,8 +116,8 @@ def model_on(config: Config, cluster: Cluster) -> ModelOnCluster:
     ).config
     full = Workload(
         layout=layout,
-        engine_name=name,
-        engine=engine,
+        engine_name=engine.name,
+        engine=engine.kind,
         spec=spec,
         task=trained.task(spec),
         deepspeed=config.deepspeed,
