@@ -77,7 +77,8 @@ def learner(
         assert copied
         targets = _targets(whole, copied[0].blocks, section.adapter)
         patterns = {pattern_of(name) for name in targets}
-        inside = [name for name, _ in base.named_modules() if pattern_of(name) in patterns]
+        there = (*base.named_modules(), *base.named_parameters())
+        inside = [name for name, _ in there if pattern_of(name) in patterns]
         whole = _adapted(whole, section, targets)
         model = _adapted(base, section, inside)
         if section.adapter.quantize is not None:
@@ -164,13 +165,15 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 
 
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -> list[str]:
-    """List the linear layers of the blocks that the adapter's targets name.
+    """List the linear layers of the blocks that the adapter's targets name, and the stacks.
 
-    Targets are all layers, ends of names, or a regular expression that matches a whole name.
+    Targets are all layers, ends of names of layers or of the experts' parameters, or a regular
+    expression that matches a layer's whole name.
     """
     inside = tuple(f"{block}." for block in blocks)
     linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
     names = [n for n in linear if n.startswith(inside or "")]
+    stacks = [n for n, p in model.named_parameters() if p.ndim == 3 and n.startswith(inside or "")]
     wanted: str | Collection[str] = adapter.targets
     if adapter.path:
         saved = _lora(adapter, ())
@@ -180,7 +183,8 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -
         return names
     if isinstance(wanted, str):
         return [name for name in names if re.fullmatch(wanted, name)]
-    return [n for n in names if f".{n}".endswith(tuple(f".{w}" for w in wanted))]
+    ends = tuple(f".{name}" for name in wanted)
+    return [name for name in (*names, *stacks) if f".{name}".endswith(ends)]
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:
@@ -195,10 +199,17 @@ def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) 
     on_meta = next(model.parameters()).is_meta
     assert section.adapter is not None
     config = _lora(section.adapter, ("by tensors",))
-    names: Any = {f"{name}.lora_A.weight": None for name in targets}
+    modules = dict(model.named_modules())
+    names: Any = {f"{name}.lora_A.weight": None for name in targets if name in modules}
+    stacks = [name for name in targets if name not in modules]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT warns that the config names other modules
-        inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta, state_dict=names)
+        if names:
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta, state_dict=names)
+        if stacks:
+            kept = None if names else config.modules_to_save
+            config = replace(config, target_parameters=stacks, modules_to_save=kept)
+            inject_adapter_in_model(config, model, low_cpu_mem_usage=on_meta)
     for name, module in () if on_meta else model.named_modules():
         if isinstance(module, LoraLayer):
             with seeded_init(section.seed, f"{name}.lora_A.default"):

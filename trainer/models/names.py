@@ -24,7 +24,7 @@ def outermost(names: Sequence[str]) -> list[str]:
 
 def layer_of(name: str) -> str:
     """Return the name of the layer that `name`, such as `q_proj.lora_A.default`, belongs to."""
-    return re.sub(r"\.(base_layer|lora_[AB]\.\w+)$", "", name)
+    return re.sub(r"(\.base_layer|\.lora_[AB]\.\w+)+$", "", name)
 
 
 def expert_stacks(model: nn.Module, blocks: Sequence[str]) -> list[str]:

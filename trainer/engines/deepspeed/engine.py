@@ -17,7 +17,7 @@ from trainer.engines.normalise import NormalisedEngine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.materialise import Placement, materialise
-from trainer.models.names import expert_stacks
+from trainer.models.names import expert_stacks, layer_of
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import Builder, in_deepspeed
 from trainer.optim.optimizer import step_if_finite
@@ -129,14 +129,17 @@ def build(job: Job) -> DeepSpeedEngine:
 def _gather_once(model: nn.Module, spec: ModelSpec, tiled: bool) -> None:
     """Let ZeRO-3 gather a module as a whole: once a pass, however often a rank calls its parts.
 
-    Those are MLPs in tiles, and blocks in which layers with state run a document at a time.
+    Those are MLPs in tiles, blocks in which layers with state run a document at a time, and experts
+    that have adapters around them.
     """
     from deepspeed.utils import set_z3_leaf_module
 
     mlps = tiles.mlps(model, spec) if tiled else []
+    stacks = dict.fromkeys(map(layer_of, expert_stacks(model, spec.blocks)))
+    adapted = [name for name in stacks if hasattr(model.get_submodule(name), "lora_A")]
     blocks = [model.get_submodule(name) for name in spec.blocks]
     stateful = [block for block in blocks if any(map(runs_by_document, block.modules()))]
-    for module in (*map(model.get_submodule, mlps), *stateful):
+    for module in (*map(model.get_submodule, (*mlps, *adapted)), *stateful):
         set_z3_leaf_module(module, True)
         if any(parameter.requires_grad for parameter in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)

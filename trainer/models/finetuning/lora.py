@@ -7,8 +7,8 @@ that blocks stay the units that engines cut, shard and seed.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
+from trainer.models.finetuning.lora_experts import holds_stack
 from trainer.models.finetuning.lora_folder import (
     OPENS,
     PREFIX,
@@ -36,14 +37,20 @@ from trainer.models.finetuning.lora_opening import (
     loadable,
     scalings_of,
 )
-from trainer.models.finetuning.lora_targets import check_saved, chosen_targets, left_out
+from trainer.models.finetuning.lora_targets import (
+    check_saved,
+    check_stacks,
+    chosen_targets,
+    left_out,
+)
+from trainer.models.finetuning.lora_values import initialise
 from trainer.models.finetuning.lora_whole import WholeNames, whole_adapter
 from trainer.models.finetuning.quantised import quantised_files
-from trainer.models.finetuning.quantised.quantised_base import Quantised, note_of, values_of
+from trainer.models.finetuning.quantised.quantised_base import note_of, values_of
 from trainer.models.finetuning.quantised.quantised_experts import quantised
 from trainer.models.finetuning.quantised.quantised_files import QuantisedLayers
 from trainer.models.names import aliases_of, pattern_of
-from trainer.models.patches import has_values, mark_values, saved_adapter_config
+from trainer.models.patches import saved_adapter_config
 from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import (
     WHOLE,
@@ -78,6 +85,7 @@ def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
     options = _in_the_part(options, whole)
     model = spec.build()
     targets = chosen_targets(model, spec, options.targets)
+    check_stacks(model, options, targets)
     check_saved(model, spec, options.modules_to_save, targets)
     without = left_out(model, spec, options.targets, targets)
     spec = replace(spec, notes=(*spec.notes, *without))
@@ -89,8 +97,7 @@ def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
         small = spec.tiny.copy(layers, split)
         if isinstance(small.building.weights, NoWeights):
             small = small.with_weights(lora_weights.made_up(small))
-        names = [name for name, _ in small.build().named_modules() if pattern_of(name) in patterns]
-        return _with_adapters(small, options, names)
+        return _with_adapters(small, options, _alike(small.build(), patterns))
 
     described = _with_adapters(spec, options, targets)
     named = {lora_weights.base_name(name) for name, _ in model.named_parameters()}
@@ -152,14 +159,14 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
     published = _published(model)
     made = scalings_of(model)
     if odd := sorted(made.keys() ^ set(targets)):
-        actual = f"PEFT gives {len(made)} adapters for {len(targets)} layers: {listed(odd)}"
+        actual = f"PEFT gives {len(made)} adapters for {len(targets)} matrices: {listed(odd)}"
         raise ConfigError(Problem("trainer.adapter.targets", actual, "one for each layer"))
     training = _training(spec, model, published)
     values = sum(values_of(model).values())
     frozen = sum(training.frozen.values())
     learned = f"{(values - frozen) / 1e6:,.2f} M values are trained"
     still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
-    note = f"LoRA of rank {options.r} in {len(made)} layers: {learned}, {still}"
+    note = f"LoRA of rank {options.r} in {_counted(spec.build(), targets)}: {learned}, {still}"
     head = spec.build().get_output_embeddings()  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     output = replace(spec.language.head, plain=spec.language.head.plain and same_head)
@@ -168,7 +175,7 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         spec,
         building=Building(
             build,
-            partial(_initialise, spec),
+            partial(initialise, spec),
             lora_weights.BaseWeights(spec.building.weights, lasting=options.merge),
             lambda name: spec.building.constructed(lora_weights.base_name(name)),
         ),
@@ -178,8 +185,20 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
         training=training,
         files=_files(spec, options, model, config, published),
         notes=(*spec.notes, note, *_notes_on_quantising(spec.name, model, options)),
-        config={**spec.config, "adapter": _settings(options, config)},
+        config={**spec.config, "adapter": _settings(options, targets)},
     )
+
+
+def _alike(model: nn.Module, patterns: Collection[str]) -> list[str]:
+    """Return the names of a model's modules and parameters that have one of the patterns."""
+    named = (*model.named_modules(), *model.named_parameters())
+    return [name for name, _ in named if pattern_of(name) in patterns]
+
+
+def _counted(model: nn.Module, targets: Sequence[str]) -> str:
+    stacks = sum(holds_stack(model, name) for name in targets)
+    layers = f"{len(targets) - stacks} layers"
+    return f"{layers} and {stacks} stacks of experts" if stacks else layers
 
 
 def _notes_on_quantising(base: str, model: nn.Module, options: AdapterSection) -> list[str]:
@@ -253,18 +272,19 @@ def _peft_config(spec: ModelSpec, options: AdapterSection, targets: Sequence[str
     from peft import LoraConfig
 
     model = spec.build()
+    modules = dict(model.named_modules())
     folder = Path(spec.name)
     alpha: Any = options.alpha  # PEFT takes a fraction, too
     return LoraConfig(
         r=options.r,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=options.dropout,
-        target_modules=list(targets),
+        target_modules=[name for name in targets if name in modules],
         bias=options.bias,
         modules_to_save=list(options.modules_to_save) or None,
         use_rslora=options.rslora,
         use_dora=options.dora,
-        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in targets),
+        fan_in_fan_out=any(isinstance(modules.get(name), Conv1D) for name in targets),
         **opened_as(model),
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else spec.name,
         revision=None if folder.is_dir() else spec.files.revision,
@@ -283,54 +303,29 @@ def _published(model: nn.Module) -> dict[str, str]:
     return {ours[id(value)]: f"{PREFIX}{name}" for name, value in state.items()}
 
 
-def _settings(options: AdapterSection, config: LoraConfig) -> Json:
+def _settings(options: AdapterSection, targets: Sequence[str]) -> Json:
     """Return the settings that must be the same when a run resumes from a checkpoint."""
     same = {key: getattr(options, key) for key in ("type", "r", "alpha", "bias", "rslora", "dora")}
     if options.quantize is not None:
         same["quantize"] = options.quantize.model_dump()
     modules = list(options.modules_to_save)
-    return {**same, "targets": sorted(config.target_modules or ()), "modules_to_save": modules}
-
-
-def _initialise(base: ModelSpec, root: nn.Module, name: str) -> None:
-    """Initialise one module: an adapter's by PEFT's rule, any other by the base's own."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils import AuxiliaryTrainingWrapper
-
-    module = root.get_submodule(name)
-    if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper | nn.ModuleDict):
-        return
-    if isinstance(module, Quantised):
-        for key in module.forms:
-            if not has_values(data := module.get_parameter(key)):  # a plan has no weights to read
-                mark_values(data.zero_(), given=True)
-        if all(key in module.forms for key, _ in module.named_parameters(recurse=False)):
-            return
-    if not lora_weights.is_adapters(name):
-        base.building.initialise(root, name)
-        return
-    own = {k: p for k, p in module.named_parameters(recurse=False) if not has_values(p)}
-    if not own:
-        return
-    kind = next(part for part in name.split(".") if part.startswith("lora_"))
-    if kind == "lora_A":
-        nn.init.kaiming_uniform_(own["weight"], a=math.sqrt(5))
-    elif kind == "lora_B":
-        nn.init.zeros_(own["weight"])
-    else:  # DoRA's magnitude is the norm of each row of the base's weight (arXiv 2402.09353)
-        layer = root.get_submodule(f"{name.partition('.lora_')[0]}.base_layer")
-        rows = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-        own["weight"].copy_(torch.linalg.norm(rows.float(), dim=1))  # type: ignore[arg-type]
+    return {**same, "targets": sorted(targets), "modules_to_save": modules}
 
 
 def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
     """Return the base's tensor plan with the adapters' matrices in it.
 
     A rowwise layer's A is split as the layer is, and a columnwise layer's B. The other matrix is
-    whole, takes and gives whole vectors, and so has its whole gradient on every rank.
+    whole, takes and gives whole vectors, and so has its whole gradient on every rank. A module of
+    experts is in the plan under its name in PEFT's wrappers.
     """
     plan = {}
+    modules = dict(spec.build().named_modules())
+    wrappers = Counter(name.rpartition(".")[0] for name in targets if name not in modules)
     for name, style in spec.language.tensor_plan.items():
+        if name in wrappers:
+            plan[name + ".base_layer" * wrappers[name]] = style
+            continue
         if name not in targets:
             plan[name] = style
             continue

@@ -65,7 +65,7 @@ def completed(options: AdapterSection) -> AdapterSection:
 
     file = Path(options.path) / CONFIG
     check_folder(file.parent)
-    given = _with_layers(read_config(file))
+    given = _with_parameters(read_config(file))
     default = LoraConfig().to_dict()
     known = {*_HARMLESS, *_SAME.values()}
     unsupported = [
@@ -115,17 +115,20 @@ def opened_by_class(model: nn.Module) -> Json:
     return {"task_type": None, "auto_mapping": kind}
 
 
-def _with_layers(given: Json) -> Json:
-    """Return PEFT's config with layers that `target_parameters` names moved to `target_modules`."""
+def _with_parameters(given: Json) -> Json:
+    """Return PEFT's config with the names in `target_parameters` moved to `target_modules`.
+
+    A linear layer is moved under its own name, and a stack of experts under the parameter's.
+    """
     parameters = given.get("target_parameters")
     modules = given.get("target_modules") or []
     names = parameters if isinstance(parameters, list) else []
     if not names or not isinstance(modules, list):
         return given
-    if not all(isinstance(name, str) and name.endswith(WEIGHT) for name in names):
+    if not all(isinstance(name, str) for name in names):
         return given
-    layers = [name.removesuffix(WEIGHT) for name in names]
-    return {**given, "target_modules": [*modules, *layers], "target_parameters": None}
+    moved = [name.removesuffix(WEIGHT) for name in names]
+    return {**given, "target_modules": [*modules, *moved], "target_parameters": None}
 
 
 def opened_values(folder: Path, published: Sequence[Mapping[str, str]]) -> SafetensorsFolder:

@@ -21,8 +21,10 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.errors import ConfigError, DiskError, Problem, listed, named_line, refused
+from trainer.models.finetuning.lora_experts import computed_by_experts, holds_stack
 from trainer.models.finetuning.lora_folder import CONFIG, PREFIX, STEM, WEIGHT
-from trainer.models.finetuning.lora_weights import ADAPTER
+from trainer.models.finetuning.lora_targets import LINEAR
+from trainer.models.finetuning.lora_weights import ADAPTER, adapted_weight
 from trainer.models.pretrained.weights import SafetensorsFolder
 
 if TYPE_CHECKING:
@@ -59,23 +61,41 @@ class Adapters(NamedTuple):
 
 
 def injected(model: nn.Module, config: LoraConfig, targets: Sequence[str]) -> nn.Module:
-    """Put adapters into exactly the modules `targets` of a model on the meta device, by PEFT.
+    """Put adapters into exactly the `targets` of a model on the meta device, by PEFT.
 
-    Raises whatever PEFT raises for a config that it does not accept.
+    They are linear layers and stacks of experts. Raises whatever PEFT raises for a config that it
+    does not accept.
     """
     from peft import inject_adapter_in_model
 
+    stacks = [name for name in targets if holds_stack(model, name)]
     # names of tensors give PEFT the exact modules; names in a config it may read as other modules
     own = replace(copy.deepcopy(config), target_modules=_NONE)
-    names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets}
+    names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets if name not in stacks}
     with torch.device("meta"), _silent():
-        return inject_adapter_in_model(own, model, ADAPTER, state_dict=names)
+        if names:
+            model = inject_adapter_in_model(own, model, ADAPTER, state_dict=names)
+        if stacks:
+            kept = None if names else config.modules_to_save
+            on_stacks = replace(own, target_parameters=stacks, modules_to_save=kept)
+            model = inject_adapter_in_model(on_stacks, model, ADAPTER)
+            computed_by_experts(model)
+    return model
 
 
 def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
     """Map each module with an adapter, without `prefix`, to the factor of the adapter's output."""
     carriers = ((name, module) for name, module in model.named_modules() if _carries(module))
-    return {name.removeprefix(prefix): float(of.scaling[ADAPTER]) for name, of in carriers}  # type: ignore[index]
+    return {
+        _target(name, of).removeprefix(prefix): float(of.scaling[ADAPTER]) for name, of in carriers
+    }  # type: ignore[index]
+
+
+def _target(name: str, carrier: nn.Module) -> str:
+    """Return the name of the linear layer or stack that a module with an adapter adapts."""
+    layer = carrier.get_base_layer()  # type: ignore[operator]
+    weight = adapted_weight(name, carrier)
+    return weight.removesuffix(WEIGHT) if isinstance(layer, LINEAR) else weight
 
 
 def _carries(module: nn.Module) -> bool:
@@ -128,19 +148,26 @@ def loadable(
         except Exception as error:  # whatever PEFT raises for a config or a model
             return f"not at all ({named_line(error, 120)})"
 
-    plain = replace(config, target_modules=list(targets), inference_mode=True)
+    model = build()
+    stacks = [name for name in targets if holds_stack(model, name)]
+    layers = [name for name in targets if name not in stacks]
+    plain = replace(
+        config, target_modules=layers, target_parameters=stacks or None, inference_mode=True
+    )
+    if stacks:
+        plain = replace(plain, lora_dropout=0.0)  # as below
     if not difference(plain):
         return plain
-    last = {name: name.rpartition(".")[2] for name in targets}
+    last = {name: name.rpartition(".")[2] for name in layers}
     lost = {
         word
         for word in dict.fromkeys(last.values())
-        if _misread(build, config, [name for name in targets if last[name] == word])
+        if _misread(build, config, [name for name in layers if last[name] == word])
     }
     by_parameter = replace(
         plain,
-        target_modules=[name for name in targets if last[name] not in lost],
-        target_parameters=[f"{name}{WEIGHT}" for name in targets if last[name] in lost],
+        target_modules=[name for name in layers if last[name] not in lost],
+        target_parameters=[*stacks, *(f"{n}{WEIGHT}" for n in layers if last[n] in lost)],
         lora_dropout=0.0,  # PEFT supports none for parameters, and inference has none
     )
     if reason := difference(by_parameter):

@@ -4,25 +4,35 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, show, suggestion
+from trainer.models.finetuning.lora_experts import holds_stack, stacks_of
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 
+if TYPE_CHECKING:
+    from trainer.config.sections.adapter import AdapterSection
+
 LINEAR = (nn.Linear, Conv1D)
+_NOT_FOR_STACKS = {
+    "dropout": "0 beside it: its adapter is added to the matrices, and sees no input",
+    "dora": "false beside it: PEFT has no DoRA for it",
+}
+"""The keys of `trainer.adapter` that can't be set with stacks -> what is expected."""
 _TARGETS = "trainer.adapter.targets"
 _SAVED = "trainer.adapter.modules_to_save"
 
 
 def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str]) -> list[str]:
-    """Return the linear layers of blocks that `trainer.adapter.targets` selects.
+    """Return what `trainer.adapter.targets` selects in blocks: linear layers, stacks of experts.
 
     `wanted`: "all-linear", a regular expression of whole names, or a list of names or of their ends
-    after a dot. Raises ConfigError if a target selects none, or if the expression matches any other
-    module.
+    after a dot. Only a list can name stacks. Raises ConfigError if a target selects none, or if the
+    expression matches any other module.
     """
     linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
     if isinstance(wanted, str):
@@ -32,16 +42,17 @@ def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str
         return linear if wanted == "all-linear" else _matched(model, wanted, linear)
     problems = []
     chosen = set[str]()
+    known = [*linear, *stacks_of(model, spec)]
     for index, target in enumerate(wanted):
-        names = [name for name in linear if _names(target, name)]
+        names = [name for name in known if _names(target, name)]
         chosen.update(names)
         if not names:
-            problems.append(_no_target(f"{_TARGETS}[{index}]", target, model, linear))
+            problems.append(_no_target(f"{_TARGETS}[{index}]", target, model, known))
     if not wanted:
-        problems.append(_no_target(_TARGETS, "", model, linear))
+        problems.append(_no_target(_TARGETS, "", model, known))
     if problems:
         raise ConfigError(*problems)
-    return [name for name in linear if name in chosen]
+    return [name for name in known if name in chosen]
 
 
 def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
@@ -65,22 +76,24 @@ def left_out(
 ) -> Iterator[str]:
     """Yield a note on the matrices of blocks that have no adapter, as they are in no linear layer.
 
-    With `"all-linear"` it lists all of them: fused experts, routers, convolutions. With other
-    targets it lists the stacked experts that a user could mistake for a target: `gate_up_proj`
-    beside `up_proj`. Without any, it yields nothing.
+    With `"all-linear"` it lists all of them: stacks of experts, routers, convolutions. With other
+    targets it lists the stacks that a user could mistake for a target: `gate_up_proj` beside
+    `up_proj`. Without any, it yields nothing.
     """
+    chosen = set(targets)
     inside = {
         f"{name}.{key}": parameter
         for name, module in _in_blocks(model, spec)
         if type(module) not in LINEAR
         for key, parameter in module.named_parameters(recurse=False)
+        if f"{name}.{key}" not in chosen
     }
     if wanted == "all-linear":
         sizes = {name: p.numel() for name, p in inside.items() if p.ndim > 1}
         kind = '"all-linear" leaves'
         there = "matrices"
     else:
-        words = {word for name in targets for word in _words(name)} - {"proj"}
+        words = {word for name in chosen for word in _words(name)} - {"proj"}
         stacked = {name: p.numel() for name, p in inside.items() if p.ndim == 3}
         sizes = {name: size for name, size in stacked.items() if words & _words(name)}
         kind = "names linear layers, which leaves"
@@ -90,6 +103,10 @@ def left_out(
         shown = listed(_patterns(sizes))
         matrices = f"{_TARGETS} {kind} {len(sizes)} {there} ({values})"
         yield f"{matrices} without an adapter, as they are in no linear layer: {shown}"
+        if stacks := sorted(sizes.keys() & stacks_of(model, spec)):
+            short = [".".join(name.split(".")[-2:]) for name in stacks]
+            names = listed(list(dict.fromkeys(short)))
+            yield f"to adapt the experts, too, list their stacks in {_TARGETS}: {names}"
 
 
 def _words(name: str) -> set[str]:
@@ -115,17 +132,29 @@ def _in_blocks(model: nn.Module, spec: ModelSpec) -> list[tuple[str, nn.Module]]
     return [(name, module) for name, module in model.named_modules() if name.startswith(inside)]
 
 
-def _no_target(place: str, target: str, model: nn.Module, linear: Sequence[str]) -> Problem:
-    short = _last_parts(linear)
+def _no_target(place: str, target: str, model: nn.Module, possible: Sequence[str]) -> Problem:
+    short = _last_parts(possible)
     known = [name for name, _ in model.named_modules() if target and _names(target, name)]
     actual = f'"{target}" names no linear layer of a block'
     if known:
         actual += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
-    longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
+    longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(possible)]
     hint = suggestion(target, [*short, *dict.fromkeys(longer)], cutoff=0.5)
     if known and not hint:
         hint = f"{_SAVED} trains a module as a whole."
     return Problem(place, actual, f'"all-linear", or some of {listed(short, 12)}', hint)
+
+
+def check_stacks(model: nn.Module, options: AdapterSection, targets: Iterable[str]) -> None:
+    """Raise ConfigError for an option that is not for stacks of experts, if a target is one."""
+    stacks = [name for name in targets if holds_stack(model, name)]
+    refused = [
+        Problem(f"trainer.adapter.{key}", f"{stacks[0]} is a stack of experts", expected)
+        for key, expected in _NOT_FOR_STACKS.items()
+        if stacks and getattr(options, key)
+    ]
+    if refused:
+        raise ConfigError(*refused)
 
 
 def check_saved(

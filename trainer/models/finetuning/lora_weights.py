@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
@@ -25,6 +27,32 @@ def base_name(name: str) -> str:
     for added in (".base_layer", f".modules_to_save.{ADAPTER}", ".original_module"):
         name = name.replace(added, "")
     return name
+
+
+def adapted_weight(name: str, module: nn.Module) -> str:
+    """Return the base's name of the weight that a module with an adapter changes.
+
+    PEFT has one such module for each linear layer, and one for each stack of experts' matrices,
+    around the module of experts.
+    """
+    return base_name(f"{name}.{getattr(module, 'parameter_name', 'weight')}")
+
+
+def product(module: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return scaling x B A of an adapter: what it adds to a weight, or to a stack of e matrices.
+
+    A [r, in] and B [out, r] of a linear layer. Of a stack PEFT has A [e r, in], one expert after
+    the other, and B [out, r e], where the number of the expert changes fastest.
+    """
+    scaling = module.scaling[ADAPTER]
+    if not hasattr(module, "parameter_name"):
+        return scaling * (second @ first)  # type: ignore[no-any-return]
+    count = module.num_experts
+    each_first = first.view(count, -1, first.shape[1])
+    each_second = second.view(len(second), -1, count).permute(2, 0, 1)
+    added = scaling * (each_second @ each_first)
+    turned = getattr(module.get_base_layer(), "is_transposed", False)
+    return added.transpose(1, 2) if turned else added
 
 
 class BaseWeights(Weights):
@@ -71,8 +99,8 @@ class MergedWeights(Weights):
         copies = [name for name in adapter.renamed if not is_adapters(name)]
         self._copies = {base_name(name): name for name in copies}
         layers = {name: m for name, m in model.named_modules() if hasattr(m, "lora_A")}
-        self._layers = {base_name(f"{name}.weight"): item for name, item in layers.items()}
-        self._names = {base_name(f"{name}.weight"): name for name in layers}
+        self._layers = {adapted_weight(name, item): item for name, item in layers.items()}
+        self._names = {adapted_weight(name, item): name for name, item in layers.items()}
 
     def on(self, base: Weights) -> MergedWeights:
         """Return the same adapter, merged into another base."""
@@ -91,7 +119,7 @@ class MergedWeights(Weights):
         second = self._learned(f"{prefix}B.{ADAPTER}.weight").float()
         turned = isinstance(layer.base_layer, Conv1D)
         merged = (value.T if turned else value).float()
-        merged = merged + layer.scaling[ADAPTER] * (second @ first)  # type: ignore[index]
+        merged = merged + product(layer, first, second)
         magnitude = f"{prefix}magnitude_vector.{ADAPTER}.weight"
         if magnitude in self._adapter.renamed:
             length = torch.linalg.norm(merged, dim=1)

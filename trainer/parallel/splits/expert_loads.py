@@ -17,7 +17,7 @@ from torch import nn
 
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem
-from trainer.models.names import expert_stacks
+from trainer.models.names import expert_stacks, layer_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
 from trainer.tasks.task import Batch
@@ -39,8 +39,9 @@ def biases_of(spec: ModelSpec, built: nn.Module | None = None) -> dict[str, str]
     biases = {}
     for stack in expert_stacks(model, spec.blocks):
         count = len(next(model.get_submodule(stack).parameters()))
-        beside = f"{stack.rpartition('.')[0]}."
-        inside = f"{stack}."
+        layer = layer_of(stack)
+        beside = f"{layer.rpartition('.')[0]}."
+        inside = f"{layer}."
         for name, size in sizes.items():
             if size == count and name.startswith(beside) and not name.startswith(inside):
                 biases[stack] = name

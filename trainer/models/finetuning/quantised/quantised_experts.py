@@ -1,13 +1,15 @@
-"""Routed experts, quantised: the matrices of a stack, each by itself.
+"""Routed experts whose stacks are made where they multiply: dequantised, or with an adapter.
 
 transformers stacks the matrices of a layer's experts in one parameter [experts, ...]. Quantised,
-it has a row of bytes for each expert: ranks can divide it by experts, as they divide the stack.
+it has a row of bytes for each expert, whose matrix is quantised by itself: ranks can divide it by
+experts, as they divide the stack.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, wraps
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -35,8 +37,18 @@ def quantised(model: nn.Module, blocks: Sequence[str], format: WeightFormat) -> 
     return model
 
 
-class QuantisedExperts(Quantised):
-    """A module of experts whose stacks are frozen and quantised."""
+class StackAdapter(Protocol):
+    """An adapter on a stack."""
+
+    def added_to(self, stack: torch.Tensor) -> torch.Tensor:
+        """Return the stack with the adapter's product, in the stack's dtype."""
+
+
+class MadeExperts(Quantised):
+    """A module of experts with stacks that are quantised or adapted."""
+
+    adapters: dict[str, StackAdapter]
+    """The adapters on these parameters, by their names in the module."""
 
 
 def quantise_stacks(experts: nn.Module, format: WeightFormat) -> None:
@@ -50,29 +62,42 @@ def quantise_stacks(experts: nn.Module, format: WeightFormat) -> None:
         return
     for key, form in frozen.items():
         experts.register_parameter(key, form.empty(experts.get_parameter(key).device))
-    kind = _kind(type(experts))  # type: ignore[arg-type]  # a class can be hashed
-    as_class(experts, kind, forms=frozen)
+    _made(experts).forms.update(frozen)
+
+
+def adapt_stacks(experts: nn.Module, adapters: Mapping[str, StackAdapter]) -> None:
+    """Let a module of experts multiply by stacks with these adapters' products, in place."""
+    _made(experts).adapters.update(adapters)
+
+
+def _made(experts: nn.Module) -> MadeExperts:
+    """Return a module of experts as one that makes its stacks; none of them, at first."""
+    if not isinstance(experts, MadeExperts):
+        kind = _kind(type(experts))  # type: ignore[arg-type]  # a class can be hashed
+        as_class(experts, kind, forms={}, adapters={})
+    assert isinstance(experts, MadeExperts)
+    return experts
 
 
 @cache
 def _kind(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return the class of quantised experts that computes as `kind` does."""
+    """Return the class of experts that make their stacks and compute as `kind` does."""
 
     @wraps(kind.forward)
-    def forward(self: QuantisedExperts, *args: object, **kwargs: object) -> object:
+    def forward(self: MadeExperts, *args: object, **kwargs: object) -> object:
         return _computed(self, kind.forward, args, kwargs)
 
-    return type(f"Quantised{kind.__name__}", (QuantisedExperts, kind), {"forward": forward})
+    return type(f"Made{kind.__name__}", (MadeExperts, kind), {"forward": forward})
 
 
 def _computed(
-    experts: QuantisedExperts,
+    experts: MadeExperts,
     plain: Callable[..., object],
     args: Sequence[object],
     kwargs: dict[str, object],
 ) -> object:
-    """Compute with dequantised stacks, which are dequantised again, and all computed again, for the
-    backward pass: no layer keeps them.
+    """Compute with made stacks, which are made again, and all computed again, for the backward
+    pass: no layer keeps them.
 
     What the module has now is what it has then, though engines may have taken it out since.
     """
@@ -83,8 +108,10 @@ def _computed(
     counts = {name: vars(experts)[name] for name in _COUNTS if name in vars(experts)}
 
     def run(*args: object) -> object:
-        stacks = {k: form.dequantised(tensors[k], dtype) for k, form in experts.forms.items()}
-        with with_tensors(experts, {**tensors, **stacks}, counts):
+        made = {key: form.dequantised(tensors[key], dtype) for key, form in experts.forms.items()}
+        for key, adapter in experts.adapters.items():
+            made[key] = adapter.added_to(made.get(key, tensors[key]).to(dtype))
+        with with_tensors(experts, {**tensors, **made}, counts):
             return plain(experts, *args, **kwargs)
 
     if not torch.is_grad_enabled():

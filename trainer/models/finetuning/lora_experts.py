@@ -1,0 +1,90 @@
+"""Adapters on routed experts: on the stacks of their matrices, as PEFT's `target_parameters`.
+
+PEFT wraps a module of experts once for each adapted stack. These wrappers give the names in files,
+which inference engines read, too. Here the module of experts adds the products itself, for its own
+stacks alone, and keeps none of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from trainer.models.finetuning.lora_weights import ADAPTER, product
+from trainer.models.finetuning.quantised.quantised_experts import adapt_stacks
+from trainer.models.names import expert_stacks
+from trainer.models.patches import as_class
+from trainer.models.spec import ModelSpec
+
+if TYPE_CHECKING:
+    from peft.tuners.lora.layer import ParamWrapper
+
+
+def stacks_of(model: nn.Module, spec: ModelSpec) -> list[str]:
+    """List the stacks [experts, ...] of matrices in a model's blocks that can have an adapter."""
+    return [
+        f"{name}.{key}"
+        for name in expert_stacks(model, spec.blocks)
+        for key, parameter in model.get_submodule(name).named_parameters(recurse=False)
+        if parameter.ndim == 3
+    ]
+
+
+def holds_stack(model: nn.Module, name: str) -> bool:
+    """Return True if `name` is that of a parameter, not of a linear layer."""
+    owner, _, key = name.rpartition(".")
+    return key in dict(model.get_submodule(owner).named_parameters(recurse=False))
+
+
+class StackAdapter(NamedTuple):
+    """The adapter in one of PEFT's wrappers."""
+
+    wrapper: Any
+
+    def added_to(self, stack: torch.Tensor) -> torch.Tensor:
+        """Return the stack with the adapter's product, in the stack's dtype."""
+        if self.wrapper.disable_adapters:
+            return stack
+        matrices = (self.wrapper.lora_A, self.wrapper.lora_B)
+        first, second = (matrix[ADAPTER].weight.to(stack.dtype) for matrix in matrices)
+        return stack + product(self.wrapper, first, second)
+
+
+def computed_by_experts(model: nn.Module) -> None:
+    """Let the modules of experts in PEFT's wrappers add the adapters, in place."""
+    for outer in list(_outermost_wrappers(model)):
+        experts = outer.get_base_layer()
+        layer: nn.Module = outer
+        while layer is not experts:
+            assert isinstance(layer, _wrapper())
+            adapt_stacks(experts, {layer.parameter_name: StackAdapter(layer)})
+            as_class(layer, _passing())
+            layer = layer.base_layer
+
+
+def _outermost_wrappers(model: nn.Module) -> Iterator[ParamWrapper]:
+    for name, module in model.named_modules():
+        if isinstance(module, _wrapper()) and not name.endswith(".base_layer"):
+            yield module
+
+
+@cache
+def _wrapper() -> type[ParamWrapper]:
+    from peft.tuners.lora.layer import ParamWrapper
+
+    return ParamWrapper
+
+
+@cache
+def _passing() -> type[nn.Module]:
+    """Return the class of PEFT's wrapper that leaves the adapter to the module in it."""
+
+    class Passing(_wrapper()):  # type: ignore[misc]
+        def forward(self, *args: object, **kwargs: object) -> object:
+            return self.base_layer(*args, **kwargs)
+
+    return Passing
