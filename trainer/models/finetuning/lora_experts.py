@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
+from trainer.distributed.dtensor import local
 from trainer.models.finetuning.lora_weights import ADAPTER, product
 from trainer.models.finetuning.quantised.quantised_experts import adapt_stacks
 from trainer.models.names import expert_stacks
@@ -45,13 +46,16 @@ class StackAdapter(NamedTuple):
 
     wrapper: Any
 
-    def added_to(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return the stack with the adapter's product, in the stack's dtype."""
+    def added_to(self, stack: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the stack with the adapter's product, in the stack's dtype.
+
+        `first`: the number of its first expert in the whole layer.
+        """
         if self.wrapper.disable_adapters:
             return stack
         matrices = (self.wrapper.lora_A, self.wrapper.lora_B)
-        first, second = (matrix[ADAPTER].weight.to(stack.dtype) for matrix in matrices)
-        return stack + product(self.wrapper, first, second)
+        a, b = (local(matrix[ADAPTER].weight).to(stack.dtype) for matrix in matrices)
+        return stack + product(self.wrapper, a, b, slice(first, first + len(stack)))
 
 
 def computed_by_experts(model: nn.Module) -> None:

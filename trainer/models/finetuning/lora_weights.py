@@ -38,18 +38,20 @@ def adapted_weight(name: str, module: nn.Module) -> str:
     return base_name(f"{name}.{getattr(module, 'parameter_name', 'weight')}")
 
 
-def product(module: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-    """Return scaling x B A of an adapter: what it adds to a weight, or to a stack of e matrices.
+def product(
+    module: Any, first: torch.Tensor, second: torch.Tensor, experts: slice = slice(None)
+) -> torch.Tensor:
+    """Return scaling x B A of an adapter: what it adds to a weight, or to `experts` of a stack.
 
-    A [r, in] and B [out, r] of a linear layer. Of a stack PEFT has A [e r, in], one expert after
-    the other, and B [out, r e], where the number of the expert changes fastest.
+    A [r, in] and B [out, r] of a linear layer. Of a stack of e matrices PEFT has A [e r, in], one
+    expert after the other, and B [out, r e], where the number of the expert changes fastest.
     """
     scaling = module.scaling[ADAPTER]
     if not hasattr(module, "parameter_name"):
         return scaling * (second @ first)  # type: ignore[no-any-return]
     count = module.num_experts
-    each_first = first.view(count, -1, first.shape[1])
-    each_second = second.view(len(second), -1, count).permute(2, 0, 1)
+    each_first = first.view(count, -1, first.shape[1])[experts]
+    each_second = second.view(len(second), -1, count).permute(2, 0, 1)[experts]
     added = scaling * (each_second @ each_first)
     turned = getattr(module.get_base_layer(), "is_transposed", False)
     return added.transpose(1, 2) if turned else added

@@ -23,7 +23,7 @@ from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
 from trainer.parallel.shard import FsdpOptions, placement
-from trainer.parallel.splits.experts import Part, own_count
+from trainer.parallel.splits.experts import Part, own_count, take_part
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
@@ -43,8 +43,7 @@ def spread(experts: nn.Module, ranks: Exchange, part: Part, alike: Exchange | No
 
     `alike`: ranks that have the same tokens, of which each sends a part.
     """
-    for key, parameter in list(experts.named_parameters(recurse=False)):
-        experts.register_parameter(key, part(parameter, 0))
+    take_part(experts, ranks, part)
     routed = partial(_routed, experts, experts.forward, ranks)
 
     def forward(hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

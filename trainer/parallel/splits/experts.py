@@ -29,8 +29,7 @@ def apply(experts: nn.Module, ranks: Exchange, part: Part, tokens: bool) -> None
 
     `tokens`: each rank has a part of the tokens [n, width], and gathers those of all.
     """
-    for key, parameter in list(experts.named_parameters(recurse=False)):
-        experts.register_parameter(key, part(parameter, 0))
+    take_part(experts, ranks, part)
     rank = ranks.group.rank()
     size = ranks.group.size()
     plain = experts.forward
@@ -46,6 +45,13 @@ def apply(experts: nn.Module, ranks: Exchange, part: Part, tokens: bool) -> None
         return ranks.reduce_scatter(_part(experts, plain, rank, *given), 0)
 
     replace_forward(experts, forward)
+
+
+def take_part(experts: nn.Module, ranks: Exchange, part: Part) -> None:
+    """Give a module of experts this rank's parameters, in place, and say which experts they are."""
+    for key, parameter in list(experts.named_parameters(recurse=False)):
+        experts.register_parameter(key, part(parameter, 0))
+    vars(experts)["first_expert"] = ranks.group.rank() * own_count(experts)
 
 
 def _part(

@@ -226,9 +226,10 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
     """Return whether each tensor rank has a term of the gradient of a whole parameter, by name.
 
     It has where a module sees some heads, or a part of the sequence, or is an adapter's first
-    matrix, which a matrix split by columns follows.
+    matrix, which a matrix split by columns follows, or an adapter on a stack of experts.
     """
     plan = spec.language.tensor_plan
+    stacks = {layer_of(name) for name, style in plan.items() if style == experts.STYLE}
     regions = entered_by(spec)
     inside = tuple(f"{name}." for name in regions)
     terms = tuple(f"{name}." for name, is_term in regions.items() if is_term)
@@ -243,6 +244,8 @@ def has_partial_gradient(spec: ModelSpec, layout: Layout) -> Callable[[str], boo
         if {style, plan.get(name)} & {*STYLES, experts.STYLE}:
             bias = style.startswith("rowwise") and name.endswith(".bias")
             return bias and layout.sequence_parallel
+        if layer_of(owner) in stacks:
+            return True
         outside = name.startswith(blocks) and not name.startswith(inside)
         return name.startswith(terms) or (outside and layout.sequence_parallel)
 

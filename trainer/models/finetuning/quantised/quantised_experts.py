@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from trainer.distributed.dtensor import local
 from trainer.models.finetuning.quantised.format import WeightFormat
 from trainer.models.finetuning.quantised.quantised_base import (
     Form,
@@ -40,8 +41,11 @@ def quantised(model: nn.Module, blocks: Sequence[str], format: WeightFormat) -> 
 class StackAdapter(Protocol):
     """An adapter on a stack."""
 
-    def added_to(self, stack: torch.Tensor) -> torch.Tensor:
-        """Return the stack with the adapter's product, in the stack's dtype."""
+    def added_to(self, stack: torch.Tensor, first: int) -> torch.Tensor:
+        """Return the stack with the adapter's product, in the stack's dtype.
+
+        `first`: the number of its first expert in the whole layer.
+        """
 
 
 class MadeExperts(Quantised):
@@ -49,6 +53,8 @@ class MadeExperts(Quantised):
 
     adapters: dict[str, StackAdapter]
     """The adapters on these parameters, by their names in the module."""
+    first_expert: int = 0
+    """The number of the first expert whose parameters this rank has."""
 
 
 def quantise_stacks(experts: nn.Module, format: WeightFormat) -> None:
@@ -110,7 +116,8 @@ def _computed(
     def run(*args: object) -> object:
         made = {key: form.dequantised(tensors[key], dtype) for key, form in experts.forms.items()}
         for key, adapter in experts.adapters.items():
-            made[key] = adapter.added_to(made.get(key, tensors[key]).to(dtype))
+            stack = local(made.get(key, tensors[key])).to(dtype)
+            made[key] = adapter.added_to(stack, experts.first_expert)
         with with_tensors(experts, {**tensors, **made}, counts):
             return plain(experts, *args, **kwargs)
 
