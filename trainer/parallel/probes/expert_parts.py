@@ -9,7 +9,7 @@ from torch import nn
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem, divided
 from trainer.layout import Layout
-from trainer.models.names import expert_stacks
+from trainer.models.names import expert_stacks, layer_of
 from trainer.models.spec import ModelSpec
 from trainer.parallel.probes.rank_parts import difference
 from trainer.parallel.splits import experts
@@ -26,12 +26,14 @@ def check(spec: ModelSpec, layout: Layout) -> None:
     place = f"{KEY}: {spec.name}"
     if problems := list(dict.fromkeys(_problems(spec, layout))):
         raise ConfigError(*(Problem(place, *problem, HINT) for problem in problems))
-    if actual := difference(spec, layout.expert, _spread, _no_terms):
+    if actual := difference(spec, layout.expert, _spread, _terms):
         raise ConfigError(Problem(place, actual, "what one process computes", HINT))
 
 
-def _no_terms(small: ModelSpec) -> Callable[[str], bool]:
-    return lambda name: False
+def _terms(small: ModelSpec) -> Callable[[str], bool]:
+    """Return whether a parameter's gradient is a sum over ranks: that of an adapter on experts."""
+    stacks = {layer_of(name) for name in expert_stacks(small.build(), small.blocks)}
+    return lambda name: ".lora_" in name and layer_of(name.rpartition(".")[0]) in stacks
 
 
 def _problems(spec: ModelSpec, layout: Layout) -> Iterator[tuple[str, str]]:
