@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
 
 from tests.support.certify.certifying import certified, config
+from tests.support.commands import run
+from trainer.models.finetuning import lora_experts, lora_weights
 
 STACKS = {"r": 4, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
 FAMILIES = {
@@ -54,3 +58,87 @@ def test_adapted_experts_are_those_of_one_process(pools, tmp_path, bases, layout
     path = config(tmp_path, **(adapter | LAYOUTS[layout]))
     for passed, _, table in pools[2].run(certified, path=path, world_size=2):
         assert passed, table
+
+
+IN_FOUR_BITS = STACKS | {"quantize": {"double_quant": True}}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("layout", ["deepspeed-zero3", "mesh-zero3, experts", "tensor"])
+def test_adapted_experts_in_four_bits(pools, tmp_path, bases, layout, family):
+    adapter = {"adapter": IN_FOUR_BITS, "model": {"name_or_path": bases[family]}}
+    path = config(tmp_path, **(adapter | LAYOUTS[layout]))
+    for passed, _, table in pools[2].run(certified, path=path, world_size=2):
+        assert passed, table
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ["deepspeed-zero3", "mesh-zero2"])
+def test_adapted_experts_in_the_configs_precision(pools, tmp_path, bases, layout):
+    adapter = {"adapter": STACKS | {"merge": True}, "model": {"name_or_path": bases["qwen3_moe"]}}
+    path = config(tmp_path, **(adapter | LAYOUTS[layout]))
+    overrides = ["bf16.enabled=true", "optimizer.params.lr=1e-5"]
+    arguments = {"world_size": 2, "overrides": overrides, "precision": "config"}
+    for passed, _, table in pools[2].run(certified, path=path, **arguments):
+        assert passed, table
+        assert "bfloat16" in table and "merged " in table
+
+
+@pytest.mark.more
+def test_adapted_experts_in_compiled_blocks(tmp_path, bases):
+    adapter = {"adapter": STACKS, "model": {"name_or_path": bases["qwen3_moe"]}}
+    path = config(tmp_path, "mesh", 2, **adapter)
+    out = tmp_path / "certificate.json"
+    words = "--config", path, "--compile", "--world-size", "2", "--output", out
+    result = run("meshloom", "verify", *words)
+    assert result.code == 0, result.output
+    assert "compiled blocks" in result.output and "uncompiled" not in result.output
+
+
+def the_next_experts_adapter(engine: str) -> Any:
+    real = lora_weights.product
+
+    def product(*args: Any) -> torch.Tensor:
+        return real(*args).roll(1, 0)
+
+    return mock.patch.object(lora_experts, "product", product)
+
+
+def the_first_experts_adapter(engine: str) -> Any:
+    """Each rank takes the adapter of the first experts, as if it had no others."""
+    real = lora_weights.product
+
+    def product(module: Any, first: Any, second: Any, experts: slice) -> torch.Tensor:
+        return real(module, first, second, slice(0, experts.stop - experts.start))
+
+    return mock.patch.object(lora_experts, "product", product)
+
+
+def one_merged_stack_is_the_base(engine: str) -> Any:
+    real = lora_weights.MergedWeights.read
+
+    def read(weights: Any, name: str) -> torch.Tensor | None:
+        if name.endswith("experts.down_proj"):
+            return weights.base.read(name)  # type: ignore[no-any-return]
+        return real(weights, name)
+
+    return mock.patch.object(lora_weights.MergedWeights, "read", read)
+
+
+FAULTS = {
+    the_next_experts_adapter: ("mesh-zero3", "update"),
+    the_first_experts_adapter: ("mesh-zero3, experts", "update"),
+    one_merged_stack_is_the_base: ("mesh-zero3", "merged"),
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_of_an_experts_adapter_is_caught(pools, tmp_path, bases, fault):
+    layout, check = FAULTS[fault]
+    adapter = STACKS | {"merge": True}
+    given = {"adapter": adapter, "model": {"name_or_path": bases["qwen3_moe"]}}
+    path = config(tmp_path, **(given | LAYOUTS[layout]))
+    for passed, first, table in pools[2].run(certified, path=path, world_size=2, fault=fault):
+        assert not passed and first == check, table

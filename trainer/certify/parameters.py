@@ -167,8 +167,8 @@ def _hold(model: nn.Module, names: Mapping[str, bool]) -> None:
 def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -> list[str]:
     """List the linear layers of the blocks that the adapter's targets name, and the stacks.
 
-    Targets are all layers, ends of names of layers or of the experts' parameters, or a regular
-    expression that matches a layer's whole name.
+    Targets are all layers, ends of names of layers or, with their module, of the experts'
+    parameters, or a regular expression that matches a layer's whole name.
     """
     inside = tuple(f"{block}." for block in blocks)
     linear = [n for n, m in model.named_modules() if type(m) in (nn.Linear, Conv1D)]
@@ -184,7 +184,11 @@ def _targets(model: nn.Module, blocks: Sequence[str], adapter: AdapterSection) -
     if isinstance(wanted, str):
         return [name for name in names if re.fullmatch(wanted, name)]
     ends = tuple(f".{name}" for name in wanted)
-    return [name for name in (*names, *stacks) if f".{name}".endswith(ends)]
+    of_experts = tuple(f".{name}" for name in wanted if "." in name)
+    chosen = {name for name in names if f".{name}".endswith(ends)}
+    chosen.update(name for name in stacks if f".{name}".endswith(of_experts))
+    chosen.update(names if "all-linear" in wanted else ())
+    return [name for name in (*names, *stacks) if name in chosen]
 
 
 def _adapted(model: nn.Module, section: TrainerSection, targets: Sequence[str]) -> nn.Module:

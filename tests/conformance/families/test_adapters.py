@@ -20,6 +20,7 @@ from trainer.config.sections.adapter import AdapterSection
 from trainer.config.sections.model_and_data import ModelSection
 from trainer.errors import ConfigError, DiskError
 from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.lora_experts import stacks_of
 from trainer.models.finetuning.lora_targets import LINEAR
 from trainer.models.huggingface import spec_of as spec_from
 from trainer.models.language.model_config import read_config
@@ -168,6 +169,65 @@ def test_what_is_adapted_is_what_is_said_saved_opened_and_merged(tmp_path, famil
         assert_one_set(named, mlps)
 
 
+MIXTURES = ("gpt_oss", "mixtral", *SAMPLE)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[] if f in MIXTURES else [pytest.mark.whole]) for f in TRAINED]
+)
+def test_adapted_experts_are_what_is_saved_opened_and_merged(tmp_path, family):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    values = {"model_type": family, **NEEDED.get(family, {})}
+    described = spec_of(values)
+    ends = {name.rpartition(".")[2] for name in stacks_of(described.build(), described)}
+    if not ends:
+        assert family not in MIXTURES
+        pytest.skip("no stacks of experts")
+    base = write_base(family, tmp_path / "base")
+    one = adapted_in(tmp_path, base, targets=[f"experts.{end}" for end in sorted(ends)])
+    stacks = set(stacks_of(AutoModelForCausalLM.from_pretrained(base), one.spec))
+    assert stacks and any(f"and {len(stacks)} stacks of experts" in note for note in one.spec.notes)
+    opened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    plain = logits_of(opened)
+    theirs: Any = PeftModel.from_pretrained(opened, one.adapter)
+    logits, scale = logits_of(theirs), float(plain.abs().max())
+    assert float((logits - plain).abs().max()) > 1e-4 * scale  # it has learnt something
+    torch.testing.assert_close(logits_of(one.model), logits, rtol=0, atol=2e-5 * scale)
+    before = {name: value.clone() for name, value in on_host_base(one).items()}
+    merged = dict(theirs.merge_and_unload().state_dict())
+    assert one.spec.files.merged is not None
+    weights = one.spec.files.merged(one.adapter).building.weights
+    results: dict[str, Any] = {name: weights.read(name) for name in before}
+    for name, result in results.items():
+        torch.testing.assert_close(result, merged[name], rtol=0, atol=1e-6)
+    assert {name for name in before if not torch.equal(results[name], before[name])} == stacks
+    (tmp_path / "second").mkdir()
+    again = adapted_in(tmp_path / "second", base, path=str(one.adapter), alpha=6.0, r=2)
+    assert again.spec.files.published == one.spec.files.published
+
+
+def test_vllm_reads_the_adapters_of_experts(tmp_path):
+    """Its loader of 3-D experts takes `experts.base_layer` for gate and up, `experts` for down;
+    A as [experts, r, in], and B as [out, r, experts]."""
+    base = write_base("qwen3_moe", tmp_path / "base")
+    stacks = {"experts.base_layer": "gate_up_proj", "experts": "down_proj"}
+    one = adapted_in(tmp_path, base, targets=[f"experts.{end}" for end in stacks.values()])
+    assert one.spec.files.merged is not None
+    weights = one.spec.files.merged(one.adapter).building.weights
+    file = load_file(one.adapter / "adapter_model.safetensors")
+    before = on_host_base(one)
+    for name, stack in stacks.items():
+        place = f"base_model.model.model.layers.1.mlp.{name}"
+        own = f"model.layers.1.mlp.experts.{stack}"
+        count = len(before[own])
+        a = file[f"{place}.lora_A.weight"].reshape(count, 2, -1)
+        b = file[f"{place}.lora_B.weight"].reshape(-1, 2, count).permute(2, 0, 1)
+        merged: Any = weights.read(own)
+        torch.testing.assert_close(before[own] + 3 * b @ a, merged, rtol=0, atol=1e-6)
+
+
 def test_options_keep_what_is_opened(tmp_path):
     """Scaled by the root of the rank, with a head that is trained, and from a regular expression."""
     base = write_base("deepseek_v3", tmp_path / "base")
@@ -192,7 +252,7 @@ def test_a_run_starts_from_its_own_adapter_of_mlps(tmp_path):
     saved["target_parameters"] = ["mlp.experts.gate_up_proj"]
     (first.adapter / "adapter_config.json").write_text(json.dumps(saved))
     (tmp_path / "third").mkdir()
-    with pytest.raises(ConfigError, match="target_parameters"):
+    with pytest.raises(ConfigError, match="lora_A.weight.*have no place in the model"):
         adapted_in(tmp_path / "third", base, path=str(first.adapter))
 
 

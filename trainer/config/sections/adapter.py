@@ -50,7 +50,8 @@ class AdapterSection(Section):
         Annotated[str, Field(min_length=1, max_length=10_000), AfterValidator(_pattern)]
         | Annotated[list[str], Field(min_length=1, max_length=10_000)]
     ) = "all-linear"
-    """Linear layers of the blocks by the ends of their names, or by a regular expression."""
+    """Linear layers of the blocks, and in a list stacks of experts, by the ends of their names; or
+    a regular expression for linear layers."""
     bias: Literal["none", "all", "lora_only"] = "none"
     modules_to_save: Annotated[list[str], Field(max_length=1000)] = []
     """Modules that are trained whole, and saved with the adapter."""

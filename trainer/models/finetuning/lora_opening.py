@@ -93,9 +93,11 @@ def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
 
 def _target(name: str, carrier: nn.Module) -> str:
     """Return the name of the linear layer or stack that a module with an adapter adapts."""
-    layer = carrier.get_base_layer()  # type: ignore[operator]
     weight = adapted_weight(name, carrier)
-    return weight.removesuffix(WEIGHT) if isinstance(layer, LINEAR) else weight
+    by_parameter = hasattr(carrier, "parameter_name")
+    if by_parameter and not isinstance(carrier.get_base_layer(), LINEAR):  # type: ignore[operator]
+        return weight
+    return weight.removesuffix(WEIGHT)
 
 
 def _carries(module: nn.Module) -> bool:

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from trainer.config.sections.adapter import AdapterSection
 
 LINEAR = (nn.Linear, Conv1D)
+ALL_LINEAR = "all-linear"
+"""The target that stands for all linear layers of the blocks, as in PEFT."""
 _NOT_FOR_STACKS = {
     "dropout": "0 beside it: its adapter is added to the matrices, and sees no input",
     "dora": "false beside it: PEFT has no DoRA for it",
@@ -31,25 +33,28 @@ def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str
     """Return what `trainer.adapter.targets` selects in blocks: linear layers, stacks of experts.
 
     `wanted`: "all-linear", a regular expression of whole names, or a list of names or of their ends
-    after a dot. Only a list can name stacks. Raises ConfigError if a target selects none, or if the
-    expression matches any other module.
+    after a dot, in which "all-linear" may be one. A stack must be named with its module,
+    "experts.down_proj", as many linear layers have a name like its own. Raises ConfigError if a
+    target selects none, or if the expression matches any other module.
     """
     linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
     if isinstance(wanted, str):
         if not linear:
             expected = "a model with blocks that have one"
             raise ConfigError(Problem(_TARGETS, "no linear layer", expected))
-        return linear if wanted == "all-linear" else _matched(model, wanted, linear)
+        return linear if wanted == ALL_LINEAR else _matched(model, wanted, linear)
     problems = []
     chosen = set[str]()
-    known = [*linear, *stacks_of(model, spec)]
+    stacks = stacks_of(model, spec)
+    known = [*linear, *stacks]
     for index, target in enumerate(wanted):
-        names = [name for name in known if _names(target, name)]
+        names = [name for name in (known if "." in target else linear) if _names(target, name)]
+        names = linear if target == ALL_LINEAR else names
         chosen.update(names)
         if not names:
-            problems.append(_no_target(f"{_TARGETS}[{index}]", target, model, known))
+            problems.append(_no_target(f"{_TARGETS}[{index}]", target, model, linear, stacks))
     if not wanted:
-        problems.append(_no_target(_TARGETS, "", model, known))
+        problems.append(_no_target(_TARGETS, "", model, linear, stacks))
     if problems:
         raise ConfigError(*problems)
     return [name for name in known if name in chosen]
@@ -88,7 +93,7 @@ def left_out(
         for key, parameter in module.named_parameters(recurse=False)
         if f"{name}.{key}" not in chosen
     }
-    if wanted == "all-linear":
+    if ALL_LINEAR in (wanted if isinstance(wanted, list) else [wanted]):
         sizes = {name: p.numel() for name, p in inside.items() if p.ndim > 1}
         kind = '"all-linear" leaves'
         there = "matrices"
@@ -104,9 +109,13 @@ def left_out(
         matrices = f"{_TARGETS} {kind} {len(sizes)} {there} ({values})"
         yield f"{matrices} without an adapter, as they are in no linear layer: {shown}"
         if stacks := sorted(sizes.keys() & stacks_of(model, spec)):
-            short = [".".join(name.split(".")[-2:]) for name in stacks]
-            names = listed(list(dict.fromkeys(short)))
+            names = listed(in_short(stacks))
             yield f"to adapt the experts, too, list their stacks in {_TARGETS}: {names}"
+
+
+def in_short(stacks: Iterable[str]) -> list[str]:
+    """Return the shortest names by which `trainer.adapter.targets` can name stacks of experts."""
+    return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacks))
 
 
 def _words(name: str) -> set[str]:
@@ -132,14 +141,16 @@ def _in_blocks(model: nn.Module, spec: ModelSpec) -> list[tuple[str, nn.Module]]
     return [(name, module) for name, module in model.named_modules() if name.startswith(inside)]
 
 
-def _no_target(place: str, target: str, model: nn.Module, possible: Sequence[str]) -> Problem:
-    short = _last_parts(possible)
+def _no_target(
+    place: str, target: str, model: nn.Module, linear: Sequence[str], stacks: Sequence[str]
+) -> Problem:
+    short = _last_parts(linear)
     known = [name for name, _ in model.named_modules() if target and _names(target, name)]
     actual = f'"{target}" names no linear layer of a block'
     if known:
         actual += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
-    longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(possible)]
-    hint = suggestion(target, [*short, *dict.fromkeys(longer)], cutoff=0.5)
+    longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
+    hint = suggestion(target, [*short, *dict.fromkeys(longer), *in_short(stacks)], cutoff=0.5)
     if known and not hint:
         hint = f"{_SAVED} trains a module as a whole."
     return Problem(place, actual, f'"all-linear", or some of {listed(short, 12)}', hint)

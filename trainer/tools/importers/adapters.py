@@ -109,7 +109,7 @@ def _faster_b(draft: Draft, keys: Roles) -> None:
         draft.put(ratio, "trainer.parameter_groups", [group])
 
 
-_TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear")
+_TARGETS = ("lora_target_modules", "lora_target", "lora_target_linear", "lora_target_parameters")
 _NAME = re.compile(r"[\w.-]+")
 
 
@@ -137,3 +137,18 @@ def _modules(draft: Draft, keys: Roles) -> None:
         draft.put(entry, "trainer.adapter.targets", entry.value)
     elif modules:
         draft.lose(entry, "PEFT takes each item of a list as a name, and no layer has such a name")
+    _stacks(draft, keys["lora_target_parameters"])
+
+
+def _stacks(draft: Draft, parameters: Entry) -> None:
+    """Add stacks of experts, which PEFT has apart, to the modules that are adapted."""
+    if not parameters.is_set:
+        draft.skip(parameters)
+        return
+    place = "trainer.adapter.targets"
+    modules = draft.get(place) or []
+    if isinstance(modules, str) and modules != "all-linear":
+        draft.lose(parameters, "a regular expression for modules can't be joined with names")
+        return
+    layers = [modules] if isinstance(modules, str) else modules
+    draft.put(parameters, place, [*layers, *names(parameters.value)])

@@ -38,7 +38,7 @@ def quantised(model: nn.Module, blocks: Sequence[str], format: WeightFormat) -> 
     return model
 
 
-class StackAdapter(Protocol):
+class StackAddition(Protocol):
     """An adapter on a stack."""
 
     def added_to(self, stack: torch.Tensor, first: int) -> torch.Tensor:
@@ -51,7 +51,7 @@ class StackAdapter(Protocol):
 class MadeExperts(Quantised):
     """A module of experts with stacks that are quantised or adapted."""
 
-    adapters: dict[str, StackAdapter]
+    adapters: dict[str, StackAddition]
     """The adapters on these parameters, by their names in the module."""
     first_expert: int = 0
     """The number of the first expert whose parameters this rank has."""
@@ -71,7 +71,7 @@ def quantise_stacks(experts: nn.Module, format: WeightFormat) -> None:
     _made(experts).forms.update(frozen)
 
 
-def adapt_stacks(experts: nn.Module, adapters: Mapping[str, StackAdapter]) -> None:
+def adapt_stacks(experts: nn.Module, adapters: Mapping[str, StackAddition]) -> None:
     """Let a module of experts multiply by stacks with these adapters' products, in place."""
     _made(experts).adapters.update(adapters)
 
