@@ -579,6 +579,27 @@ def test_a_regular_expression_stays_one_and_names_stay_names(tmp_path: Path):
         assert made["trainer"]["adapter"]["targets"] == ["q_proj", "v_proj"]
 
 
+STACKS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize("modules", [["q_proj"], "all-linear"])
+@pytest.mark.parametrize("system", ["trainer", "axolotl"])
+def test_adapters_on_experts_are_targets_beside_the_layers(tmp_path: Path, system, modules):
+    named = {"trainer": "model_name_or_path", "axolotl": "base_model"}[system]
+    keys = {named: "m", "learning_rate": 1e-4, **(PEFT if system == "trainer" else LORA)}
+    if system == "axolotl" and modules != "all-linear":
+        keys["lora_target_linear"] = None
+    if modules != "all-linear" or system == "trainer":
+        keys["lora_target_modules"] = modules
+    draft = written(tmp_path, system, {**keys, "lora_target_parameters": STACKS})
+    layers = [modules] if isinstance(modules, str) else modules
+    assert load(draft.made).trainer.adapter.targets == [*layers, *STACKS]
+    keys["lora_target_modules"] = r".*\.q_proj"
+    if system == "trainer":  # Axolotl joins both with all linear layers
+        with pytest.raises(ConfigError, match="lora_target_parameters.*regular expression"):
+            written(tmp_path, system, {**keys, "lora_target_parameters": STACKS})
+
+
 def test_lora_flags_of_scripts_are_carried_over_where_all_is_said():
     text = (
         "--use_lora True --lora_r 8 --lora_alpha 16 --lora_dropout 0 --lora_target_modules q_proj"
