@@ -9,7 +9,8 @@ random tokens, AdamW, clipping, ZeRO-3 (ZeRO-1 on one GPU); sequences of 8,192 t
 of 2, `selective` recomputation. Each arm has processes of its own, one after the other, and is
 stopped after its seconds in `ARMS` and what earlier ones left; they and `PLANNING` are 600 in all.
 An arm that is stopped, runs out of memory or fails is a row that says so; what it had found is
-kept. A step's time is the median after the warm-up; MFU by `flops_per_token`. Memory: what
+kept. A step's time is the median after the warm-up. MFU is by `flops_per_token`, which counts
+attention to earlier tokens alone, and by the rule that counts all, as torchtitan's. Memory: what
 `meshloom plan` predicts of this JSON (blocks are planned uncompiled), and the most that torch
 allocated on a GPU. "mesh, saving" times a save and a load, and how long the loop waits for a save
 in the background, the first time and when its buffers are there. The bare loop is plain PyTorch
@@ -302,7 +303,8 @@ class Bench:
         from trainer.models.huggingface import spec_of
 
         config, options = self.described()
-        self.flops = flops_per_token(spec_of(config, options, weights=False), self.sequence)
+        spec = spec_of(config, options, weights=False)
+        self.flops = [flops_per_token(spec, self.sequence, causal) for causal in (True, False)]
         if arm == "Trainer" or arm.startswith("bare"):
             import gpu_peers
 
@@ -312,7 +314,7 @@ class Bench:
         engine, step, kernels = self.engine()
         self.tell(kernels=kernels)
         if arm in ADAPTERS:  # the products of frozen weights have no gradient of them
-            self.flops = 0
+            self.flops = []
         if arm == "mesh, saving":
             step(0)
             self.save(engine, step)
@@ -332,7 +334,7 @@ class Bench:
         self.tell(
             seconds=seconds,
             tokens=tokens * self.world_size,
-            mfu=tokens * self.flops / top if top else None,
+            mfu=[tokens * flops / top for flops in self.flops] if top else [],
             memory=float(peak) / 2**30,
             device=torch.cuda.get_device_name(self.device) if self.cuda else "CPU",
         )
@@ -466,7 +468,7 @@ def line(row: dict[str, Any]) -> str:
     planned = f"{row['planned']:.2f}" if row.get("planned") else "-"
     cells, rest = ["", "", "", planned, ""], [row["note"]] if "note" in row else []
     if "seconds" in row:
-        mfu = f"{row['mfu']:.1%}" if row["mfu"] else "-"
+        mfu = " / ".join(f"{share:.1%}" for share in row["mfu"]) or "-"
         step = f"{row['seconds'] * 1e3:.0f}"
         cells = [step, f"{row['tokens']:,.0f}", mfu, planned, f"{row['memory']:.2f}"]
     if "quantised" in row:
@@ -496,7 +498,7 @@ def report(rows: list[dict[str, Any]], count: int, options: Any) -> str:
         "",
         made + ".",
         "",
-        "| shape | arm | step (ms) | tokens/s, all | MFU | planned (GiB) | peak (GiB) | besides |",
+        "| shape | arm | step (ms) | tokens/s, all | MFU, causal / full | planned (GiB) | peak (GiB) | besides |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | --- |",
     ]
     kernels = dict.fromkeys(text for row in rows for text in row.get("kernels", []))

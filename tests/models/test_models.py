@@ -122,6 +122,7 @@ def test_flops_follow_the_formula():
     spec = spec_of({**LLAMA, "tie_word_embeddings": False})
     matrices = spec.parameters - VOCABULARY * 32
     assert flops_per_token(spec, 128) == 6 * matrices + 6 * 3 * 32 * 128
+    assert flops_per_token(spec, 128, causal=False) == 6 * matrices + 12 * 3 * 32 * 128
     assert (
         spec_of(LLAMA).language.embedding_parameters == 0
     )  # a tied table is the head, and multiplied

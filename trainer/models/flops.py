@@ -36,8 +36,11 @@ def _convolution_backward(
     return conv_flop_count(given, weight, grad, transposed) * sum(wanted[:2])
 
 
-def flops_per_token(spec: ModelSpec, sequence: int) -> float:
+def flops_per_token(spec: ModelSpec, sequence: int, causal: bool = True) -> float:
     """Return the training FLOPs per token, forward and backward: `6 N + 6 L H T`.
+
+    Without `causal` the last term is `12 L H T`: that of torchtitan's MFU, which counts attention
+    to later tokens, too.
 
     N counts the parameters in a token's matrix products: with the head, but without the input
     embedding and without the experts that the token is not routed to. A frozen parameter has no
@@ -48,5 +51,6 @@ def flops_per_token(spec: ModelSpec, sequence: int) -> float:
     language = spec.language
     matrix = spec.parameters - language.embedding_parameters - language.idle_parameters
     learned = min(matrix, spec.parameters - sum(spec.training.frozen.values()))
-    attention = 6.0 * language.layers * language.attention.width * sequence
+    attention = 12.0 * language.layers * language.attention.width * sequence
+    attention = attention / 2 if causal else attention
     return 4.0 * matrix + 2.0 * learned + attention
