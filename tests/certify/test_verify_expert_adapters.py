@@ -126,19 +126,22 @@ def one_merged_stack_is_the_base(engine: str) -> Any:
     return mock.patch.object(lora_weights.MergedWeights, "read", read)
 
 
-FAULTS = {
-    the_next_experts_adapter: ("mesh-zero3", "update"),
-    the_first_experts_adapter: ("mesh-zero3, experts", "update"),
-    one_merged_stack_is_the_base: ("mesh-zero3", "merged"),
-}
+FAULTS = {the_next_experts_adapter: "gradient", one_merged_stack_is_the_base: "merged"}
 
 
 @pytest.mark.more
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_of_an_experts_adapter_is_caught(pools, tmp_path, bases, fault):
-    layout, check = FAULTS[fault]
     adapter = STACKS | {"merge": True}
-    given = {"adapter": adapter, "model": {"name_or_path": bases["qwen3_moe"]}}
-    path = config(tmp_path, **(given | LAYOUTS[layout]))
+    path = config(tmp_path, "mesh", 3, adapter=adapter, model={"name_or_path": bases["qwen3_moe"]})
     for passed, first, table in pools[2].run(certified, path=path, world_size=2, fault=fault):
-        assert not passed and first == check, table
+        assert not passed and first == FAULTS[fault], table
+
+
+@pytest.mark.more
+def test_adapters_of_another_ranks_experts_are_seen_at_the_start(pools, tmp_path, bases):
+    given = {"adapter": STACKS, "model": {"name_or_path": bases["qwen3_moe"]}}
+    path = config(tmp_path, "mesh", 3, expert=2, **given)
+    with pytest.raises(AssertionError, match="ConfigError.*experts.base_layer.base_layer"):
+        fault = the_first_experts_adapter
+        pools[2].run(certified, path=path, world_size=2, fault=fault)
