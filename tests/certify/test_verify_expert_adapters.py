@@ -97,22 +97,23 @@ def test_adapted_experts_in_compiled_blocks(tmp_path, bases):
 
 
 def the_next_experts_adapter(engine: str) -> Any:
-    real = lora_weights.product
+    real = lora_weights.factors
 
-    def product(*args: Any) -> torch.Tensor:
-        return real(*args).roll(1, 0)
+    def factors(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        left, right = real(*args)
+        return left.roll(1, 0), right.roll(1, 0)
 
-    return mock.patch.object(lora_experts, "product", product)
+    return mock.patch.object(lora_experts, "factors", factors)
 
 
 def the_first_experts_adapter(engine: str) -> Any:
     """Each rank takes the adapter of the first experts, as if it had no others."""
-    real = lora_weights.product
+    real = lora_weights.factors
 
-    def product(module: Any, first: Any, second: Any, experts: slice) -> torch.Tensor:
+    def factors(module: Any, first: Any, second: Any, experts: slice) -> Any:
         return real(module, first, second, slice(0, experts.stop - experts.start))
 
-    return mock.patch.object(lora_experts, "product", product)
+    return mock.patch.object(lora_experts, "factors", factors)
 
 
 def one_merged_stack_is_the_base(engine: str) -> Any:

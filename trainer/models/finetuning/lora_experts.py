@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.distributed.dtensor import local
-from trainer.models.finetuning.lora_weights import ADAPTER, product
+from trainer.models.finetuning.lora_weights import ADAPTER, factors
 from trainer.models.finetuning.quantised.quantised_experts import adapt_stacks
 from trainer.models.names import expert_stacks
 from trainer.models.patches import as_class
@@ -55,7 +55,8 @@ class StackAdapter(NamedTuple):
             return stack
         matrices = (self.wrapper.lora_A, self.wrapper.lora_B)
         a, b = (local(matrix[ADAPTER].weight).to(stack.dtype) for matrix in matrices)
-        return stack + product(self.wrapper, a, b, slice(first, first + len(stack)))
+        left, right = factors(self.wrapper, a, b, slice(first, first + len(stack)))
+        return torch.baddbmm(stack, left, right, alpha=self.wrapper.scaling[ADAPTER])
 
 
 def computed_by_experts(model: nn.Module) -> None:

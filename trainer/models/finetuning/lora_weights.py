@@ -38,23 +38,27 @@ def adapted_weight(name: str, module: nn.Module) -> str:
     return base_name(f"{name}.{getattr(module, 'parameter_name', 'weight')}")
 
 
-def product(
-    module: Any, first: torch.Tensor, second: torch.Tensor, experts: slice = slice(None)
-) -> torch.Tensor:
-    """Return scaling x B A of an adapter: what it adds to a weight, or to `experts` of a stack.
+def product(module: Any, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Return scaling x B A of an adapter's A and B: what it adds to a weight, or to a stack."""
+    if hasattr(module, "parameter_name"):
+        second, first = factors(module, first, second)
+    return module.scaling[ADAPTER] * (second @ first)  # type: ignore[no-any-return]
 
-    A [r, in] and B [out, r] of a linear layer. Of a stack of e matrices PEFT has A [e r, in], one
-    expert after the other, and B [out, r e], where the number of the expert changes fastest.
+
+def factors(
+    module: Any, first: torch.Tensor, second: torch.Tensor, experts: slice = slice(None)
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two stacks whose products, scaled, are what an adapter adds to `experts` of a stack.
+
+    Of a stack of e matrices PEFT has A [e r, in], one expert after the other, and B [out, r e], in
+    which the number of the expert changes fastest.
     """
-    scaling = module.scaling[ADAPTER]
-    if not hasattr(module, "parameter_name"):
-        return scaling * (second @ first)  # type: ignore[no-any-return]
     count = module.num_experts
     each_first = first.view(count, -1, first.shape[1])[experts]
     each_second = second.view(len(second), -1, count).permute(2, 0, 1)[experts]
-    added = scaling * (each_second @ each_first)
-    turned = getattr(module.get_base_layer(), "is_transposed", False)
-    return added.transpose(1, 2) if turned else added
+    if getattr(module.get_base_layer(), "is_transposed", False):
+        return each_first.transpose(1, 2), each_second.transpose(1, 2)
+    return each_second, each_first
 
 
 class BaseWeights(Weights):
