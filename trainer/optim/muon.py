@@ -60,14 +60,14 @@ class Shared:
     places: Sequence[Mapping[str, int]]
     """Each rank's coordinates by the name of the mesh's axis."""
     _senders: dict[tuple[int, tuple[str, ...]], list[int]] = field(default_factory=dict)
-    """What `senders` returned: it takes 0.4 ms on 1,024 ranks, for each matrix of each step."""
+    """The senders to each owner so far: on 1,024 ranks it takes milliseconds to list them."""
 
     def senders(self, owner: int, axes: Sequence[str]) -> list[int]:
         """Return the ranks nearest to `owner` with one copy of what is divided along `axes`."""
-        asked = (owner, tuple(axes))
-        if asked not in self._senders:
-            self._senders[asked] = self._nearest(owner, axes)
-        return self._senders[asked]
+        key = (owner, tuple(axes))
+        if key not in self._senders:
+            self._senders[key] = self._nearest(owner, axes)
+        return self._senders[key]
 
     def _nearest(self, owner: int, axes: Sequence[str]) -> list[int]:
         nearest: dict[tuple[int, ...], int] = {}
