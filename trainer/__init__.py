@@ -143,7 +143,7 @@ def _trained(options: TrainOptions, config: Config) -> Result:
     from trainer.run.run import train_given
     from trainer.run.start.request import Request
     from trainer.tools.hub.repository import open_hub
-    from trainer.tools.planner.memory_check import check_memory
+    from trainer.tools.planner.recompute_choice import PLANNER
 
     fields = ("model", "data", "loss", "evaluation_data", "blocks", "metrics")
     own = {key: it for key in fields if (it := getattr(options, key)) is not None}
@@ -153,7 +153,7 @@ def _trained(options: TrainOptions, config: Config) -> Result:
         resume_anyway=options.resume_anyway,
         weights_only=options.resume_weights_only,
         script=True,
-        memory_check=check_memory,
+        planner=PLANNER,
         open_hub=open_hub,
         callbacks=options.callbacks,
     )

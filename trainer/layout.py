@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Literal, cast
 
 from trainer.config import Config, MeshSizes, mesh_sizes
+from trainer.config.keys.key import AUTO
 from trainer.errors import ConfigError, Problem
 from trainer.storage import Json
 
@@ -274,6 +275,8 @@ def _precision(config: Config) -> Precision:
 
 
 def _recompute(text: str, tile: int | None) -> Recompute:
+    if text == AUTO:  # sizes and batches are checked before a mode is chosen
+        text = "none"
     mode, _, every = text.partition(":")
     return Recompute(cast(RecomputeMode, mode), int(every or 1), tile or 0)
 

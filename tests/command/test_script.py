@@ -228,6 +228,7 @@ def test_a_hugging_face_model_opens_without_a_callable(tmp_path: Path) -> None:
 COMMANDS_ALONE = ("command", "tools", "certify/worker.py")
 FOR_PYTHON_TOO = (
     "tools/planner/memory_check.py",
+    "tools/planner/recompute_choice.py",
     "tools/planner/from_config.py",
     "tools/importers/deepspeed_checkpoint.py",
 )

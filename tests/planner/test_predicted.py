@@ -57,14 +57,14 @@ def test_a_run_refuses_what_its_device_has_no_memory_for(tmp_path, monkeypatch):
 
     from trainer.run.run import execute
     from trainer.run.session import Session
-    from trainer.run.start.request import Request
+    from trainer.run.start.request import Planner, Request
     from trainer.supervise.signals import NoSignals
     from trainer.tools.planner import memory_check
 
     monkeypatch.setattr(memory_check, "device_of", lambda machine: replace(SMALL, memory=6 * 2**20))
     monkeypatch.setattr(memory_check, "SECONDS", 600.0)  # where many tests share few cores
     config = load(write_job(tmp_path), ["trainer.plan=refuse", "trainer.engine=mesh"])
-    request = Request(fresh=True, memory_check=memory_check.check_memory)
+    request = Request(fresh=True, planner=Planner(memory_check.check_memory))
     with open(os.devnull, "w") as nowhere, pytest.raises(ConfigError) as caught:
         execute(Session(request, machine(CPU), Console(file=nowhere), NoSignals()), config)
     assert caught.value.exit_code == 64 and caught.value.shared
@@ -83,7 +83,7 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     import trainer
     from trainer.command import train
     from trainer.supervise.world import environment_of
-    from trainer.tools.planner.memory_check import check_memory
+    from trainer.tools.planner.recompute_choice import PLANNER
 
     requests = []
     for name, value in environment_of(0, 1, 29500).items():
@@ -98,7 +98,7 @@ def test_the_command_and_the_python_api_hand_the_check_over(tmp_path, monkeypatc
     path = str(write_job(tmp_path))
     assert train.command(train.options_of(["--config", path], "train"), None) == 0
     trainer.train(path)
-    assert [request.memory_check for request in requests] == [check_memory] * 2
+    assert [request.planner for request in requests] == [PLANNER] * 2
 
 
 @pytest.mark.more

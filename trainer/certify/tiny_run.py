@@ -8,8 +8,10 @@ from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
-from trainer.config import Choice, Config, RuntimeFacts, load, mesh_sizes
+from trainer.config import RECOMPUTE, Choice, Config, RuntimeFacts, load, mesh_sizes, recomputing
 from trainer.config.keys import SCHEDULERS
+from trainer.config.keys.key import AUTO
+from trainer.config.read import at
 from trainer.errors import ConfigError, Problem
 from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.spec import ModelSpec
@@ -38,6 +40,8 @@ UNKNOWN_STEPS = 1000
 PROBES = 2
 PROBE_RATE = 1e-2
 """The steps at the end, and their learning rate: all that an optimizer does shows in float32."""
+MOST = "full"
+"""The mode of activation checkpointing that recomputes most; on a tiny copy every mode fits."""
 SHORT = {
     "warmup_num_steps": 2,
     "cycle_first_step_size": 2,
@@ -76,6 +80,16 @@ class Tiny:
     def noting(self, *notes: str) -> Tiny:
         """Return the same with more notes."""
         return replace(self, changes=(*self.changes, *notes))
+
+    def with_blocks(self, blocks: Sequence[str]) -> Tiny:
+        """Return the same for a model of these blocks: if there are none, "auto" takes "none"."""
+        if blocks or at(self.request, RECOMPUTE) != AUTO:
+            return self
+        reason = "none, as the model has no blocks"
+        config = recomputing(self.config, "none", reason)
+        layout = replace(self.layout, recompute=replace(self.layout.recompute, mode="none"))
+        without = replace(self, config=config, layout=layout)
+        return without.noting(f'{RECOMPUTE} "auto": {reason}')
 
     @property
     def packed(self) -> bool:
@@ -121,6 +135,11 @@ def tiny_run(
     steps = 3 if config.scheduler is None else 5
     run_steps = config.trainer.steps or UNKNOWN_STEPS
     sized, notes = _sized(config, world_size, steps)
+    if config.trainer.activation_checkpointing == AUTO:
+        sized.append(f"{RECOMPUTE}={MOST}")
+        notes.append(
+            f'{RECOMPUTE}="{MOST}" in place of "auto", which may take a mode that does less'
+        )
     gpu = config.trainer.device != "cpu"
     small = [*overrides, *sized]
     facts = RuntimeFacts(world_size, HIDDEN, run_steps, gpu, "cuda" if gpu else "cpu")

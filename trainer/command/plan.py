@@ -75,17 +75,20 @@ def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:
 def _planned(options: argparse.Namespace) -> tuple[str, int]:
     """Return the text to print, and the exit code."""
     from trainer.config import load
+    from trainer.tools.planner import recompute_modes as recompute
     from trainer.tools.planner.cluster import Cluster, device_of
-    from trainer.tools.planner.from_config import planned
     from trainer.tools.planner.proposals import proposals
     from trainer.tools.planner.rendering import as_json, lines
 
     cluster = Cluster(options.nodes, options.gpus, device_of(options.device))
     config = load(options.config, options.overrides)
-    plan = planned(config, cluster)
+    plan, tried_modes = recompute.planned_by_need(config, cluster)
     code = 0 if plan.fits else DOES_NOT_FIT
     proposed: list[str] = []
     tried: dict[str, object] = {}
+    if tried_modes:
+        tried = recompute.as_json(tried_modes)
+        config = load(options.config, [*options.overrides, *recompute.override_of(tried_modes)])
     if options.propose is not None or options.write is not None:
         candidates = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
         proposed = [*_proposed(options, candidates)]
@@ -97,6 +100,8 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
         proposed = [f"propose --propose tries other layouts, for about {PROPOSING:.0f} seconds"]
     if options.json:
         return json.dumps(as_json(plan) | tried, indent=2), code
+    if tried_modes:
+        proposed = [f"note    {recompute.note(tried_modes)}", *proposed]
     return "\n".join([*lines(plan), *proposed]), code
 
 

@@ -115,7 +115,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
     output.signs.at("importing PyTorch and transformers")
     from trainer.run.run import Request, run
     from trainer.tools.hub.repository import open_hub
-    from trainer.tools.planner.memory_check import check_memory
+    from trainer.tools.planner.recompute_choice import PLANNER
 
     request = Request(
         resume=options.resume,
@@ -126,7 +126,7 @@ def command(options: argparse.Namespace, signals: StopSignals) -> int:
         preview=options.preview,
         teacher_only=options.teacher_only,
         overrides=options.overrides,
-        memory_check=check_memory,
+        planner=PLANNER,
         open_hub=open_hub,
     )
     return run(config, request, world, output, signals)

@@ -34,6 +34,8 @@ class RuntimeFacts:
     """The number of processes on one machine."""
 
 
+RECOMPUTE = "trainer.activation_checkpointing"
+"""The key whose "auto" the planner decides, by `recomputing`, once the model is known."""
 Decisions = dict[str, tuple[object, str]]
 
 
@@ -111,6 +113,15 @@ def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
         note += "; trainer.mesh.shard=-1 shards over all"
     trainer = config.trainer.model_copy(update={"mesh": mesh.model_copy(update={"shard": inside})})
     origins = config.origins | {"trainer.mesh.shard": f"auto: from {local} processes on a machine"}
+    return _with_note(replace(config, trainer=trainer, origins=origins), note)
+
+
+def recomputing(config: Config, mode: str, reason: str) -> Config:
+    """Replace "auto" in `trainer.activation_checkpointing` by a mode; a note gives the reason."""
+    update = {"activation_checkpointing": mode}
+    origins = config.origins | {RECOMPUTE: f"auto: {reason}"}
+    trainer = config.trainer.model_copy(update=update)
+    note = f'{RECOMPUTE} "auto": {reason}'
     return _with_note(replace(config, trainer=trainer, origins=origins), note)
 
 

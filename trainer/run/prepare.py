@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from inspect import unwrap
 from pathlib import Path
@@ -15,7 +15,8 @@ from torch import nn
 
 from trainer.checkpoint import ModelForm
 from trainer.checkpoint.safetensors_stream import new_hash
-from trainer.config import Config, RuntimeFacts, TrainerSection, support
+from trainer.config import Config, RuntimeFacts, TrainerSection, recomputing, support
+from trainer.config.keys.key import AUTO
 from trainer.config.validate import profile_problems
 from trainer.data.order import KEYED, SampleOrder
 from trainer.data.progress import Progress
@@ -35,6 +36,7 @@ from trainer.run.compose import Composed, compose
 from trainer.run.engine_choice import EngineChoice, choice_of, faster, kept
 from trainer.run.evaluate import check_measures
 from trainer.run.loop import LoopPlan
+from trainer.storage import Json
 from trainer.supervise.process import share_of_cores
 from trainer.trackers import require
 
@@ -52,6 +54,34 @@ class Begun(NamedTuple):
 
 
 BEGINS = Begun()
+
+
+class RecomputeChoice(NamedTuple):
+    """The mode for `trainer.activation_checkpointing` "auto"."""
+
+    mode: str
+    reason: str
+    plan: Json | None = None
+    """The output of `meshloom plan --json` with that mode; None if it was not planned."""
+
+
+ChooseRecompute = Callable[[Subject, Composed, str, Machine], RecomputeChoice]
+"""Chooses a mode, the same on every rank, for the engine of that name or "auto". Collective."""
+
+
+def recompute_nothing(*_: object) -> RecomputeChoice:
+    """Choose "none", for what makes no backward pass."""
+    return RecomputeChoice("none", "none: nothing is trained")
+
+
+@dataclass(frozen=True)
+class Purpose:
+    """The purpose for which a run is prepared, and what it brings."""
+
+    builds: bool = True
+    """False if nothing will be built: this machine need not have what the engine requires."""
+    begun: Begun = BEGINS
+    choose_recompute: ChooseRecompute = recompute_nothing
 
 
 @dataclass(frozen=True)
@@ -75,6 +105,8 @@ class Prepared:
     """The version of the samples' order."""
     sources: Mapping[str, str] = field(default_factory=dict)
     """Digests, by name, of the source of the user's own model, loss and optimizer."""
+    predicted: Json | None = None
+    """The plan by which the recomputed blocks were chosen; None if the config says which."""
 
     @property
     def saved_bytes(self) -> int:
@@ -143,29 +175,28 @@ def prepare(
     machine: Machine,
     given: HandedIn | None = None,
     terminal: Console | None = None,
-    *,
-    builds: bool = True,
-    begun: Begun = BEGINS,
+    purpose: Purpose | None = None,
 ) -> Prepared:
     """Check everything that can be wrong, the cheapest checks first, and return what is known.
     Collective.
-
-    Without `builds`, nothing will be built: this machine need not have what the engine requires.
     """
+    purpose = purpose or Purpose()
+    begun = purpose.begun
     ranks = machine.ranks
     section = config.trainer
     composed = compose(config, _facts(machine))
     wanted = kept(composed, begun.engine)
     first = choice_of(composed, wanted)
-    if builds:
+    if purpose.builds:
         ranks.on_own(lambda: _check_machine(first.kind, composed, machine))
     ranks.on_first(lambda: require(section.log.trackers))
     machine.signs.at("reading what the model and its data are")
     progress = Progress(terminal, machine.watch.moves, machine.signs)
     subject = open_subject(config, given, composed.layout, ranks, progress, begun.order)
+    composed, predicted = _chosen(composed, subject, wanted, machine, purpose.choose_recompute)
     machine.signs.at("trying a tiny copy of the model")
     subject, engine, model_notes = _tried(subject, composed, wanted, ranks)
-    if builds:
+    if purpose.builds:
         if engine != first:
             ranks.on_own(lambda: _check_machine(engine.kind, composed, machine))
         model_notes = (*model_notes, *_kernel_notes(subject, section, composed.layout, machine))
@@ -187,7 +218,31 @@ def prepare(
         workers=subject.workers(section, machine),
         order=begun.order,
         sources=_sources(model, config, given),
+        predicted=predicted,
     )
+
+
+def _chosen(
+    composed: Composed,
+    subject: Subject,
+    wanted: str | None,
+    machine: Machine,
+    choose: ChooseRecompute,
+) -> tuple[Composed, Json | None]:
+    """Replace "auto" by the mode that decides which blocks are recomputed; return its plan, too.
+
+    From here on nobody sees "auto". The plan is None if the config names a mode. Collective.
+    """
+    section = composed.config.trainer
+    if section.activation_checkpointing != AUTO:
+        return composed, None
+    machine.signs.at("choosing which activations are recomputed")
+    engine = wanted or section.engine
+    if machine.device.type == "cpu":  # a plan is one for GPUs, on which "auto" may take another
+        engine = choice_of(composed, wanted).name
+    choice = choose(subject, composed, engine, machine)
+    decided = recomputing(composed.config, choice.mode, choice.reason)
+    return compose(decided, composed.facts), choice.plan
 
 
 def _sources(model: nn.Module, config: Config, given: HandedIn | None) -> Mapping[str, str]:

@@ -28,7 +28,7 @@ from trainer.run.final import export, show
 from trainer.run.hooks import RunHooks
 from trainer.run.loop import train as loop
 from trainer.run.precursor import measure_precursor
-from trainer.run.prepare import BEGINS, Prepared, prepare
+from trainer.run.prepare import BEGINS, Prepared, Purpose, prepare
 from trainer.run.result import History, Result
 from trainer.run.session import Session
 from trainer.run.start.changes import refuse_changed
@@ -115,9 +115,10 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
         measure_precursor(session, config, None)
         return None
     given = HandedIn.by_task(config.trainer, given)
-    prepared = prepare(
-        config, session.machine, given, session.console, builds=request.trains, begun=begun
-    )
+    purpose = Purpose(request.trains, begun)
+    if request.preview is None:
+        purpose = replace(purpose, choose_recompute=request.planner.choose_recompute)
+    prepared = prepare(config, session.machine, given, session.console, purpose)
     session.machine.signs.hide()
     _show_plan(prepared, session)
     if not request.trains:
@@ -140,7 +141,7 @@ def train(prepared: Prepared, session: Session) -> None:
     signs = session.machine.signs
     _write_down(prepared, session)
     session.copy_what_waits()
-    check_memory = session.request.memory_check
+    check_memory = session.request.planner.check_memory
     compared = check_memory(prepared, session.machine, folder, session.console)
     measure_precursor(session, prepared.config, folder)
     engine, state = _built(prepared, session)

@@ -40,8 +40,8 @@ from trainer.plugins import TaskName, TrackerName, load
 
 
 def _recompute(value: str) -> str:
-    if not re.fullmatch(r"none|full|selective(:2)?|offload|every:[1-9]\d{0,5}", value):
-        modes = '"none", "full", "selective", "selective:2", "offload"'
+    if not re.fullmatch(r"auto|none|full|selective(:2)?|offload|every:[1-9]\d{0,5}", value):
+        modes = '"auto", "none", "full", "selective", "selective:2", "offload"'
         raise ValueError(f'{modes} or "every:N" with N of at least 1')
     return value
 
@@ -238,7 +238,7 @@ class _Execution(Section):
     """Blocks recomputed in the backward pass: "none", "full" or "every:N".
 
     "selective" keeps matrix products and attention, "selective:2" half of the products;
-    "offload" is "full" with the inputs of blocks on the host.
+    "offload" is "full" with the inputs of blocks on the host; "auto": the cheapest that fits.
     """
     tiled_mlp: Annotated[Count | None, Key(unit="tokens")] = None
     """The most tokens that a block's MLP computes at a time, and again in the backward

@@ -12,7 +12,7 @@ from trainer.checkpoint.copies.upload import Upload
 from trainer.config.sections.trainer import HubSection
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.engines import Machine
-from trainer.run.prepare import BEGINS, Begun, Prepared
+from trainer.run.prepare import BEGINS, Begun, ChooseRecompute, Prepared, recompute_nothing
 from trainer.trackers.callbacks import Callback
 
 MemoryCheck = Callable[[Prepared, Machine, Path, Console], Callable[[], Sequence[str]]]
@@ -20,8 +20,16 @@ MemoryCheck = Callable[[Prepared, Machine, Path, Console], Callable[[], Sequence
 
 
 @dataclass(frozen=True)
+class Planner:
+    """The planner's functions, which commands hand to a run, as nothing else imports tools."""
+
+    check_memory: MemoryCheck = lambda *_: list
+    choose_recompute: ChooseRecompute = recompute_nothing
+
+
+@dataclass(frozen=True)
 class Request:
-    """The options of the command line besides the config, and its check of memory."""
+    """The options of the command line besides the config, and its planner."""
 
     resume: str | None = None
     """A checkpoint's path, or "auto": the newest of the newest run, whatever its config."""
@@ -39,7 +47,7 @@ class Request:
     overrides: Sequence[str] = ()
     script: bool = False
     """True if called from Python: a finished run is then repeated, in another folder."""
-    memory_check: MemoryCheck = lambda *_: list
+    planner: Planner = Planner()
     open_hub: Callable[[HubSection], Callable[[Path], str]] = lambda section: str
     """Checks a repository; what it returns pushes a run's folder there, and returns the address."""
     callbacks: Sequence[Callback] = ()

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -19,6 +19,7 @@ import psutil
 import torch
 from rich.console import Console
 
+from trainer.config import Config
 from trainer.config.compiled import FILE, OVERRIDE
 from trainer.engines import Machine
 from trainer.engines.devices import Device, device_named
@@ -66,11 +67,14 @@ def wanted(prepared: Prepared, machine: Machine) -> bool:
 
     It is not possible for a model or data that the config does not name.
     """
-    config = prepared.config
     section = prepared.config.trainer
-    requested = config.origins.get("trainer.plan") in (FILE, OVERRIDE)
     possible = prepared.subject.is_named(section) and section.plan != "off"
-    return possible and (machine.device.type == "cuda" or requested)
+    return possible and (machine.device.type == "cuda" or is_requested(prepared.config))
+
+
+def is_requested(config: Config) -> bool:
+    """Return True if the config asks for a plan, also on a CPU."""
+    return config.origins.get("trainer.plan") in (FILE, OVERRIDE)
 
 
 def predict(
@@ -132,11 +136,33 @@ def named(name: str, memory: float) -> Device:
 def simulated(prepared: Prepared, machine: Machine, device: Device) -> Json:
     """Return the plan of this run as `meshloom plan --json` prints it, from a process of its own.
 
-    Raises OSError, SubprocessError or ValueError if that fails.
+    If it does not fit, with proposals. Raises OSError, SubprocessError or ValueError if that fails.
     """
+    known = prepared.predicted
+    names = prepared.layout.describe(), prepared.engine.name
+    if known is None or (known["layout"], known["engine"]) != names:
+        known = None  # the choice of what is recomputed has planned another engine
+    elif known["fits"]:
+        return known
     config = resolved(prepared)
     config["trainer"]["engine"] = prepared.engine.name
     prepared.subject.describe_to(config["trainer"])
+    plan = known or planned(config, machine, device)
+    return plan if plan["fits"] else planned(config, machine, device, more=["--propose"])
+
+
+def planned(
+    config: Json,
+    machine: Machine,
+    device: Device,
+    simulations: int = 1,
+    more: Sequence[str] = (),
+) -> Json:
+    """Return what `meshloom plan --json` prints of a config on this run's devices.
+
+    It may take so many times `SECONDS`. Raises OSError, SubprocessError or ValueError if that
+    fails.
+    """
     world = machine.ranks.world_size
     local = machine.local_world_size or world
     # on a host nothing is reserved for CUDA
@@ -147,20 +173,20 @@ def simulated(prepared: Prepared, machine: Machine, device: Device) -> Json:
         path.write_text(json.dumps(config))
         command = [sys.executable, "-m", "trainer.command", "plan", "--config", str(path), "--json"]
         command += ["--nodes", str(world // local), "--gpus", str(local), "--device", text]
-        plan = _answer(command)
-        return plan if plan["fits"] else _answer([*command, "--propose"])
+        return _answer([*command, *more], simulations)
 
 
-def _answer(command: list[str]) -> dict[str, object]:
+def _answer(command: list[str], simulations: int = 1) -> dict[str, object]:
+    seconds = simulations * SECONDS
     environment = alone(os.environ)
     pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen(  # type: ignore[call-overload]
         command, **pipes, env=environment, start_new_session=True, text=True
     )
     try:
-        output, errors = process.communicate(timeout=SECONDS)
+        output, errors = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:
-        limit = f"it takes more than {SECONDS:.0f} seconds; `meshloom plan` has no limit"
+        limit = f"it takes more than {seconds:.0f} seconds; `meshloom plan` has no limit"
         raise ValueError(limit) from None
     finally:
         with suppress(ProcessLookupError):  # its forks end with it
