@@ -88,7 +88,8 @@ class Tiny:
         reason = "none, as the model has no blocks"
         config = recomputing(self.config, "none", reason)
         layout = replace(self.layout, recompute=replace(self.layout.recompute, mode="none"))
-        without = replace(self, config=config, layout=layout)
+        notes = tuple(note for note in self.changes if not note.startswith(RECOMPUTE))
+        without = replace(self, config=config, layout=layout, changes=notes)
         return without.noting(f'{RECOMPUTE} "auto": {reason}')
 
     @property
