@@ -108,7 +108,12 @@ def product_chunks(
         count = weight.shape[0]
     count = shard.most if shard else count
     size = max(at_least, CHUNK_BYTES * more // (count * wide.itemsize))
-    return [slice(start, min(start + size, len(given))) for start in range(0, len(given), size)]
+    return chunks_of(len(given), size)
+
+
+def chunks_of(tokens: int, size: int) -> list[slice]:
+    """Divide a range of tokens into chunks of `size`; the last has what is left."""
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
 
 def chunk_logits(
