@@ -19,9 +19,9 @@ from trainer.distributed.exchange import VocabularyShard
 CHUNK_BYTES = 64 << 20
 """The bytes of a chunk of logits in float32 or wider, unless `product_chunks` needs more: enough
 for full speed, and small beside any model."""
-UNCOMPILED = 4
-"""The most numbers in float32 or wider that each logit of a chunk has in memory where operations
-run one by one: the logits, what is computed of them, and the last chunk's gradient."""
+UNCOMPILED = 2
+"""The numbers in float32 that each logit of a chunk takes at the peak, in 16 bits, where operations
+run one by one: the logit twice, and its gradient. It is what a plan counts."""
 FEWEST = 512
 """With this many tokens, a product with a frozen head takes longer than reading the head: 512 FLOPs
 a byte in 16 bits, and an H100 does 295 in the time of a byte."""
@@ -95,9 +95,9 @@ def product_chunks(
     more than that. A frozen weight has no gradient, and FEWEST tokens are enough. With a `shard`
     all tensor ranks have equal chunks, those of the largest shard.
 
-    `logit_bytes`: those of each logit in memory; None: as where operations run one by one, 16 in
-    float32. In compiled code they are 4 in bfloat16, a logit and its gradient: 4,096 tokens in the
-    memory of 1,024. Where chunks end changes the order of sums, and nothing else.
+    `logit_bytes`: those of each logit in memory; None: as where operations run one by one. In
+    compiled code they are 4 in bfloat16, a logit and its gradient: 2,048 tokens in the memory of
+    1,024. Where chunks end changes the order of sums, and nothing else.
     """
     width = given.shape[1]
     at_least = 1
