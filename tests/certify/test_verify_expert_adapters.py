@@ -18,6 +18,10 @@ FAMILIES = {
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
     "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
 }
+OFFLOAD = (
+    "zero_optimization.offload_optimizer.device=cpu",
+    "zero_optimization.offload_param.device=cpu",
+)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "mesh-ddp": {"engine": "mesh", "stage": 0},
     "mesh-zero2": {"engine": "mesh", "stage": 2},
@@ -25,6 +29,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "accelerate-fsdp": {"engine": "accelerate", "stage": 3},
     "deepspeed-zero2": {"engine": "deepspeed", "stage": 2},
     "deepspeed-zero3": {"engine": "deepspeed", "stage": 3},
+    "deepspeed-zero3, offload, full": {
+        **{"engine": "deepspeed", "stage": 3, "activation_checkpointing": "full"},
+        "offload": True,
+    },
     "pipeline-zero2": {"engine": "mesh", "stage": 2, "stages": 2},
     "context-zero3": {"engine": "mesh", "stage": 3, "context": 2},
     "tensor": {"engine": "mesh", "stage": 0, "tensor": 2},
@@ -54,9 +62,10 @@ def bases(tmp_path_factory: Any) -> dict[str, str]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_adapted_experts_are_those_of_one_process(pools, tmp_path, bases, layout, family):
-    adapter = {"adapter": STACKS, "model": {"name_or_path": bases[family]}}
-    path = config(tmp_path, **(adapter | LAYOUTS[layout]))
-    for passed, _, table in pools[2].run(certified, path=path, world_size=2):
+    case = {"adapter": STACKS, "model": {"name_or_path": bases[family]}} | LAYOUTS[layout]
+    offload = OFFLOAD if case.pop("offload", False) else ()
+    path = config(tmp_path, **case)
+    for passed, _, table in pools[2].run(certified, path=path, world_size=2, overrides=offload):
         assert passed, table
 
 

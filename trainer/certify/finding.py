@@ -18,7 +18,7 @@ TOLERANCES = {
     "projection": 1e-3,
     "rounding": 1.5,
     "sum": 1e-5,
-    "moment": 1e-5,
+    "moment": 2e-5,  # DeepSpeed's Adam on the host has 1 - 0.999 in float32: 1.3e-5 less
     "update": 2e-5,
     "overflow": 0.0,
     "counts": 0.0,

@@ -208,6 +208,34 @@ def test_adapted_experts_are_what_is_saved_opened_and_merged(tmp_path, family):
     assert again.spec.files.published == one.spec.files.published
 
 
+def test_targets_that_mean_experts_and_adapt_none_are_said(tmp_path):
+    base = write_base("mixtral", tmp_path / "base")
+    one = adapted_in(tmp_path, base, targets=r".*\.(q_proj|gate_up_proj|down_proj)")
+    assert any("gate_up_proj" in note and "without an adapter" in note for note in one.spec.notes)
+    refused = {
+        r".*experts\.(gate_up_proj|down_proj)": "in a list: experts.gate_up_proj",
+        "experts.gate_proj": "no stack of experts.*experts.gate_up_proj",
+        "down_proj": "no stack of experts.*experts.down_proj",
+    }
+    for number, (target, message) in enumerate(refused.items()):
+        (tmp_path / str(number)).mkdir()
+        targets = target if "*" in target else [target]
+        with pytest.raises(ConfigError, match=message):
+            adapted_in(tmp_path / str(number), base, targets=targets)
+    config = json.loads((one.adapter / "adapter_config.json").read_text())
+    config["target_parameters"] = ["gate_up_proj"]
+    (one.adapter / "adapter_config.json").write_text(json.dumps(config))
+    (tmp_path / "path").mkdir()
+    with pytest.raises(ConfigError, match='adapter_config.json.*"experts.gate_up_proj"'):
+        adapted_in(tmp_path / "path", base, path=str(one.adapter))
+
+
+def test_a_router_with_a_saved_buffer_is_not_trained_whole(tmp_path):
+    base = write_base("deepseek_v3", tmp_path / "base")
+    with pytest.raises(ConfigError, match="modules_to_save.*e_score_correction_bias"):
+        adapted_in(tmp_path, base, targets=["o_proj"], modules_to_save=["mlp.gate"])
+
+
 def test_vllm_reads_the_adapters_of_experts(tmp_path):
     """Its loader of 3-D experts takes `experts.base_layer` for gate and up, `experts` for down;
     A as [experts, r, in], and B as [out, r, experts]."""

@@ -65,7 +65,7 @@ def completed(options: AdapterSection) -> AdapterSection:
 
     file = Path(options.path) / CONFIG
     check_folder(file.parent)
-    given = _with_parameters(read_config(file))
+    given = _with_parameters(read_config(file), file)
     default = LoraConfig().to_dict()
     known = {*_HARMLESS, *_SAME.values()}
     unsupported = [
@@ -115,10 +115,11 @@ def opened_by_class(model: nn.Module) -> Json:
     return {"task_type": None, "auto_mapping": kind}
 
 
-def _with_parameters(given: Json) -> Json:
+def _with_parameters(given: Json, file: Path) -> Json:
     """Return PEFT's config with the names in `target_parameters` moved to `target_modules`.
 
-    A linear layer is moved under its own name, and a stack of experts under the parameter's.
+    A linear layer is moved under its own name, and a stack of experts under the parameter's. Raises
+    ConfigError for a parameter that is named without its module.
     """
     parameters = given.get("target_parameters")
     modules = given.get("target_modules") or []
@@ -127,6 +128,10 @@ def _with_parameters(given: Json) -> Json:
         return given
     if not all(isinstance(name, str) for name in names):
         return given
+    if alone := [name for name in names if "." not in name]:
+        actual = f'target_parameters: "{alone[0]}" without its module'
+        hint = "Change it there: PEFT opens both."
+        raise ConfigError(Problem(f"{PLACE}: {file}", actual, f'"experts.{alone[0]}"', hint))
     moved = [name.removesuffix(WEIGHT) for name in names]
     return {**given, "target_modules": [*modules, *moved], "target_parameters": None}
 

@@ -38,14 +38,14 @@ def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str
     target selects none, or if the expression matches any other module.
     """
     linear = [name for name, module in _in_blocks(model, spec) if type(module) in LINEAR]
+    stacks = stacks_of(model, spec)
     if isinstance(wanted, str):
         if not linear:
             expected = "a model with blocks that have one"
             raise ConfigError(Problem(_TARGETS, "no linear layer", expected))
-        return linear if wanted == ALL_LINEAR else _matched(model, wanted, linear)
+        return linear if wanted == ALL_LINEAR else _matched(model, wanted, linear, stacks)
     problems = []
     chosen = set[str]()
-    stacks = stacks_of(model, spec)
     known = [*linear, *stacks]
     for index, target in enumerate(wanted):
         names = [name for name in (known if "." in target else linear) if _names(target, name)]
@@ -60,7 +60,9 @@ def chosen_targets(model: nn.Module, spec: ModelSpec, wanted: str | Sequence[str
     return [name for name in known if name in chosen]
 
 
-def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]:
+def _matched(
+    model: nn.Module, pattern: str, linear: Sequence[str], stacks: Sequence[str]
+) -> list[str]:
     """Return the modules whose whole name matches a regular expression, as in PEFT.
 
     Raises ConfigError if there is none, or one that is not in `linear`.
@@ -71,8 +73,10 @@ def _matched(model: nn.Module, pattern: str, linear: Sequence[str]) -> list[str]
     others = [name for name in matched if name not in linear]
     if others or not matched:
         actual = f"{show(pattern)} matches {listed(others) if matched else 'no module'}"
-        short = listed(_patterns(linear), 12)
-        raise ConfigError(Problem(_TARGETS, actual, f"linear layers of the blocks alone: {short}"))
+        expected = f"linear layers of the blocks alone: {listed(_patterns(linear), 12)}"
+        named = in_short(name for name in stacks if re.fullmatch(pattern, name))
+        hint = f"Stacks of experts are named in a list: {listed(named)}." if named else ""
+        raise ConfigError(Problem(_TARGETS, actual, expected, hint))
     return matched
 
 
@@ -83,7 +87,7 @@ def left_out(
 
     With `"all-linear"` it lists all of them: stacks of experts, routers, convolutions. With other
     targets it lists the stacks that a user could mistake for a target: `gate_up_proj` beside
-    `up_proj`. Without any, it yields nothing.
+    `up_proj`, or one that a regular expression matches. Without any, it yields nothing.
     """
     chosen = set(targets)
     inside = {
@@ -100,7 +104,12 @@ def left_out(
     else:
         words = {word for name in chosen for word in _words(name)} - {"proj"}
         stacked = {name: p.numel() for name, p in inside.items() if p.ndim == 3}
-        sizes = {name: size for name, size in stacked.items() if words & _words(name)}
+        pattern = wanted if isinstance(wanted, str) else ""
+        sizes = {
+            name: size
+            for name, size in stacked.items()
+            if words & _words(name) or re.fullmatch(pattern, name)
+        }
         kind = "names linear layers, which leaves"
         there = "stacks of experts' matrices"
     if sizes:
@@ -146,14 +155,16 @@ def _no_target(
 ) -> Problem:
     short = _last_parts(linear)
     known = [name for name, _ in model.named_modules() if target and _names(target, name)]
-    actual = f'"{target}" names no linear layer of a block'
+    either = "no linear layer of a block, and no stack of experts" if stacks else ""
+    actual = f'"{target}" names {either or "no linear layer of a block"}'
     if known:
         actual += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
     longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
     hint = suggestion(target, [*short, *dict.fromkeys(longer), *in_short(stacks)], cutoff=0.5)
     if known and not hint:
         hint = f"{_SAVED} trains a module as a whole."
-    return Problem(place, actual, f'"all-linear", or some of {listed(short, 12)}', hint)
+    expected = f'"all-linear", or some of {listed([*short, *in_short(stacks)], 12)}'
+    return Problem(place, actual, expected, hint)
 
 
 def check_stacks(model: nn.Module, options: AdapterSection, targets: Iterable[str]) -> None:
@@ -173,7 +184,8 @@ def check_saved(
 ) -> None:
     """Raise ConfigError for a name in `modules_to_save` whose module can't be trained as a whole.
 
-    The module must have parameters, and contain no adapter and no tied parameter.
+    The module must have parameters, and contain no adapter, no tied parameter and no buffer that
+    is saved.
     """
     modules = dict(model.named_modules())
     tied = {*spec.tied, *spec.tied.values()}
@@ -183,6 +195,7 @@ def check_saved(
         matching = [module for module in modules if module.endswith(name) and name]
         inside = [t for t in targets for m in matching if f"{t}.".startswith(f"{m}.")]
         shared = [n for n in tied for m in matching if n.startswith(f"{m}.")]
+        buffers = [key for m in matching for key in _buffers(modules[m])]
         if not any(any(True for _ in modules[module].parameters()) for module in matching):
             hint = suggestion(name, _last_parts(module for module in modules if module))
             actual = f'"{name}" names no module with parameters'
@@ -195,5 +208,14 @@ def check_saved(
             parts = "Trained alone, it would differ from the parameter that it is tied to"
             hint = f"{parts}: no merged model could have both."
             problems.append(Problem(place, actual, "a module that shares no parameter", hint))
+        elif buffers:
+            actual = f'"{name}" has the buffer {buffers[0]}, which PEFT would save with it'
+            problems.append(Problem(place, actual, "a module with parameters alone"))
     if problems:
         raise ConfigError(*problems)
+
+
+def _buffers(module: nn.Module) -> list[str]:
+    """Return the names of a module's buffers that are saved."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    return [name for name in module.state_dict() if name not in parameters]
