@@ -196,7 +196,7 @@ def test_a_prepared_run_has_one_mode_and_its_plan(tmp_path, monkeypatch):
     assert engines == [prepared.engine.name]
     assert prepared.layout.recompute == Recompute("selective", 2)
     assert prepared.config.trainer.activation_checkpointing == "selective:2"
-    shows(prepared.config.origins[RECOMPUTE], "auto: selective:2, for its own reason")
+    shows(prepared.config.origins[RECOMPUTE], "auto: selective:2, for", "its own reason")
     (note,) = [note for note in prepared.config.notes if RECOMPUTE in note]
     shows(note, '"auto"', "for its own reason")
     monkeypatch.setattr(memory_check, "planned", lambda *_, **__: {"fits": True})
