@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -11,13 +10,10 @@ import torch
 
 from tests.support.certify.certifying import certified, config
 from tests.support.commands import run
+from tests.support.models.routed import FAMILIES, write_routed
 from trainer.models.finetuning import lora_experts, lora_weights
 
 STACKS = {"r": 4, "targets": ["q_proj", "experts.gate_up_proj", "experts.down_proj"]}
-FAMILIES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
 OFFLOAD = (
     "zero_optimization.offload_optimizer.device=cpu",
     "zero_optimization.offload_param.device=cpu",
@@ -47,15 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def bases(tmp_path_factory: Any) -> dict[str, str]:
-    """Folders with architectures whose experts are stacked."""
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 96}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    folders: dict[str, Path] = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
-    for name, folder in folders.items():
-        AutoConfig.for_model(name, **sizes, **FAMILIES[name]).save_pretrained(folder)
-    return {name: str(folder) for name, folder in folders.items()}
+    return write_routed(tmp_path_factory.mktemp)
 
 
 @pytest.mark.more
@@ -152,6 +140,6 @@ def test_a_fault_of_an_experts_adapter_is_caught(pools, tmp_path, bases, fault):
 def test_adapters_of_another_ranks_experts_are_seen_at_the_start(pools, tmp_path, bases):
     given = {"adapter": STACKS, "model": {"name_or_path": bases["qwen3_moe"]}}
     path = config(tmp_path, "mesh", 3, expert=2, **given)
+    fault = the_first_experts_adapter
     with pytest.raises(AssertionError, match="ConfigError.*experts.base_layer.base_layer"):
-        fault = the_first_experts_adapter
         pools[2].run(certified, path=path, world_size=2, fault=fault)

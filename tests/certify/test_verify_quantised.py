@@ -15,6 +15,7 @@ from tests.support.certify import certifying
 from tests.support.certify.certifying import config
 from tests.support.commands import run
 from tests.support.messages import shows
+from tests.support.models.routed import FAMILIES, write_routed
 from tests.support.pool import machine_here
 from trainer.models.finetuning.quantised import nf4, quantised_experts
 from trainer.models.finetuning.quantised.format import FLOAT, MatrixPart
@@ -193,23 +194,11 @@ ROUTED = {
     "deepspeed-zero2, experts": {"engine": "deepspeed", "stage": 2, "expert": 2},
     "tensor": LAYOUTS["tensor"],
 }
-FAMILIES = {
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24},
-    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2},
-}
 
 
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: Any) -> dict[str, str]:
-    """Folders with architectures whose experts are stacked."""
-    from transformers import AutoConfig
-
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "vocab_size": 96}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
-    folders = {name: tmp_path_factory.mktemp(name) for name in FAMILIES}
-    for name, folder in folders.items():
-        AutoConfig.for_model(name, **sizes, **FAMILIES[name]).save_pretrained(folder)
-    return {name: str(folder) for name, folder in folders.items()}
+    return write_routed(tmp_path_factory.mktemp)
 
 
 @pytest.mark.more

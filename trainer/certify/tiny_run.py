@@ -8,7 +8,16 @@ from itertools import pairwise
 from math import sqrt
 from pathlib import Path
 
-from trainer.config import RECOMPUTE, Choice, Config, RuntimeFacts, load, mesh_sizes, recomputing
+from trainer.config import (
+    RECOMPUTE,
+    Choice,
+    Config,
+    RuntimeFacts,
+    load,
+    mesh_sizes,
+    recompute_note,
+    recomputing,
+)
 from trainer.config.keys import SCHEDULERS
 from trainer.config.keys.key import AUTO
 from trainer.config.read import at
@@ -90,7 +99,7 @@ class Tiny:
         layout = replace(self.layout, recompute=replace(self.layout.recompute, mode="none"))
         notes = tuple(note for note in self.changes if not note.startswith(RECOMPUTE))
         without = replace(self, config=config, layout=layout, changes=notes)
-        return without.noting(f'{RECOMPUTE} "auto": {reason}')
+        return without.noting(recompute_note(reason))
 
     @property
     def packed(self) -> bool:

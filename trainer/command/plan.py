@@ -88,7 +88,7 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
     tried: dict[str, object] = {}
     if tried_modes:
         tried = recompute.as_json(tried_modes)
-        config = load(options.config, [*options.overrides, *recompute.override_of(tried_modes)])
+        config = load(options.config, [*options.overrides, recompute.override_of(tried_modes)])
     if options.propose is not None or options.write is not None:
         candidates = proposals(config, cluster, plan, seconds=options.propose or PROPOSING)
         proposed = [*_proposed(options, candidates)]

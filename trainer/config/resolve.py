@@ -121,8 +121,13 @@ def recomputing(config: Config, mode: str, reason: str) -> Config:
     update = {"activation_checkpointing": mode}
     origins = config.origins | {RECOMPUTE: f"auto: {reason}"}
     trainer = config.trainer.model_copy(update=update)
-    note = f'{RECOMPUTE} "auto": {reason}'
-    return _with_note(replace(config, trainer=trainer, origins=origins), note)
+    config = replace(config, trainer=trainer, origins=origins)
+    return _with_note(config, recompute_note(reason))
+
+
+def recompute_note(reason: str) -> str:
+    """Say what was taken for "auto", and why, to the user."""
+    return f'{RECOMPUTE} "auto": {reason}'
 
 
 def _crossing(tensor: int, local: int, machines: int) -> str | None:

@@ -106,13 +106,23 @@ def assert_one_set(one: Adapted, wanted: set[str], whole: Iterable[str] = ()) ->
     base = AutoModelForCausalLM.from_pretrained(one.base, dtype=torch.float32)
     if getattr(base.config, "rescale_every", 0):
         base.config.rescale_every = 0  # RWKV divides weights in evaluation, but no adapter
-    plain = logits_of(base)
     theirs: Any = PeftModel.from_pretrained(base, one.adapter)
     assert carriers(theirs) == wanted
     opened = dict(theirs.named_parameters(remove_duplicate=False))
     ours = dict(one.model.named_parameters(remove_duplicate=False))
     for name in one.spec.files.published:
         assert torch.equal(opened[f"base_model.model.{name}"], ours[name]), name
+    changed = changed_as_by_peft(one, theirs)
+    assert {name.removesuffix(".weight") for name in changed} == {*wanted, *whole}
+
+
+def changed_as_by_peft(one: Adapted, theirs: Any) -> set[str]:
+    """PEFT's model has our logits and our merged weights: return the names of those that changed.
+
+    Afterwards PEFT's model is merged.
+    """
+    with theirs.disable_adapter():
+        plain = logits_of(theirs)
     logits, scale = logits_of(theirs), float(plain.abs().max())
     if not plain.isnan().any():
         assert float((logits - plain).abs().max()) > 1e-4 * scale  # it has learnt something
@@ -127,8 +137,8 @@ def assert_one_set(one: Adapted, wanted: set[str], whole: Iterable[str] = ()) ->
         assert result is not None, name
         torch.testing.assert_close(result, merged[name], rtol=0, atol=1e-6)
         if not torch.equal(result, value):
-            changed.add(name.removesuffix(".weight"))
-    assert changed == {*wanted, *whole}
+            changed.add(name)
+    return changed
 
 
 def on_host_base(one: Adapted) -> dict[str, torch.Tensor]:
@@ -190,19 +200,8 @@ def test_adapted_experts_are_what_is_saved_opened_and_merged(tmp_path, family):
     stacks = set(stacks_of(AutoModelForCausalLM.from_pretrained(base), one.spec))
     assert stacks and any(f"and {len(stacks)} stacks of experts" in note for note in one.spec.notes)
     opened = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
-    plain = logits_of(opened)
-    theirs: Any = PeftModel.from_pretrained(opened, one.adapter)
-    logits, scale = logits_of(theirs), float(plain.abs().max())
-    assert float((logits - plain).abs().max()) > 1e-4 * scale  # it has learnt something
-    torch.testing.assert_close(logits_of(one.model), logits, rtol=0, atol=2e-5 * scale)
-    before = {name: value.clone() for name, value in on_host_base(one).items()}
-    merged = dict(theirs.merge_and_unload().state_dict())
-    assert one.spec.files.merged is not None
-    weights = one.spec.files.merged(one.adapter).building.weights
-    results: dict[str, Any] = {name: weights.read(name) for name in before}
-    for name, result in results.items():
-        torch.testing.assert_close(result, merged[name], rtol=0, atol=1e-6)
-    assert {name for name in before if not torch.equal(results[name], before[name])} == stacks
+    assert not logits_of(opened).isnan().any()
+    assert changed_as_by_peft(one, PeftModel.from_pretrained(opened, one.adapter)) == stacks
     (tmp_path / "second").mkdir()
     again = adapted_in(tmp_path / "second", base, path=str(one.adapter), alpha=6.0, r=2)
     assert again.spec.files.published == one.spec.files.published
@@ -280,7 +279,7 @@ def test_a_run_starts_from_its_own_adapter_of_mlps(tmp_path):
     saved["target_parameters"] = ["mlp.experts.gate_up_proj"]
     (first.adapter / "adapter_config.json").write_text(json.dumps(saved))
     (tmp_path / "third").mkdir()
-    with pytest.raises(ConfigError, match="lora_A.weight.*have no place in the model"):
+    with pytest.raises(ConfigError, match=r"lora_A\.weight.*no place in the model"):
         adapted_in(tmp_path / "third", base, path=str(first.adapter))
 
 

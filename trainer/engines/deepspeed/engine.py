@@ -135,11 +135,11 @@ def _gather_once(model: nn.Module, spec: ModelSpec, tiled: bool) -> None:
     from deepspeed.utils import set_z3_leaf_module
 
     mlps = tiles.mlps(model, spec) if tiled else []
-    stacks = dict.fromkeys(map(layer_of, expert_stacks(model, spec.blocks)))
-    adapted = [name for name in stacks if hasattr(model.get_submodule(name), "lora_A")]
+    around = [model.get_submodule(layer_of(name)) for name in expert_stacks(model, spec.blocks)]
+    adapted = [module for module in around if hasattr(module, "lora_A")]
     blocks = [model.get_submodule(name) for name in spec.blocks]
     stateful = [block for block in blocks if any(map(runs_by_document, block.modules()))]
-    for module in (*map(model.get_submodule, (*mlps, *adapted)), *stateful):
+    for module in (*map(model.get_submodule, mlps), *adapted, *stateful):
         set_z3_leaf_module(module, True)
         if any(parameter.requires_grad for parameter in module.parameters()):
             module.register_forward_pre_hook(_with_gradient)

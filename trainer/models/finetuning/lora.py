@@ -20,7 +20,7 @@ from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, refused
 from trainer.models.finetuning import lora_weights
-from trainer.models.finetuning.lora_experts import holds_stack
+from trainer.models.finetuning.lora_experts import stacks_among
 from trainer.models.finetuning.lora_folder import (
     OPENS,
     PREFIX,
@@ -97,7 +97,7 @@ def adapted(spec: ModelSpec, options: AdapterSection | None) -> ModelSpec:
         small = spec.tiny.copy(layers, split)
         if isinstance(small.building.weights, NoWeights):
             small = small.with_weights(lora_weights.made_up(small))
-        return _with_adapters(small, options, _alike(small.build(), patterns))
+        return _with_adapters(small, options, _of_patterns(small.build(), patterns))
 
     described = _with_adapters(spec, options, targets)
     named = {lora_weights.base_name(name) for name, _ in model.named_parameters()}
@@ -144,7 +144,9 @@ def _started(
 
 def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[str]) -> ModelSpec:
     """Return the spec with adapters in the modules `targets`."""
-    config = _peft_config(spec, options, targets)
+    base = spec.build()
+    stacks = stacks_among(base, targets)
+    config = _peft_config(spec, options, base, [name for name in targets if name not in stacks])
 
     def build() -> nn.Module:
         """Put adapters into a model on the meta device; PEFT decides what is trained."""
@@ -166,11 +168,13 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
     frozen = sum(training.frozen.values())
     learned = f"{(values - frozen) / 1e6:,.2f} M values are trained"
     still = f"the other {frozen / 1e6:,.1f} M of {spec.name} are frozen"
-    note = f"LoRA of rank {options.r} in {_counted(spec.build(), targets)}: {learned}, {still}"
-    head = spec.build().get_output_embeddings()  # type: ignore[operator]
+    layers = f"{len(targets) - len(stacks)} layers"
+    adapted = f"{layers} and {len(stacks)} stacks of experts" if stacks else layers
+    note = f"LoRA of rank {options.r} in {adapted}: {learned}, {still}"
+    head = base.get_output_embeddings()  # type: ignore[operator]
     same_head = type(model.get_output_embeddings()) is type(head)  # type: ignore[operator]
     output = replace(spec.language.head, plain=spec.language.head.plain and same_head)
-    plan = _tensor_plan(spec, targets)
+    plan = _tensor_plan(spec.language.tensor_plan, targets, stacks)
     return replace(
         spec,
         building=Building(
@@ -189,16 +193,10 @@ def _with_adapters(spec: ModelSpec, options: AdapterSection, targets: Sequence[s
     )
 
 
-def _alike(model: nn.Module, patterns: Collection[str]) -> list[str]:
+def _of_patterns(model: nn.Module, patterns: Collection[str]) -> list[str]:
     """Return the names of a model's modules and parameters that have one of the patterns."""
     named = (*model.named_modules(), *model.named_parameters())
     return [name for name, _ in named if pattern_of(name) in patterns]
-
-
-def _counted(model: nn.Module, targets: Sequence[str]) -> str:
-    stacks = sum(holds_stack(model, name) for name in targets)
-    layers = f"{len(targets) - stacks} layers"
-    return f"{layers} and {stacks} stacks of experts" if stacks else layers
 
 
 def _notes_on_quantising(base: str, model: nn.Module, options: AdapterSection) -> list[str]:
@@ -268,23 +266,24 @@ def _files(
     )
 
 
-def _peft_config(spec: ModelSpec, options: AdapterSection, targets: Sequence[str]) -> LoraConfig:
+def _peft_config(
+    spec: ModelSpec, options: AdapterSection, model: nn.Module, layers: Sequence[str]
+) -> LoraConfig:
+    """Return PEFT's config for the linear `layers` of a base, which is built as `model`."""
     from peft import LoraConfig
 
-    model = spec.build()
-    modules = dict(model.named_modules())
     folder = Path(spec.name)
     alpha: Any = options.alpha  # PEFT takes a fraction, too
     return LoraConfig(
         r=options.r,
         lora_alpha=int(alpha) if float(alpha).is_integer() else alpha,
         lora_dropout=options.dropout,
-        target_modules=[name for name in targets if name in modules],
+        target_modules=list(layers),
         bias=options.bias,
         modules_to_save=list(options.modules_to_save) or None,
         use_rslora=options.rslora,
         use_dora=options.dora,
-        fan_in_fan_out=any(isinstance(modules.get(name), Conv1D) for name in targets),
+        fan_in_fan_out=any(isinstance(model.get_submodule(name), Conv1D) for name in layers),
         **opened_as(model),
         base_model_name_or_path=str(folder.resolve()) if folder.is_dir() else spec.name,
         revision=None if folder.is_dir() else spec.files.revision,
@@ -312,7 +311,9 @@ def _settings(options: AdapterSection, targets: Sequence[str]) -> Json:
     return {**same, "targets": sorted(targets), "modules_to_save": modules}
 
 
-def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
+def _tensor_plan(
+    of_base: Mapping[str, str], targets: Sequence[str], stacks: Sequence[str]
+) -> dict[str, str]:
     """Return the base's tensor plan with the adapters' matrices in it.
 
     A rowwise layer's A is split as the layer is, and a columnwise layer's B. The other matrix is
@@ -320,9 +321,8 @@ def _tensor_plan(spec: ModelSpec, targets: Sequence[str]) -> dict[str, str]:
     experts is in the plan under its name in PEFT's wrappers.
     """
     plan = {}
-    modules = dict(spec.build().named_modules())
-    wrappers = Counter(name.rpartition(".")[0] for name in targets if name not in modules)
-    for name, style in spec.language.tensor_plan.items():
+    wrappers = Counter(name.rpartition(".")[0] for name in stacks)
+    for name, style in of_base.items():
         if name in wrappers:
             plan[name + ".base_layer" * wrappers[name]] = style
             continue

@@ -7,7 +7,7 @@ stacks alone, and keeps none of the sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,10 +35,10 @@ def stacks_of(model: nn.Module, spec: ModelSpec) -> list[str]:
     ]
 
 
-def holds_stack(model: nn.Module, name: str) -> bool:
-    """Return True if `name` is that of a parameter, not of a linear layer."""
-    owner, _, key = name.rpartition(".")
-    return key in dict(model.get_submodule(owner).named_parameters(recurse=False))
+def stacks_among(model: nn.Module, targets: Iterable[str]) -> list[str]:
+    """Return those of an adapter's targets that are stacks: parameters, not linear layers."""
+    modules = dict(model.named_modules())
+    return [name for name in targets if name not in modules]
 
 
 class StackAdapter(NamedTuple):

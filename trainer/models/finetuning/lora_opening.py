@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 
 from trainer.errors import ConfigError, DiskError, Problem, listed, named_line, refused
-from trainer.models.finetuning.lora_experts import computed_by_experts, holds_stack
+from trainer.models.finetuning.lora_experts import computed_by_experts, stacks_among
 from trainer.models.finetuning.lora_folder import CONFIG, PREFIX, STEM, WEIGHT
 from trainer.models.finetuning.lora_targets import LINEAR
 from trainer.models.finetuning.lora_weights import ADAPTER, adapted_weight
@@ -68,7 +68,7 @@ def injected(model: nn.Module, config: LoraConfig, targets: Sequence[str]) -> nn
     """
     from peft import inject_adapter_in_model
 
-    stacks = [name for name in targets if holds_stack(model, name)]
+    stacks = stacks_among(model, targets)
     # names of tensors give PEFT the exact modules; names in a config it may read as other modules
     own = replace(copy.deepcopy(config), target_modules=_NONE)
     names = {f"{name}.lora_A.weight": torch.empty(0) for name in targets if name not in stacks}
@@ -150,8 +150,7 @@ def loadable(
         except Exception as error:  # whatever PEFT raises for a config or a model
             return f"not at all ({named_line(error, 120)})"
 
-    model = build()
-    stacks = [name for name in targets if holds_stack(model, name)]
+    stacks = stacks_among(build(), targets)
     layers = [name for name in targets if name not in stacks]
     plain = replace(
         config, target_modules=layers, target_parameters=stacks or None, inference_mode=True

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from trainer.errors import ConfigError, Problem, listed, show, suggestion
-from trainer.models.finetuning.lora_experts import holds_stack, stacks_of
+from trainer.models.finetuning.lora_experts import stacks_among, stacks_of
 from trainer.models.names import pattern_of
 from trainer.models.spec import ModelSpec
 
@@ -74,7 +74,7 @@ def _matched(
     if others or not matched:
         actual = f"{show(pattern)} matches {listed(others) if matched else 'no module'}"
         expected = f"linear layers of the blocks alone: {listed(_patterns(linear), 12)}"
-        named = in_short(name for name in stacks if re.fullmatch(pattern, name))
+        named = short_names(name for name in stacks if re.fullmatch(pattern, name))
         hint = f"Stacks of experts are named in a list: {listed(named)}." if named else ""
         raise ConfigError(Problem(_TARGETS, actual, expected, hint))
     return matched
@@ -118,11 +118,11 @@ def left_out(
         matrices = f"{_TARGETS} {kind} {len(sizes)} {there} ({values})"
         yield f"{matrices} without an adapter, as they are in no linear layer: {shown}"
         if stacks := sorted(sizes.keys() & stacks_of(model, spec)):
-            names = listed(in_short(stacks))
+            names = listed(short_names(stacks))
             yield f"to adapt the experts, too, list their stacks in {_TARGETS}: {names}"
 
 
-def in_short(stacks: Iterable[str]) -> list[str]:
+def short_names(stacks: Iterable[str]) -> list[str]:
     """Return the shortest names by which `trainer.adapter.targets` can name stacks of experts."""
     return list(dict.fromkeys(".".join(name.split(".")[-2:]) for name in stacks))
 
@@ -160,16 +160,16 @@ def _no_target(
     if known:
         actual += f" ({known[0]} is {type(model.get_submodule(known[0])).__name__})"
     longer = [pattern.rpartition(".*.")[2] for pattern in _patterns(linear)]
-    hint = suggestion(target, [*short, *dict.fromkeys(longer), *in_short(stacks)], cutoff=0.5)
+    hint = suggestion(target, [*short, *dict.fromkeys(longer), *short_names(stacks)], cutoff=0.5)
     if known and not hint:
         hint = f"{_SAVED} trains a module as a whole."
-    expected = f'"all-linear", or some of {listed([*short, *in_short(stacks)], 12)}'
+    expected = f'"all-linear", or some of {listed([*short, *short_names(stacks)], 12)}'
     return Problem(place, actual, expected, hint)
 
 
 def check_stacks(model: nn.Module, options: AdapterSection, targets: Iterable[str]) -> None:
     """Raise ConfigError for an option that is not for stacks of experts, if a target is one."""
-    stacks = [name for name in targets if holds_stack(model, name)]
+    stacks = stacks_among(model, targets)
     refused = [
         Problem(f"trainer.adapter.{key}", f"{stacks[0]} is a stack of experts", expected)
         for key, expected in _NOT_FOR_STACKS.items()

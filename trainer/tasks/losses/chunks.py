@@ -20,8 +20,8 @@ CHUNK_BYTES = 64 << 20
 """The bytes of a chunk of logits in float32 or wider, unless `product_chunks` needs more: enough
 for full speed, and small beside any model."""
 UNCOMPILED = 2
-"""The numbers in float32 that each logit of a chunk takes at the peak, in 16 bits, where operations
-run one by one: the logit twice, and its gradient. It is what a plan counts."""
+"""The memory of each logit of a chunk, in float32 numbers, at the peak of uncompiled code: in 16
+bits, the logit in both precisions, and its gradient. A plan counts this."""
 FEWEST = 512
 """With this many tokens, a product with a frozen head takes longer than reading the head: 512 FLOPs
 a byte in 16 bits, and an H100 does 295 in the time of a byte."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.config import RECOMPUTE, Config, recomputing
+from trainer.config import RECOMPUTE, Config, recompute_note, recomputing
 from trainer.config.keys.key import AUTO
 from trainer.errors import ConfigError
 from trainer.storage import Json
@@ -59,9 +59,9 @@ def planned_by_need(config: Config, cluster: Cluster) -> tuple[Plan, tuple[Plann
     return tried[-1].plan, tried
 
 
-def override_of(tried: Sequence[PlannedMode]) -> list[str]:
-    """Return the override by which a config names the chosen mode; none if nothing was chosen."""
-    return [f"{RECOMPUTE}={tried[-1].mode}"] if tried else []
+def override_of(tried: Sequence[PlannedMode]) -> str:
+    """Return the override by which a config names the chosen mode."""
+    return f"{RECOMPUTE}={tried[-1].mode}"
 
 
 def reason(tried: Sequence[PlannedMode]) -> str:
@@ -77,7 +77,7 @@ def reason(tried: Sequence[PlannedMode]) -> str:
 
 def note(tried: Sequence[PlannedMode]) -> str:
     """Return the note that a run with this choice prints."""
-    return f'{RECOMPUTE} "auto": {reason(tried)}'
+    return recompute_note(reason(tried))
 
 
 def as_json(tried: Sequence[PlannedMode]) -> Json:
