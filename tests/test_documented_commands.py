@@ -619,6 +619,7 @@ NOT_HERE: dict[str, str] = {
     "python -m pytest --more": ".ci/run runs it, a part for each commit",
     "pytest --whole tests/conformance/families": "hours; test_families.py samples it",
     "pytest --whole tests/probes/test_expert_parts.py": "it is a test itself",
+    "python -m pytest -s tests/budgets/test_saves.py": "it is a test itself",
     "python -m pytest -s tests/budgets/test_starts.py": "it is a test itself",
     "python -m pytest": "it is what runs this",
     "python -m pytest --record-durations": "it runs every test, and writes how long each takes",

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import pickle
 import shutil
 import sys
 import time
@@ -19,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -37,12 +35,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.commands import run as run_command
 from tests.support.commands import write_job
+from tests.support.fake_ranks import Counting
 from tests.support.run.interruptions import command, environment
 from tests.support.training import spec_of
 from trainer.config import load
 from trainer.distributed import initial_values
 from trainer.distributed.dtensor import local
-from trainer.distributed.ranks import Ranks
 from trainer.engines import Machine
 from trainer.layout import AXES
 from trainer.models.materialise import materialise
@@ -55,36 +53,6 @@ from trainer.supervise.signals import NoSignals
 
 MIB = 1 << 20
 LAYOUT = ["trainer.engine=mesh", "zero_optimization.stage=3", "train_batch_size=2048"]
-
-
-@dataclass(frozen=True)
-class Counting(Ranks):
-    """The first of ranks that have its own values; it counts the bytes that another receives."""
-
-    received: Counter[str] = field(default_factory=Counter)
-
-    def on_host(self) -> Ranks:
-        self.received["host groups"] += 1
-        return self
-
-    def gather(self, value: Any) -> list[Any]:
-        """Every rank's length, and every rank's value, as long as the longest."""
-        self.received["gathered"] += (self.world_size - 1) * (8 + len(pickle.dumps(value)))
-        return [value] * self.world_size
-
-    def send(self, source: int, value: Any) -> Any:
-        self.received["broadcast"] += 8 + len(pickle.dumps(value))
-        return value
-
-    def _least(self, number: int) -> int:
-        self.received["reduced"] += 2 * 8  # a ring passes it on to all, twice
-        return number
-
-    def _await_all(self) -> None: ...
-
-    @property
-    def objects(self) -> int:
-        return sum(self.received[kind] for kind in ("gathered", "broadcast", "reduced"))
 
 
 class _FirstStep(Exception):

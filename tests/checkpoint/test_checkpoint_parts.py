@@ -15,13 +15,22 @@ import pytest
 import torch
 from blake3 import blake3
 
-from tests.support.checkpoint_pieces import ALONE, DESCRIPTION, MODEL_FOLDER, STATE, live, same
+from tests.support.checkpoint_pieces import (
+    ALONE,
+    DESCRIPTION,
+    MODEL_FOLDER,
+    STATE,
+    live,
+    records_of,
+    same,
+)
 from tests.support.conformance.resuming import LAYOUTS, advance, started
 from tests.support.messages import raises
 from tests.support.pool import Pools
 from trainer.checkpoint import Background, ModelFolder, load, newest, save, verify
-from trainer.checkpoint.manifest import read_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord, Span, TensorType, span, spans_of
+from trainer.checkpoint.file_records import PARTS, FileRecord, Span, span
+from trainer.checkpoint.manifest import MANIFEST
+from trainer.checkpoint.safetensors_stream import TensorType, spans_of
 from trainer.checkpoint.slots import PLAIN, ModelForm
 from trainer.errors import ConfigError
 from trainer.state import WEIGHT, Part, RunState, StateTensor
@@ -110,7 +119,7 @@ def test_parts_hashed_by_blake3(tmp_path: Path, pools: Pools) -> None:
     [path] = tmp_path.glob("step-*")
     digests = [
         digest
-        for record in read_manifest(path).values()
+        for record in records_of(path).values()
         for _, digest in record.parts
         if record.in_blake3
     ]
@@ -192,7 +201,7 @@ def shared(tmp_path: Path, pools: Pools) -> Path:
 
 def test_a_flipped_byte_is_found_in_its_part(shared: Path) -> None:
     name = "optimizer/optimizer-00001-of-00002.safetensors"
-    record = read_manifest(shared)[name]
+    record = records_of(shared)[name]
     assert len(record.parts) > 2 and verify(shared) == []
     content = (shared / name).read_bytes()
     for place, digest in record.parts:
@@ -226,11 +235,61 @@ def test_a_flipped_byte_is_found_in_its_part(shared: Path) -> None:
     ],
 )
 def test_parts_that_are_not_the_file_are_damage(shared: Path, change: Any) -> None:
-    manifest = json.loads((shared / "manifest.json").read_bytes())
-    entry = manifest["files"]["optimizer/optimizer-00001-of-00002.safetensors"]
+    """In a manifest of format 2, which has the parts in it."""
+    files = in_format_2(shared)
+    entry = files["optimizer/optimizer-00001-of-00002.safetensors"]
     entry["parts"] = change(entry["parts"])
-    (shared / "manifest.json").write_bytes(to_json(manifest))
+    (shared / MANIFEST).write_bytes(to_json({"format": 2, "files": files}))
     assert len(verify(shared)) == 1
+    assert newest(shared.parent)[0] is None
+
+
+def in_format_2(path: Path) -> dict[str, Any]:
+    """The files of a checkpoint as format 2 has them, with all parts in the manifest."""
+    files = {name: record.to_json() for name, record in records_of(path).items()}
+    (path / PARTS).unlink()
+    return files
+
+
+def test_a_manifest_that_has_the_parts_is_read(shared: Path) -> None:
+    files = in_format_2(shared)
+    (shared / MANIFEST).write_bytes(to_json({"format": 2, "files": files}))
+    assert newest(shared.parent) == (shared, [])
+    back = live().blank()
+    assert load(shared, back.state_tensors(), ALONE) == STATE and same(back, live())
+
+
+NAME = "optimizer/optimizer-00001-of-00002.safetensors"
+
+
+CHANGES: dict[str, Any] = {
+    "none": lambda lines: [],
+    "not JSON": lambda lines: [b"x" * len(lines[0]), lines[1]],
+    "no object": lambda lines: [b"[]", lines[1]],
+    "another file": lambda lines: [lines[0].replace(b"optimizer/", b"../"), lines[1]],
+    "one with a hash": lambda lines: [b'{"trainer.json":[[0,9,"0"]]}', lines[1]],
+    "outside the file": lambda lines: [b'{"%s":[[0,999999,"0"]]}' % NAME.encode(), lines[1]],
+    "no parts": lambda lines: [b'{"%s":7}' % NAME.encode(), lines[1]],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_lines_that_are_no_parts_are_damage(shared: Path, change: str) -> None:
+    """Also where the manifest has the hash of what is there."""
+    manifest = json.loads((shared / MANIFEST).read_bytes())
+    changes = CHANGES[change]
+    content = (shared / PARTS).read_bytes()
+    lines = changes(content.splitlines(keepends=True))
+    (shared / PARTS).write_bytes(b"".join(lines))
+    assert [problem.place for problem in verify(shared)] == [str(shared / PARTS)]
+    end = 0
+    parts: list[Any] = []
+    for line in lines:
+        parts.append([end, end + len(line), hashlib.sha256(line).hexdigest()])
+        end += len(line)
+    manifest["files"][PARTS] = {"size": end, "parts": parts}
+    (shared / MANIFEST).write_bytes(to_json(manifest))
+    assert verify(shared)
     assert newest(shared.parent)[0] is None
 
 
@@ -245,8 +304,8 @@ def test_a_manifest_of_the_earlier_format_is_read(tmp_path: Path) -> None:
 def test_a_later_format_is_no_damage(tmp_path: Path) -> None:
     path = save(tmp_path, STATE, live().state_tensors(), DESCRIPTION, MODEL_FOLDER, ALONE)
     manifest = json.loads((path / "manifest.json").read_bytes())
-    (path / "manifest.json").write_bytes(to_json(manifest | {"format": 4}))
-    with raises(ConfigError, "format 4", "format 3", "newer Meshloom"):
+    (path / "manifest.json").write_bytes(to_json(manifest | {"format": 5}))
+    with raises(ConfigError, "format 5", "format 4", "newer Meshloom"):
         newest(tmp_path)
     assert path.is_dir()
 

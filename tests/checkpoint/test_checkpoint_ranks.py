@@ -18,11 +18,13 @@ from tests.support.checkpoint_pieces import (
     STATE,
     files,
     live,
+    records_of,
     same,
 )
 from tests.support.messages import shows
 from tests.support.pool import Pools
 from trainer.checkpoint import ModelForm, export, load, manifest, newest, save, verify
+from trainer.checkpoint.file_records import Span
 from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.distributed.ranks import Ranks
 from trainer.errors import MeshloomError
@@ -92,6 +94,7 @@ def test_two_ranks_write_their_own_files_and_one_process_reads_them(
     assert pools[2].run(_save_and_load, timeout=120, folder=tmp_path) == [(True, True)] * 2
     path = tmp_path / "checkpoints/step-000100"
     assert files(path) == [
+        "manifest-parts.jsonl",
         "manifest.json",
         "model/config.json",
         "model/model-00001-of-00002.safetensors",
@@ -167,13 +170,18 @@ def test_a_value_that_is_not_finite_is_never_published(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000050"]
 
 
-def _verify(folder: Path) -> tuple[list[str], list[str]]:
-    """The files that this rank hashed, and what was found."""
-    ranks, hashed = Ranks(torch.distributed.get_rank(), 2), set()
+def _verify(folder: Path) -> tuple[list[tuple[str, int]], list[str]]:
+    """The places of files that this rank hashed, and what was wrong."""
+    ranks, hashed = Ranks(torch.distributed.get_rank(), 2), list[tuple[str, int]]()
     real = manifest.hash_part
-    with patch.object(manifest, "hash_part", lambda *part: hashed.add(part[0].name) or real(*part)):
+
+    def hash_part(file: Path, place: Span, kind: str) -> str:
+        hashed.append((file.name, place.start))
+        return real(file, place, kind)
+
+    with patch.object(manifest, "hash_part", hash_part):
         problems = [problem.actual for problem in verify(folder / "step-000100", ranks)]
-    return sorted(hashed), problems
+    return hashed, problems
 
 
 def _blind(folder: Path) -> str:
@@ -190,7 +198,11 @@ def _blind(folder: Path) -> str:
 def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pools: Pools) -> None:
     pools[2].run(_save_and_load, timeout=120, folder=tmp_path)
     path = tmp_path / "checkpoints/step-000100"
-    names = sorted(name.rpartition("/")[2] for name in files(path) if name != "manifest.json")
+    places = [
+        (Path(name).name, place.start)
+        for name, record in records_of(path).items()
+        for place, _ in record.parts
+    ]
     for name in (
         "optimizer/optimizer-00002-of-00002.safetensors",
         "model/model-00001-of-00002.safetensors",
@@ -199,7 +211,8 @@ def test_each_rank_verifies_a_share_and_all_know_the_result(tmp_path: Path, pool
         content[-1] ^= 1
         (path / name).write_bytes(content)
     (one, actual), (other, same_seen) = pools[2].run(_verify, timeout=120, folder=path.parent)
-    assert sorted(one + other) == names and len(one) == len(other)
+    assert sorted(one + other) == sorted(places)
+    assert {name for name, _ in one} & {name for name, _ in other}  # each has parts of a file
     assert actual == same_seen and [text[:8] for text in actual] == ["SHA-256 "] * 2
 
 

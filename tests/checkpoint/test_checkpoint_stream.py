@@ -17,14 +17,13 @@ from safetensors import safe_open
 
 from tests.support.messages import raises
 from trainer.checkpoint import safetensors_stream
+from trainer.checkpoint.file_records import FileRecord, span
 from trainer.checkpoint.safetensors_stream import (
-    FileRecord,
     SharedFile,
     TensorType,
     header_of,
     on_host,
     read_types,
-    span,
 )
 from trainer.errors import ConfigError
 

@@ -19,9 +19,9 @@ from tests.support.messages import shows
 from tests.support.pool import Pools
 from trainer.checkpoint import ModelFolder, export, newest, save, verify
 from trainer.checkpoint import load as read_back
+from trainer.checkpoint.file_records import FileRecord
 from trainer.checkpoint.folders import spread
 from trainer.checkpoint.manifest import hash_file, read_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord
 from trainer.config import Config, load
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, MeshloomError

@@ -7,6 +7,9 @@ from pathlib import Path
 import torch
 
 from trainer.checkpoint import ModelFolder
+from trainer.checkpoint.file_records import PARTS, FileRecord
+from trainer.checkpoint.manifest import read_manifest
+from trainer.checkpoint.parts_file import with_parts
 from trainer.distributed.ranks import Ranks
 from trainer.state import WEIGHT, Part, RunState, StateTensor
 
@@ -74,3 +77,12 @@ def files(folder: Path) -> list[str]:
     return sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
     )
+
+
+def records_of(path: Path) -> dict[str, FileRecord]:
+    """The files of a checkpoint, with the parts that ranks listed."""
+    records = read_manifest(path)
+    if PARTS not in records:
+        return records
+    writers = {name: [0] * len(record.parts) for name, record in records.items()}
+    return with_parts(path, records, writers)[0]

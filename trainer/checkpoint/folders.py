@@ -9,16 +9,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.checkpoint.manifest import read_manifest, write_manifest
-from trainer.checkpoint.safetensors_stream import (
+from trainer.checkpoint.file_records import (
+    PARTS,
     Hashed,
     Records,
     digest_of,
     kind_of,
     new_hash,
-    put,
     shown,
 )
+from trainer.checkpoint.manifest import read_manifest, write_manifest
+from trainer.checkpoint.parts_file import with_parts
+from trainer.checkpoint.safetensors_stream import put
 from trainer.errors import DiskError, Problem
 from trainer.storage import disk_errors, flush, rename_folder
 
@@ -32,33 +34,16 @@ CHUNK = 16 * 2**20
 
 
 def spread(
-    folder: Path | None, records: Records, writers: Mapping[str, Sequence[int]], ranks: Ranks
+    folder: Path, records: Records, writers: Mapping[str, Sequence[int]], ranks: Ranks
 ) -> None:
     """Copy each part of the files of `records` from the folder of its writer to all others.
 
-    Collective. `writers` are the ranks that wrote a file's parts, in the order of its record.
-    `folder` is the one that this rank sees; None if it gets no copy. Copies are flushed, and their
-    hashes are compared with the records. Raises DiskError on every rank, after all parts were sent.
+    Collective. `writers` are the ranks that wrote a file's parts, in the order of its record, and
+    of `PARTS` those that wrote its lines and the parts in them. `folder` is the one that this rank
+    sees. Copies are flushed, and their hashes are compared with the records. Raises DiskError on
+    every rank, after all parts were sent, and ConfigError if a machine lacks the package of a hash.
     """
-    if len(set(ranks.node_firsts)) < 2:
-        return
-
-    def copy() -> None:
-        failures = []
-        for name in sorted(records) if ranks.rank == ranks.node_first else ():
-            path = None if folder is None else folder / name
-            for part, rank in zip(records[name].parts, writers[name], strict=True):
-                try:
-                    _pass_on(path, part, ranks.node_firsts[rank], ranks)
-                except DiskError as error:
-                    failures.append(error)
-            if path is not None and not failures:
-                with disk_errors(path):
-                    flush(path)
-        if failures:
-            raise failures[0]
-
-    ranks.on_each(copy)
+    _copy_all(folder, folder, records, writers, ranks)
 
 
 def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
@@ -83,8 +68,7 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
             rename_folder(partial, path)
 
     records = ranks.on_each(lambda: read_manifest(path) if ranks.rank == giver else {})[giver]
-    kinds = {kind_of(digest) for record in records.values() for _, digest in record.parts}
-    ranks.on_own(lambda: [new_hash(kind) for kind in kinds])  # this machine may lack a package
+    _have_hashes(records, ranks)
     ranks.on_node_firsts(prepare)
     here: Path | None = None
     if ranks.rank == giver:
@@ -93,8 +77,58 @@ def supply(path: Path, giver: int, wants: bool, ranks: Ranks) -> None:
         here = partial
     with removed_on_error(partial, wants and at_work):
         writers = {name: [giver] * len(record.parts) for name, record in records.items()}
-        spread(here, records, writers, ranks)
+        _copy_all(here, here or path, records, writers, ranks)
         ranks.on_node_firsts(publish)
+
+
+def _copy_all(
+    here: Path | None,
+    source: Path,
+    records: Records,
+    writers: Mapping[str, Sequence[int]],
+    ranks: Ranks,
+) -> None:
+    """Copy as `spread` does to the folder `here`, None for no copy; read `PARTS` in `source`."""
+    if len(set(ranks.node_firsts)) < 2:
+        return
+    if PARTS in records:  # first, since it says what is in the others
+        _copy(here, {PARTS: records[PARTS]}, writers, ranks)
+        at_work = ranks.rank == ranks.node_first
+
+        @disk_errors(source / PARTS)
+        def listed() -> tuple[Records, Mapping[str, Sequence[int]]]:
+            return with_parts(source, records, writers) if at_work else ({}, {})
+
+        records, writers = ranks.on_own(listed)
+        _have_hashes(records, ranks)
+    _copy(here, records, writers, ranks)
+
+
+def _have_hashes(records: Records, ranks: Ranks) -> None:
+    """Raise ConfigError on every rank if a machine lacks the package of a hash. Collective."""
+    kinds = {kind_of(digest) for record in records.values() for _, digest in record.parts}
+    ranks.on_own(lambda: [new_hash(kind) for kind in kinds])
+
+
+def _copy(
+    here: Path | None, records: Records, writers: Mapping[str, Sequence[int]], ranks: Ranks
+) -> None:
+    def copy() -> None:
+        failures = []
+        for name in sorted(records) if ranks.rank == ranks.node_first else ():
+            path = None if here is None else here / name
+            for part, rank in zip(records[name].parts, writers[name], strict=True):
+                try:
+                    _pass_on(path, part, ranks.node_firsts[rank], ranks)
+                except DiskError as error:
+                    failures.append(error)
+            if path is not None and not failures:
+                with disk_errors(path):
+                    flush(path)
+        if failures:
+            raise failures[0]
+
+    ranks.on_each(copy)
 
 
 @contextmanager

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Any
 
-from trainer.checkpoint.safetensors_stream import (
+from trainer.checkpoint.file_records import (
+    PARTS,
     FileRecord,
+    Hashed,
     Records,
     Span,
     digest_of,
+    is_whole,
     kind_of,
     new_hash,
-    read_header,
     shown,
     span,
 )
+from trainer.checkpoint.parts_file import read_line
+from trainer.checkpoint.safetensors_stream import read_header
 from trainer.distributed.ranks import ALONE, Ranks
 from trainer.errors import ConfigError, DiskError, Problem, refused
 from trainer.storage import Json, check_regular, flush, parse_json, read_file, to_json, write_file
@@ -29,8 +34,10 @@ MANIFEST = "manifest.json"
 DESCRIPTION = "trainer.json"
 FORMAT = 2
 WITH_BLAKE3 = 3
+WITH_PARTS = 4
 EARLIER = (1,)
-"""The format that is written, the one with BLAKE3 digests, and older ones that are still read."""
+"""The format that is written, those with BLAKE3 digests and with a file of parts, and older ones
+that are still read."""
 PICKLES = {".bin", ".ckpt", ".pickle", ".pkl", ".pt", ".pth"}
 """Types of files that can run code when they are opened: none is ever opened."""
 ALL = ("",)
@@ -69,9 +76,14 @@ def write_manifest(folder: Path, known: Records) -> None:
             flush(path)
             records[name] = hash_file(path)
     files = {name: record.to_json() for name, record in records.items()}
-    number = WITH_BLAKE3 if any(record.in_blake3 for record in records.values()) else FORMAT
-    write_file(folder / MANIFEST, to_json({"format": number, "files": files}))
+    write_file(folder / MANIFEST, to_json({"format": _format_of(records), "files": files}))
     flush(folder)
+
+
+def _format_of(records: Records) -> int:
+    if PARTS in records:
+        return WITH_PARTS
+    return WITH_BLAKE3 if any(record.in_blake3 for record in records.values()) else FORMAT
 
 
 def read_manifest(folder: Path) -> dict[str, FileRecord]:
@@ -84,11 +96,11 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
     parsed = parse_json(content)
     if not isinstance(parsed, dict) or not isinstance(parsed.get("files"), dict):
         raise ValueError("damaged (no list of files)")
-    if type(number := parsed.get("format")) is int and number > WITH_BLAKE3:
+    if type(number := parsed.get("format")) is int and number > WITH_PARTS:
         actual = f"format {number}"
-        expected = f"format {WITH_BLAKE3}, or an earlier one"
+        expected = f"format {WITH_PARTS}, or an earlier one"
         raise ConfigError(Problem(str(folder), actual, expected, "Install a newer Meshloom"))
-    if number not in (FORMAT, WITH_BLAKE3, *EARLIER):
+    if number not in (FORMAT, WITH_BLAKE3, WITH_PARTS, *EARLIER):
         raise ValueError(f"damaged (format {number!r:.50})")
     if to_json(parsed) != content:
         raise ValueError("damaged (it is not in the form in which it was written)")
@@ -97,6 +109,8 @@ def read_manifest(folder: Path) -> dict[str, FileRecord]:
         name.startswith("model/") for name in parsed["files"]
     ):
         raise ValueError(f"damaged (no {DESCRIPTION})")
+    if PARTS not in records and not all(record.parts for record in records.values()):
+        raise ValueError(f"damaged (no {PARTS})")
     return records
 
 
@@ -107,6 +121,8 @@ def _record(name: str, entry: Any) -> FileRecord:
         raise ValueError(f"a pickle, which is never opened: {name!r:.200}")
     try:
         if _is(entry, {"size": int, "sha256": str}) or _is(entry, {"size": int, "parts": list}):
+            return FileRecord.of(**entry)
+        if _is(entry, {"size": int, "parts": str}) and entry["parts"] == PARTS != name:
             return FileRecord.of(**entry)
     except (TypeError, ValueError) as error:
         raise ValueError(f"damaged (of {name!r:.200}: {error})") from error
@@ -181,11 +197,13 @@ def verify_each(path: Path, ranks: Ranks, below: tuple[str, ...] = ALL) -> dict[
 
     Raises ConfigError for a later format, and if the package of a hash is missing.
     """
-    problems_of: dict[int, set[Problem]] = {}
-    mine = ranks.on_own(lambda: _check(path, _wrong_content, ranks, below))
+    problems_of: dict[int, dict[str, Problem]] = {}
+    mine = ranks.on_own(lambda: _check_content(path, ranks, below))
     for node_first, problems in ranks.gather((ranks.node_first, mine)):
-        problems_of.setdefault(node_first, set()).update(problems)
-    return {rank: sorted(each, key=lambda one: one.place) for rank, each in problems_of.items()}
+        by_place = problems_of.setdefault(node_first, {})
+        for problem in problems:
+            by_place.setdefault(problem.place, problem)
+    return {rank: [each[place] for place in sorted(each)] for rank, each in problems_of.items()}
 
 
 def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
@@ -194,39 +212,81 @@ def check_sizes(path: Path, below: tuple[str, ...] = ALL) -> list[Problem]:
     Checks sizes, the headers of tensors' files and the description; reads no tensor. Raises
     ConfigError for a later format.
     """
-    return _check(path, _wrong_size, ALONE, below)
-
-
-Wrong = Callable[[Path, FileRecord], tuple[str, str] | None]
-"""Returns (actual, expected) of a file that is not as it is recorded."""
-
-
-def _check(path: Path, wrong: Wrong, ranks: Ranks, below: tuple[str, ...]) -> list[Problem]:
-    """List the problems of this rank's share of the files."""
-    try:
-        every = read_manifest(path)
-    except (OSError, ValueError) as error:
-        return [Problem(str(path / MANIFEST), _reason(error), "the manifest that was saved", _HINT)]
-    records = {name: record for name, record in every.items() if name.startswith(below)}
-    problems = []
-    by_size = sorted(records, key=lambda name: (-records[name].size, name))
-    beside = ranks.beside
-    for name in by_size[beside.index(ranks.rank) :: len(beside)]:
-        record = records[name]
-        hint = HINT_OPTIMIZER if name.startswith("optimizer/") else _HINT
-        try:
-            if fault := wrong(path / name, record):
-                problems.append(Problem(_shown(path / name), *fault, hint))
-            elif name == DESCRIPTION:
-                read_description(path)
-            elif name.endswith(".safetensors"):
-                read_header(path / name)
-        except DiskError as error:
-            problems += [replace(problem, hint=hint) for problem in error.problems]
-        except (OSError, ValueError) as error:
-            actual = _reason(error)
-            problems.append(Problem(_shown(path / name), actual, "a file that can be read", hint))
+    records, problems = _records(path)
+    for name in _by_size(records, below):
+        problems += _problems(path, name, partial(_wrong_file, records[name], _wrong_size))
     return problems
+
+
+def _check_content(path: Path, ranks: Ranks, below: tuple[str, ...]) -> list[Problem]:
+    """List the problems of this rank's share of the files, and of the parts that ranks listed."""
+    records, problems = _records(path)
+    beside = ranks.beside
+    share = slice(beside.index(ranks.rank), None, len(beside))
+    for line in records[PARTS].parts[share] if PARTS in records else ():
+        problems += _problems_of_line(path, line, records, below)
+    for name in _by_size(records, below)[share]:
+        # the lines of parts are checked where they are read
+        wrong = _wrong_size if name == PARTS else _wrong_content
+        problems += _problems(path, name, partial(_wrong_file, records[name], wrong))
+    return problems
+
+
+def _problems_of_line(
+    path: Path, line: Hashed, records: Records, below: tuple[str, ...]
+) -> list[Problem]:
+    try:
+        listed = read_line(path, line, records)
+    except (OSError, ValueError) as error:
+        expected = "the parts that were saved"
+        return [Problem(_shown(path / PARTS), _reason(error), expected, _HINT)]
+    files = [(name, parts) for name, parts in listed.items() if name.startswith(below)]
+    checked = (_problems(path, name, partial(_wrong_parts, parts)) for name, parts in files)
+    return [problem for problems in checked for problem in problems]
+
+
+def _records(path: Path) -> tuple[dict[str, FileRecord], list[Problem]]:
+    """Return the files of a checkpoint, and the problem of its manifest, if it has one."""
+    try:
+        return read_manifest(path), []
+    except (OSError, ValueError) as error:
+        place = str(path / MANIFEST)
+        return {}, [Problem(place, _reason(error), "the manifest that was saved", _HINT)]
+
+
+def _by_size(records: Records, below: tuple[str, ...]) -> list[str]:
+    """List the files whose paths begin with one of `below`, the largest first."""
+    names = (name for name in records if name.startswith(below))
+    return sorted(names, key=lambda name: (-records[name].size, name))
+
+
+Wrong = tuple[str, str] | None
+"""The fault of a file, actual and expected; None for a good one."""
+
+
+def _problems(path: Path, name: str, check: Callable[[Path], Wrong]) -> list[Problem]:
+    """List what `check` of a file of the checkpoint at `path` returns or raises."""
+    hint = HINT_OPTIMIZER if name.startswith("optimizer/") else _HINT
+    place = _shown(path / name)
+    try:
+        fault = check(path / name)
+    except DiskError as error:
+        return [replace(problem, hint=hint) for problem in error.problems]
+    except (OSError, ValueError) as error:
+        return [Problem(place, _reason(error), "a file that can be read", hint)]
+    return [Problem(place, *fault, hint)] if fault else []
+
+
+def _wrong_file(
+    record: FileRecord, wrong: Callable[[FileRecord, Path], Wrong], file: Path
+) -> Wrong:
+    if fault := wrong(record, file):
+        return fault
+    if file.name == DESCRIPTION:
+        read_description(file.parent)
+    elif file.suffix == ".safetensors":
+        read_header(file)
+    return None
 
 
 def _reason(error: OSError | ValueError) -> str:
@@ -257,17 +317,20 @@ def hash_part(path: Path, place: Span, kind: str) -> str:
     return digest_of(content)
 
 
-def _wrong_size(path: Path, record: FileRecord) -> tuple[str, str] | None:
-    check_regular(path)
-    count = path.stat().st_size
+def _wrong_size(record: FileRecord, file: Path) -> Wrong:
+    check_regular(file)
+    count = file.stat().st_size
     return None if count == record.size else (f"{count} bytes", f"{record.size} bytes")
 
 
-def _wrong_content(path: Path, record: FileRecord) -> tuple[str, str] | None:
-    if fault := _wrong_size(path, record):
-        return fault
-    for place, wanted in record.parts:
-        if (digest := hash_part(path, place, kind_of(wanted))) != wanted:
-            which = "" if place.size == record.size else f" of bytes {place.start} to {place.end}"
+def _wrong_content(record: FileRecord, file: Path) -> Wrong:
+    return _wrong_size(record, file) or _wrong_parts(record.parts, file)
+
+
+def _wrong_parts(parts: Sequence[Hashed], file: Path) -> Wrong:
+    whole = is_whole(parts, file.stat().st_size)
+    for place, wanted in parts:
+        if (digest := hash_part(file, place, kind_of(wanted))) != wanted:
+            which = "" if whole else f" of bytes {place.start} to {place.end}"
             return f"{shown(digest)}{which}", shown(wanted)
     return None

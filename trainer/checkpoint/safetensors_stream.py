@@ -7,24 +7,23 @@ each value goes is known before any is written.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
+from trainer.checkpoint.file_records import Hash, Hashed, Span, digest_of, new_hash, span
 from trainer.errors import ConfigError, NumericsError, Problem
 from trainer.state import Part
-from trainer.storage import Json, required
 
 if TYPE_CHECKING:
     import torch
@@ -75,115 +74,8 @@ class TensorType:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class Span(NamedTuple):
-    """Bytes of a file: runs of `run` bytes, one every `step` bytes from `start` on, up to `end`."""
-
-    start: int
-    end: int
-    run: int
-    step: int
-
-    @property
-    def size(self) -> int:
-        """Bytes in all runs."""
-        return ((self.end - self.start - self.run) // self.step + 1) * self.run
-
-    def runs(self, most: int) -> Iterator[tuple[int, int]]:
-        """Yield start and end of each run, or of pieces of it that have at most `most` bytes."""
-        for start in range(self.start, self.end, self.step):
-            for piece in range(start, start + self.run, most):
-                yield piece, min(piece + most, start + self.run)
-
-
-def span(start: int, end: int) -> Span:
-    """Return the span of all bytes from `start` to before `end`."""
-    return Span(start, end, end - start, max(1, end - start))
-
-
 EARLY = 1 << 20
 """The least bytes of a part that the system is asked to write to the disk at once."""
-Hashed = tuple[Span, str]
-"""A part of a file, and its digest: hex digits, of BLAKE3 after `blake3:`, else of SHA-256."""
-
-
-def kind_of(digest: str) -> str:
-    """Return the name of the hash that made a digest: sha256 or blake3."""
-    return "blake3" if digest.startswith("blake3:") else "sha256"
-
-
-class Hash(Protocol):
-    """A hash that is being computed, of `hashlib` or `blake3`."""
-
-    @property
-    def name(self) -> str: ...
-    def update(self, content: bytes | memoryview, /) -> object: ...
-    def hexdigest(self) -> str: ...
-
-
-def new_hash(kind: str) -> Hash:
-    """Return a hash of no bytes yet. Raises ConfigError if BLAKE3's package is missing."""
-    if kind == "blake3":
-        return required(
-            "blake3.blake3", "checkpoints hashed by BLAKE3", "meshloom[blake3]"
-        ).blake3()
-    return hashlib.sha256()
-
-
-def digest_of(content: Hash) -> str:
-    """Return the digest of a hash, as a manifest has it."""
-    return f"{'blake3:' if content.name == 'blake3' else ''}{content.hexdigest()}"
-
-
-def shown(digest: str) -> str:
-    """Return a digest's hash and first 12 digits, for the user."""
-    name = {"blake3": "BLAKE3", "sha256": "SHA-256"}[kind_of(digest)]
-    return f"{name} {digest.removeprefix('blake3:')[:12]}..."
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The size and the hashes of a finished file."""
-
-    size: int
-    """Bytes."""
-    parts: tuple[Hashed, ...]
-    """Its parts: one, if one rank wrote it."""
-
-    @classmethod
-    def whole(cls, size: int, sha256: str) -> FileRecord:
-        return cls(size, ((span(0, size), sha256),))
-
-    @property
-    def in_blake3(self) -> bool:
-        return any(kind_of(digest) == "blake3" for _, digest in self.parts)
-
-    def to_json(self) -> Json:
-        """Return the file's entry in a manifest."""
-        if [place for place, _ in self.parts] == [span(0, self.size)] and not self.in_blake3:
-            return {"size": self.size, "sha256": self.parts[0][1]}
-        places = [place[:2] if place == span(*place[:2]) else place for place, _ in self.parts]
-        hashes = [digest for _, digest in self.parts]
-        return {"size": self.size, "parts": [[*p, h] for p, h in zip(places, hashes, strict=True)]}
-
-    @classmethod
-    def of(cls, size: int, sha256: str | None = None, parts: Any = ()) -> FileRecord:
-        """Return the record of a manifest's entry. Raises TypeError or ValueError if it is none."""
-        if sha256 is not None:
-            return cls.whole(size, sha256)
-        places = [Span(*at) if at[2:] else span(*at) for *at, _ in parts]
-        if any(type(number) is not int for place in places for number in place):
-            raise TypeError("parts without places")
-        if any(type(digest) is not str for *_, digest in parts):
-            raise TypeError("parts without hashes")
-        if not all(0 <= p.start < p.end <= size and 0 < p.run <= p.step for p in places):
-            raise ValueError("parts outside the file")
-        if sum(place.size for place in places) != size:
-            raise ValueError("parts that are not the whole file")
-        return cls(size, tuple(zip(places, (digest for *_, digest in parts), strict=True)))
-
-
-Records = Mapping[str, FileRecord]
-"""Files by their paths below a folder."""
 
 
 class SharedFile:

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from trainer.checkpoint import faults, slots
+from trainer.checkpoint import faults, parts_file, slots
 from trainer.checkpoint import safetensors_stream as stream
 from trainer.checkpoint.directory import DELETING, LATEST, set_aside, step_name, sweep
+from trainer.checkpoint.file_records import FileRecord, Hashed, Records, Span, span
 from trainer.checkpoint.folders import PARTIAL, removed_on_error, spread
 from trainer.checkpoint.manifest import DESCRIPTION, hash_file, write_manifest
-from trainer.checkpoint.safetensors_stream import FileRecord, Hashed, Records, SharedFile, Span
+from trainer.checkpoint.safetensors_stream import SharedFile
 from trainer.checkpoint.slots import MODEL, PLAIN, FilePlan, ModelForm, SavePlan
 from trainer.distributed.ranks import Ranks
 from trainer.errors import DiskError, Problem
@@ -138,7 +139,7 @@ def _write_parts(
     first = ranks.rank * len(names) // ranks.world_size
 
     @disk_errors(partial, sum(one.size for one in planned.values()))
-    def write() -> list[list[Hashed]]:
+    def write() -> dict[str, list[Hashed]]:
         files: dict[str, SharedFile] = {}
         try:
             with ThreadPoolExecutor(2) as threads:
@@ -146,24 +147,13 @@ def _write_parts(
                     files[name] = SharedFile(partial / name, threads, kind)
                     _fill(files[name], planned[name], ranks.rank, threads)
             faults.at("flush")
-            return [files[name].finish() for name in names]
+            return {name: files[name].finish() for name in names}
         finally:
             for file in files.values():
                 file.close()
 
-    written = ranks.to_node_firsts(ranks.on_own(write))
-    records: dict[str, FileRecord] = {}
-    writers: dict[str, list[int]] = {}
-
-    def join() -> None:
-        for name, *by_rank in zip(names, *written, strict=True) if written else ():
-            parts_of = sorted((part, rank) for rank, parts in enumerate(by_rank) for part in parts)
-            if (there := sum(place.size for (place, _), _ in parts_of)) != planned[name].size:
-                raise ValueError(f"{name}: the ranks wrote {there} bytes of {planned[name].size}")
-            records[name] = FileRecord(there, tuple(part for part, _ in parts_of))
-            writers[name] = [rank for _, rank in parts_of]
-
-    ranks.on_own(join)
+    sizes = {name: planned[name].size for name in names}
+    records, writers = parts_file.record(partial, sizes, ranks.on_own(write), ranks)
     spread(partial, records, writers, ranks)
     return records
 
@@ -178,7 +168,7 @@ def _fill(file: SharedFile, planned: FilePlan, rank: int, threads: ThreadPoolExe
             file.write(place, rest[: place.size])
             rest = rest[place.size :]
 
-    beginning = [stream.span(0, len(planned.header))] if rank == planned.owner else []
+    beginning = [span(0, len(planned.header))] if rank == planned.owner else []
     last = threads.submit(write, beginning, planned.header)
     for slot in planned.slots:
         for part in slot.entry.parts():

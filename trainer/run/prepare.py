@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 
 from trainer.checkpoint import ModelForm
-from trainer.checkpoint.safetensors_stream import new_hash
+from trainer.checkpoint.file_records import new_hash
 from trainer.config import Config, RuntimeFacts, TrainerSection, recomputing, support
 from trainer.config.keys.key import AUTO
 from trainer.config.validate import profile_problems
