@@ -619,6 +619,8 @@ def test_a_rank_that_stands_still_does_not_read_all_others(
 ) -> None:
     """Of many that wait for one, each reads a few others each second, but those that report."""
     monkeypatch.setattr(watching, "SILENT_SECONDS", 4.0)
+    # each of these ranks would list the threads of all, since they share a process
+    monkeypatch.setattr(watching, "working_threads", lambda: ())
     ranks, stopped = 32, subprocess.Popen(["sleep", "600"])
     stopped.send_signal(signal.SIGSTOP)
     processes = [(HERE, stopped.pid if rank < silent else os.getpid()) for rank in range(ranks)]
@@ -629,7 +631,7 @@ def test_a_rank_that_stands_still_does_not_read_all_others(
     ]
     for watcher in watchers:
         watcher.at(Phase.TRAINING, 3)
-    message = "".join(ended.get(timeout=60) for _ in range(2 * len(watchers)))  # all of them end
+    message = "".join(ended.get(timeout=150) for _ in range(2 * len(watchers)))  # all of them end
     beats = max(watcher._number for watcher in watchers)
     for watcher in watchers:
         watcher.close()
@@ -639,6 +641,30 @@ def test_a_rank_that_stands_still_does_not_read_all_others(
     assert (named if silent else "at the same place") in message, message
     often = {rank for rank in range(ranks) if stores[rank].read > (watching.NEIGHBOURS + 1) * beats}
     assert often == ({silent} if silent else set(watching.READERS))
+
+
+class SlowStore(CountingStore):
+    """A store in which a write takes a while, and which counts those that have not ended."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.writing, self.begun = 0, threading.Event()
+
+    def set(self, key: str, value: str) -> None:
+        self.writing += 1
+        self.begun.set()
+        time.sleep(0.3)
+        self.writing -= 1
+
+
+def test_nothing_is_on_its_way_once_a_watchdog_is_closed() -> None:
+    """A thread in the store's code, when the interpreter ends, would abort the process."""
+    store = SlowStore(dist.HashStore())
+    watcher = Watch(0, [(HERE, os.getpid())] * 2, store, 60.0, WatchReports(print))
+    store.begun.clear()
+    assert store.begun.wait(20)
+    watcher.close()
+    assert store.writing == 0
 
 
 def test_who_is_gone_before_it_was_heard(

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import NamedTuple, NoReturn
 
 from trainer.distributed.flight_record import entered
@@ -19,6 +19,7 @@ from trainer.storage import Json
 from trainer.supervise import stall
 from trainer.supervise.stall import Beat, Phase, is_gone, who
 from trainer.supervise.watchdog.beat_store import BeatStore, in_time
+from trainer.supervise.watchdog.heard import Heard
 from trainer.supervise.watchdog.stacks import main_frame, stack_of, working_threads, works
 
 FIRST_STEP = 5.0
@@ -81,12 +82,7 @@ class Watch:
         self._steps: deque[float] = deque(maxlen=101)
         self._begun = self._moved
         self._number = 0
-        self._others = {
-            other: (Beat(other, host, process, self._phase, self._step, 0.0), self._moved)
-            for other, (host, process) in enumerate(processes)
-            if other != rank
-        }
-        """Each other rank's last beat, and when it was read; at first, when the ranks met."""
+        self._others = Heard(rank, processes)
         self._lower = sorted({0, *range(max(rank - NEIGHBOURS, 0), rank)} - {rank})
         self._complete = False
         """True while all beats are read."""
@@ -99,8 +95,9 @@ class Watch:
         self._store = BeatStore(store, SILENT_SECONDS) if self._world_size > 1 else None
         if self._store is not None:
             self._say()
-        for work in (self._beat, self._judge):
-            threading.Thread(target=work, name="watch", daemon=True).start()
+        self._beats_thread = threading.Thread(target=self._beat, name="watch", daemon=True)
+        self._beats_thread.start()
+        threading.Thread(target=self._judge, name="judge", daemon=True).start()
 
     # called by the run
 
@@ -132,7 +129,12 @@ class Watch:
         self._moved = time.monotonic() + seconds
 
     def close(self) -> None:
+        """Stop, and wait for a beat on its way.
+
+        A thread that is in a call of the store when the interpreter ends would abort the process.
+        """
         self._closed.set()
+        self._beats_thread.join(BEAT_SECONDS)
 
     # read by others
 
@@ -159,10 +161,11 @@ class Watch:
         """Return the ranks that ended on this machine, or have fallen silent on another one."""
         answered = False
         with suppress(Exception):  # earlier beats still count
-            self._read(self._others)
+            self._read(self._others.ranks)
             answered = True
         gone = []
-        for rank, (beat, _) in self._others.items():
+        for rank in self._others.ranks:
+            beat = self._others.last(rank)
             # without the store no beats arrive, and only rank 0's silence explains that
             silent = self._silent(beat) and (answered or rank == 0)
             ended = is_gone(beat.process) if beat.host == socket.gethostname() else silent
@@ -209,7 +212,7 @@ class Watch:
                 still = time.monotonic() - self._moved
                 reads_all = self._reads_all(still)
                 if reads_all:
-                    self._read(self._others)
+                    self._read(self._others.ranks)
                 self._complete = reads_all
                 if self._store is not None and still > self._patience():
                     self._told = self._store.has_verdict()
@@ -227,7 +230,7 @@ class Watch:
         if self._rank in READERS or still <= self._limit(self._phase, self._step) / 2:
             return self._rank in READERS
         self._read(self._lower)
-        return all(self._silent(self._others[rank][0]) for rank in self._lower)
+        return all(self._silent(self._others.last(rank)) for rank in self._lower)
 
     def _tell_slow(self) -> None:
         slow = stall.straggler(self._beats())
@@ -242,25 +245,18 @@ class Watch:
         """Read others' beats, the last known of silent ranks. Raises the store's errors."""
         if self._store is None:
             return
-        unheard = any(self._others[rank][0].number == 0 for rank in ranks)
-        now = time.monotonic()
-        for beat in self._store.beats(ranks, some_missing=unheard):
-            if self._others[beat.rank][0].number != beat.number:
-                self._others[beat.rank] = (beat, now)
+        unheard = any(self._others.last(rank).number == 0 for rank in ranks)
+        self._others.note(self._store.beats(ranks, some_missing=unheard))
 
     def _beats(self) -> list[Beat]:
         """Return each rank's last beat, with its seconds without progress up to now."""
-        now = time.monotonic()
-        others = self._others.values()
-        grown = [replace(beat, still=beat.still + now - heard) for beat, heard in others]
-        return sorted([self._mine(), *grown], key=lambda beat: beat.rank)
+        return sorted([self._mine(), *self._others.up_to_now()], key=lambda beat: beat.rank)
 
     def _silent(self, beat: Beat) -> bool:
         return self._unheard(beat) > SILENT_SECONDS
 
     def _unheard(self, beat: Beat) -> float:
-        """Return the seconds since the last new beat of a rank."""
-        return 0.0 if beat.rank == self._rank else time.monotonic() - self._others[beat.rank][1]
+        return self._others.seconds_since(beat.rank)
 
     def _lost(self, beats: Sequence[Beat]) -> bool:
         """Return True if a rank is silent for longer than it may; only READERS can tell."""
