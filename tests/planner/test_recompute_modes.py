@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.support.commands import ROOT, run, write_job
 from tests.support.messages import raises, shows
@@ -204,6 +205,21 @@ def test_a_prepared_run_has_one_mode_and_its_plan(tmp_path, monkeypatch):
     assert memory_check.simulated(prepared, machine(CPU), device) == {"fits": True}
     plan |= {"layout": prepared.layout.describe(), "engine": prepared.engine.name}
     assert memory_check.simulated(prepared, machine(CPU), device) is plan
+
+
+def test_blocks_that_differ_when_they_are_computed_again_are_kept(tmp_path, monkeypatch):
+    """Where the plan takes a mode that the model can't have, no other can be had either."""
+
+    def in_backward(mlp: LlamaMLP, hidden: torch.Tensor) -> torch.Tensor:
+        return plain(mlp, hidden * (2 if torch._C._current_graph_task_id() >= 0 else 1))
+
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", in_backward)
+    chosen = RecomputeChoice("selective", "selective, for its own reason", PLANNED)
+    purpose = Purpose(False, choose_recompute=lambda *_: chosen)
+    prepared = prepare(load(write_job(tmp_path), [AUTO]), machine(CPU), purpose=purpose)
+    assert prepared.layout.recompute.mode == "none" and prepared.predicted is None
+    shows(prepared.config.origins[RECOMPUTE], "auto: none:", "computed again")
 
 
 @pytest.mark.more

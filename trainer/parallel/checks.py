@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, Problem
-from trainer.layout import Layout
+from trainer.layout import Layout, Recompute
 from trainer.models.names import pattern_of
 from trainer.models.own.module import running_norms
 from trainer.models.spec import ModelSpec
@@ -29,7 +29,7 @@ from trainer.parallel.splits import expert_loads
 from trainer.probes.answers import Answer, answer
 from trainer.probes.findings import Findings, applied
 from trainer.probes.inputs import ProbeTask
-from trainer.probes.question import Probed, Question, ask_all
+from trainer.probes.question import ONE_PROCESS, Probed, Question, ask_all
 from trainer.probes.questions import (
     block_order,
     can_run,
@@ -134,6 +134,20 @@ def packing_refusal(
     except ConfigError as error:
         return error.problems[0].actual
     return ""
+
+
+def recompute_refusal(spec: ModelSpec, task: ProbeTask, ranks: Ranks, packed: bool = False) -> str:
+    """Return why the model's blocks can't be computed again; else nothing. Collective."""
+    about = Probed(spec, task, ONE_PROCESS).under(packed, recompute=Recompute("full"))
+
+    def refused() -> str:
+        try:
+            ask_all([computed_again.BLOCKS], about)
+        except ConfigError as error:
+            return error.problems[0].actual
+        return ""
+
+    return ranks.on_first(refused)
 
 
 def check_layout(

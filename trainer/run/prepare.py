@@ -29,7 +29,7 @@ from trainer.models.pretrained.weights import fingerprint
 from trainer.models.spec import ModelSpec, NoWeights
 from trainer.optim.decay import spared
 from trainer.optim.lr_schedules import LRSchedule, schedule_of
-from trainer.parallel.checks import checked
+from trainer.parallel.checks import checked, recompute_refusal
 from trainer.plugins import NAMED
 from trainer.recipe import HandedIn, Subject, open_subject
 from trainer.run.compose import Composed, compose
@@ -241,6 +241,10 @@ def _chosen(
     if machine.device.type == "cpu":  # a plan is one for GPUs, on which "auto" may take another
         engine = choice_of(composed, wanted).name
     choice = choose(subject, composed, engine, machine)
+    if choice.mode != "none":
+        about = subject.spec, subject.probed, machine.ranks, subject.packed
+        if why := recompute_refusal(*about):
+            choice = RecomputeChoice("none", f"none: {why}")
     decided = recomputing(composed.config, choice.mode, choice.reason)
     return compose(decided, composed.facts), choice.plan
 
