@@ -35,7 +35,7 @@ from trainer.models.finetuning.quantised.quantised_opened import opened_on_quant
 from trainer.models.huggingface import spec_of
 from trainer.models.language.model_config import read_config
 from trainer.models.materialise import on_host
-from trainer.models.opened import opened
+from trainer.models.opened import opened, opened_on_one_base
 
 LLAMA = {**BODIES["llama"], "attention_dropout": 0.0}
 PATTERN = r".*(q_proj|down_proj|query|output\.dense)"
@@ -92,12 +92,63 @@ def output(model: Any) -> torch.Tensor:
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_opens_on_its_quantised_base(tmp_path, name, keys):
     expected = output(written(tmp_path, name, QuantizeSection(**keys)))
-    kept = opened_on_quantised(tmp_path / "adapter", read(tmp_path / "adapter"), False, keep=True)
+    folder = tmp_path / "adapter"
+    [kept] = opened_on_quantised([folder], read(folder), False, keep=True)
     assert quantised_base.quantised_weights(kept)
     values = opened(tmp_path / "adapter")
     assert not quantised_base.quantised_weights(values)
     assert torch.equal(output(values), output(kept))
     torch.testing.assert_close(output(values), expected, rtol=1e-5, atol=1e-5)
+
+
+def another(folder: Path, quantize: QuantizeSection) -> None:
+    """Write an adapter on the base that `written` made: on other layers, with a layer's copy."""
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    names = ["model.layers.0.mlp.up_proj", "model.layers.1.self_attn.q_proj"]
+    copied = ["model.layers.1.mlp.down_proj"]
+    config = LoraConfig(r=2, target_modules=names, modules_to_save=copied, init_lora_weights=False)
+    learnt = get_peft_model(base, config)
+    with torch.no_grad():
+        learnt.base_model.model.model.layers[1].mlp.down_proj.weight.mul_(1.1)
+    learnt.save_pretrained(folder / "another")
+    stating = json.dumps(stated(quantize))
+    (folder / "another" / "quantization_config.json").write_text(stating)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("keys", FORMATS)
+def test_several_adapters_share_a_quantised_base(tmp_path, keys, keep):
+    """Each computes as if it were alone; what one has a copy of is not quantised for that one."""
+    written(tmp_path, "tokens", QuantizeSection(**keys))
+    another(tmp_path, QuantizeSection(**keys))
+    folders = [tmp_path / "adapter", tmp_path / "another"]
+    bits = QuantizeSection(**keys)
+    alone = [opened_on_quantised([folder], bits, False, keep=keep)[0] for folder in folders]
+    first, second = opened_on_quantised(folders, bits, False, keep=keep)
+    for one, expected in zip((first, second), alone, strict=True):
+        assert torch.equal(output(one), output(expected))
+    assert not torch.equal(output(first), output(second))
+    held = {parameter.data_ptr() for parameter in first.parameters()}
+    own = {name for name, one in second.named_parameters() if one.data_ptr() not in held}
+    copied = "model.layers.1.mlp.down_proj."
+    assert {name for name in own if "lora_" not in name} == {
+        f"{copied}original_module.weight",
+        f"{copied}modules_to_save.default.weight",
+    }
+
+
+def test_each_of_several_adapters_is_chosen_on_a_quantised_base(tmp_path):
+    written(tmp_path, "tokens", QuantizeSection())
+    another(tmp_path, QuantizeSection())
+    folders = [tmp_path / "adapter", tmp_path / "another"]
+    expected = [output(opened(folder)) for folder in folders]
+    for one, result in zip(opened_on_one_base(folders, False), expected, strict=True):
+        one.choose()
+        assert torch.equal(output(one.model), result)
+    (folders[1] / "quantization_config.json").write_text(json.dumps(INT8))
+    with pytest.raises(ConfigError) as error:
+        opened_on_one_base(folders, False)
+    shows(str(error.value), "another", "int8")
 
 
 @pytest.mark.more

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from trainer.command import parser_of, reporting
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
+
+    from trainer.models.opened import Adapted
 
 PATH = """
 PATH is a run's folder (of an unfinished one, its newest whole checkpoint is taken), a checkpoint,
@@ -45,30 +47,25 @@ def main(arguments: Sequence[str], name: str) -> int:
         requested = {"num_fewshot": options.shots, "apply_chat_template": options.chat_template}
         print(table(folders[0], trust, options.tasks.split(","), limit=options.limit, **requested))
         return 0
-    model, names = opened_on_one_base(folders, trust)
+    adapted = opened_on_one_base(folders, trust)
     tokenizers = [load_tokenizer(str(folder), trust) for folder in folders]
-    speakers = [Speaker(model, *one) for one in zip(names, tokenizers, strict=True)]
+    speakers = [Speaker(*one) for one in zip(adapted, tokenizers, strict=True)]
     (_continue if command == "generate" else _chat)(options, speakers)
     return 0
 
 
 class Speaker(NamedTuple):
-    """A model, or one of the adapters on it."""
+    """A model, or one of the adapters in it, with its tokenizer."""
 
-    model: PreTrainedModel
-    adapter: str
+    adapted: Adapted
     tokenizer: PreTrainedTokenizerBase
-
-    def choose(self) -> None:
-        """Let the model answer by this adapter, one of several."""
-        self.model.set_adapter(self.adapter)
 
 
 def _continue(options: Namespace, speakers: Sequence[Speaker]) -> None:
     for path, speaker in zip(options.path, speakers, strict=True):
         if len(speakers) > 1:
             print(f"adapter {path}", file=sys.stderr)
-            speaker.choose()
+        speaker.adapted.choose()
         _written(options, speaker)
 
 
@@ -122,7 +119,7 @@ def _switched(paths: Sequence[Path], speakers: Sequence[Speaker], line: str) -> 
         for number, path in zip(numbers, paths, strict=True):
             print(f"/adapter {number}  {path}", file=sys.stderr)
         return None
-    speaker.choose()
+    speaker.adapted.choose()
     return speaker
 
 
@@ -134,11 +131,12 @@ def _written(options: Namespace, speaker: Speaker, turns: Sequence[dict[str, str
 
     if options.seed is not None:
         torch.manual_seed(options.seed % 2**63)
-    model, _, tokenizer = speaker
-    shown = Shown(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    shown = Shown(speaker.tokenizer, skip_prompt=True, skip_special_tokens=True)
     how = {"temperature": options.temperature, "top_p": options.top_p, "streamer": shown}
     try:
-        continued(model, tokenizer, turns or options.prompt, options.tokens, **how)
+        continued(
+            speaker.adapted.model, speaker.tokenizer, turns or options.prompt, options.tokens, **how
+        )
     except KeyboardInterrupt:
         shown.end()
     return shown.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -78,39 +78,59 @@ def opened_language_model(folder: Path, trust: bool) -> PreTrainedModel:
     return opened(folder, device_map=device, trust_remote_code=trust)
 
 
-def opened_on_one_base(folders: Sequence[Path], trust: bool) -> tuple[PreTrainedModel, list[str]]:
+class Adapted(NamedTuple):
+    """A model, or one of the adapters in it."""
+
+    model: PreTrainedModel
+    adapter: str = ""
+    """The name of the adapter; empty if it is the model's only one, or there is none."""
+
+    def choose(self) -> None:
+        """Let the model compute with this adapter."""
+        if self.adapter:
+            self.model.set_adapter(self.adapter)
+
+
+def opened_on_one_base(folders: Sequence[Path], trust: bool) -> list[Adapted]:
     """Load a language model or, from several folders, their adapters on their one base.
 
-    Returns the model, and the name by which its `set_adapter` takes each folder's adapter; the
-    first one's is in use. Raises ConfigError, also for adapters on different bases.
+    The first one's adapter is in use. Raises ConfigError, also for adapters on different bases.
     """
     first = folders[0]
-    model = opened_language_model(first, trust)
-    names = ["default"]
-    for number, folder in enumerate(folders[1:], start=2):
+    if len(folders) == 1:
+        return [Adapted(opened_language_model(first, trust))]
+    for folder in folders:
         if _base_of(folder) != _base_of(first):
             actual = f"an adapter on {listed(_base_of(folder))}"
             expected = f"one on {listed(_base_of(first))}, as {first} has"
             raise ConfigError(Problem(f"open: {folder}", actual, expected))
-        names.append(f"adapter_{number}")
+    if (bits := quantised_files.read(first)) is not None:
+        models = _on_quantised(folders, bits, trust, on_gpu=torch.cuda.is_available())
+        return [Adapted(cast("PreTrainedModel", model)) for model in models]
+    model = opened_language_model(first, trust)
+    adapters = [Adapted(model, "default")]
+    for number, folder in enumerate(folders[1:], start=2):
+        adapters.append(Adapted(model, f"adapter_{number}"))
         with opening(f"open: {folder}", EXPECTED):
-            model.load_adapter(str(folder), names[-1])
-    return model.eval(), names
+            model.load_adapter(str(folder), adapters[-1].adapter)
+    model.eval()
+    return adapters
 
 
 def _base_of(folder: Path) -> tuple[str, ...]:
-    """Return the base of an adapter, and its revision if there is one. Raises ConfigError."""
+    """Return the base of an adapter, its revision if there is one, and how it is kept.
+
+    Raises ConfigError for a folder of another kind.
+    """
     place = f"open: {folder}"
     if not (folder / "adapter_config.json").exists():
         actual = "a model without an adapter"
         raise ConfigError(Problem(place, actual, "a LoRA adapter, where several folders are given"))
-    if quantised_files.read(folder) is not None:
-        actual = "an adapter on a quantised base, and other folders"
-        raise ConfigError(Problem(place, actual, "this folder alone"))
+    kept = quantised_files.name_of(quantised_files.read(folder))
     stated = object_in(folder / "adapter_config.json")
     name = str(stated.get("base_model_name_or_path"))
     name = str(Path(name).resolve()) if Path(name).is_dir() else name
-    return tuple(filter(None, (name, stated.get("revision"))))
+    return tuple(filter(None, (name, stated.get("revision"), kept)))
 
 
 def _pretrained(folder: Path, *, adapter: bool, **options: object) -> nn.Module:
@@ -134,7 +154,7 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
     from trainer.models.language.auto_class import CAUSAL, class_in_folder
 
     if (bits := quantised_files.read(folder)) is not None:
-        return _on_quantised(folder, bits, trust, place, **options)
+        return _on_quantised([folder], bits, trust, on_gpu=bool(options.get("device_map")))[0]
     stated = object_in(folder / "adapter_config.json")
     name = stated.get("base_model_name_or_path")
     base = _checked_class(name, trust, place, stated.get("revision"))
@@ -154,20 +174,20 @@ def _adapted(folder: Path, trust: bool, place: str, **options: Any) -> nn.Module
 
 
 def _on_quantised(
-    folder: Path, bits: QuantizeSection, trust: bool, place: str, **options: Any
-) -> nn.Module:
-    """Open an adapter on its quantised base, on the current GPU or on the CPU.
+    folders: Sequence[Path], bits: QuantizeSection, trust: bool, *, on_gpu: bool
+) -> list[nn.Module]:
+    """Open adapters on their one quantised base, on the current GPU or on the CPU.
 
     On the CPU the base is dequantised as it is read: doing that for each token would be too slow.
     """
     from trainer.models.finetuning.quantised.quantised_opened import opened_on_quantised
 
-    stated = object_in(folder / "adapter_config.json")
+    place = f"open: {listed([str(folder) for folder in folders])}"
+    stated = object_in(folders[0] / "adapter_config.json")
     _checked_class(stated.get("base_model_name_or_path"), trust, place, stated.get("revision"))
-    on_gpu = bool(options.get("device_map"))
     device = torch.device("cuda" if on_gpu else "cpu")
     with opening(place, EXPECTED):
-        return opened_on_quantised(folder, bits, trust, device, keep=on_gpu)
+        return opened_on_quantised(folders, bits, trust, device, keep=on_gpu)
 
 
 def _checked_class(source: object, trust: bool, place: str, revision: object = None) -> AutoClass:
