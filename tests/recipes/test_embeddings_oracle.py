@@ -73,7 +73,8 @@ def ours(
     samples = samples_of(texts, work)
     batches = [task.collate(samples[at : at + size]) for at in range(0, len(samples), size)]
     batches = task.compared(batches, runner.outputs(0, batches))
-    loss = runner.train(0, batches, torch.tensor(1.0 / len(samples), dtype=torch.float64))
+    scale = torch.tensor(1.0 / len(samples), dtype=torch.float64)
+    loss = runner.train(0, batches, lambda: scale)
     results = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return float(loss) / len(samples), results
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from itertools import islice
 from typing import Any, Protocol
 
@@ -100,9 +101,10 @@ class NormalisedEngine(ABC):
         if job.one_width:
             micro_batches = job.task.padded(micro_batches)
         with mesh.dividing_rows():
-            targets = mesh.sum(counted_here(job.task, micro_batches, mesh), "loss")
+            # awaited before the first backward pass: no forward pass waits for the slowest rank
+            targets = mesh.begin_sum(counted_here(job.task, micro_batches, mesh), "loss")
             job.task.started(micro_batches, lambda counts: mesh.sum(counts, "batch"))
-            scale = gradient_scale(targets, mesh, self.divided_by)
+            scale = cache(lambda: gradient_scale(targets(), mesh, self.divided_by))
             if job.task.whole_step is not None:
                 outputs = self._ahead().outputs(seed, micro_batches)
                 micro_batches = job.task.whole_step.compared(micro_batches, outputs)
@@ -110,7 +112,7 @@ class NormalisedEngine(ABC):
                 loss_sum = self._runner.train(seed, micro_batches, scale)
             norm, skipped = self._finish()
             self._loads.move(norm, skipped)
-        return Metrics(loss_sum, targets, norm, skipped, mesh.group("loss"))
+        return Metrics(loss_sum, targets(), norm, skipped, mesh.group("loss"))
 
     @abstractmethod
     def _finish(self) -> tuple[torch.Tensor, bool]:

@@ -40,6 +40,10 @@ class Dropout:
         return hook
 
 
+Scale = Callable[[], torch.Tensor]
+"""The factor of a step's losses, a scalar. The first call waits for the other ranks."""
+
+
 class ForwardBackward(Protocol):
     @property
     def modules(self) -> Sequence[nn.Module]:
@@ -48,7 +52,7 @@ class ForwardBackward(Protocol):
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
         """Return the task's measures, summed over this rank's micro-batches, without gradients."""
 
-    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: Scale) -> torch.Tensor:
         """Compute the gradients of `scale` x summed loss; return the summed loss, detached.
 
         `seed` is that of the step's dropout on this data rank.
@@ -85,7 +89,7 @@ class GradientAccumulation:
         # FSDP adds up what it has not yet reduced between replicas as it reduces it
         self._low = reduction != torch.float32
 
-    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: Scale) -> torch.Tensor:
         self._module.train()
         losses = []
         for index, batch in enumerate(micro_batches):
@@ -97,7 +101,7 @@ class GradientAccumulation:
             with nullcontext() if last else getattr(self._module, "no_sync", nullcontext)():
                 loss = self._module(batch)
                 losses.append(loss.detach())
-                (loss * scale).backward()
+                (loss * scale()).backward()
         return sum(losses[1:], losses[0])
 
     def outputs(self, seed: int | None, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 
 import numpy as np
 import torch
@@ -68,6 +68,22 @@ class ParallelMesh:
         if (group := self.groups[reduction]) is not None:
             dist.all_reduce(tensor, group=group)
         return tensor
+
+    def begin_sum(self, tensor: torch.Tensor, reduction: str) -> Callable[[], torch.Tensor]:
+        """Begin to sum `tensor` in place; return what waits for the sum, and returns it.
+
+        Collective over its group, whose ranks need not call what is returned.
+        """
+        if (group := self.groups[reduction]) is None:
+            return lambda: tensor
+        work = dist.all_reduce(tensor, group=group, async_op=True)
+
+        @cache
+        def awaited() -> torch.Tensor:
+            work.wait()
+            return tensor
+
+        return awaited
 
     def axis(self, name: str) -> dist.ProcessGroup:
         """Return the ranks that differ from this one along one axis alone."""

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from trainer.models.cut import StageInput
-from trainer.parallel.forward_backward import Dropout
+from trainer.parallel.forward_backward import Dropout, Scale
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.tasks.task import Batch, ModelWithLoss, Task
 
@@ -73,13 +73,13 @@ class PipelineRun:
         self._group = mesh.axis("pipeline")
         self._device = device
         self._schedules: dict[tuple[int, ...], object] = {}
-        self._scale = torch.ones((), device=device)
+        self._scale: Scale = lambda: torch.ones((), device=device)
 
     @property
     def modules(self) -> list[nn.Module]:
         return list(self._stages.values())
 
-    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: Scale) -> torch.Tensor:
         self._scale = scale
         for stage in self._stages.values():
             stage.train()
@@ -93,7 +93,7 @@ class PipelineRun:
         more = {"target": torch.empty(len(batches)), "losses": losses, "return_outputs": False}
         self._schedule(batches).step(micro_batches=given, **more)
         if losses:
-            return torch.stack(losses).sum().detach() / scale
+            return torch.stack(losses).sum().detach() / scale()
         return torch.zeros((), device=self._device)
 
     def evaluate(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
@@ -163,7 +163,7 @@ class PipelineRun:
             self._schedules[shape] = kind(
                 stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
                 n_microbatches=self._layout.accumulation,
-                loss_fn=lambda output, target: output.squeeze(0) * self._scale,
+                loss_fn=lambda output, target: output.squeeze(0) * self._scale(),
                 scale_grads=False,
             )
         return self._schedules[shape]

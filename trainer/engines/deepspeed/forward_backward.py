@@ -14,7 +14,7 @@ from trainer.engines.deepspeed.tensor import Split
 from trainer.engines.engine import Job
 from trainer.models.spec import ModelSpec
 from trainer.optim.decay import groups_of
-from trainer.parallel.forward_backward import Dropout, ForwardBackward
+from trainer.parallel.forward_backward import Dropout, ForwardBackward, Scale
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.storage import Json
 from trainer.tasks.task import Batch
@@ -80,7 +80,7 @@ class AccumulatedStep:
     def blank(self) -> tuple[nn.Module, ModelSpec]:
         return self._job.spec.build(), self._job.spec
 
-    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: Scale) -> torch.Tensor:
         if not self.engine.module.training:
             self.engine.train()
         losses = []
@@ -88,7 +88,7 @@ class AccumulatedStep:
             self._dropout.start(seed, index)
             loss = self.engine(batch)
             losses.append(loss.detach())
-            self.engine.backward(loss * scale)
+            self.engine.backward(loss * scale())
             if index + 1 == len(micro_batches):
                 for work in self.before_update:
                     work()

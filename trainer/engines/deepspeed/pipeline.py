@@ -22,6 +22,7 @@ from trainer.layout import Layout
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel.apply import stages_of_rank
+from trainer.parallel.forward_backward import Scale
 from trainer.parallel.gradients import ends, on_both
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import PipelineRun, Stage
@@ -121,7 +122,7 @@ class _StageLayer(nn.Module):
         self.stage = stage
         self._first = first
 
-    def start(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> None:
+    def start(self, seed: int, micro_batches: Sequence[Batch], scale: Scale) -> None:
         self._seed = seed
         self._waiting = enumerate(micro_batches)
         self._scale = scale
@@ -133,7 +134,7 @@ class _StageLayer(nn.Module):
         return output.contiguous()
 
     def loss(self, output: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
-        return output.squeeze(0) * self._scale
+        return output.squeeze(0) * self._scale()
 
 
 @dataclass(eq=False)
@@ -160,7 +161,7 @@ class PipelinedStep:
         patches.surround_update(self.engine, self.before_update, after_update)
         self._nothing = torch.zeros((), device=device)
 
-    def train(self, seed: int, micro_batches: Sequence[Batch], scale: torch.Tensor) -> torch.Tensor:
+    def train(self, seed: int, micro_batches: Sequence[Batch], scale: Scale) -> torch.Tensor:
         batches = self.job.task.padded(micro_batches)
         if (shape := self.job.task.shape(batches[0])) != self._shape:
             self.engine.reset_activation_shape()
@@ -168,6 +169,6 @@ class PipelinedStep:
         self.layer.start(seed, batches, scale)
         self.engine.train_batch(repeat((self._nothing, self._nothing)))
         if self.engine.is_last_stage():
-            loss: torch.Tensor = self.engine.total_loss / scale
+            loss: torch.Tensor = self.engine.total_loss / scale()
             return loss
         return self._nothing.clone()
