@@ -57,6 +57,23 @@ def test_adapted_experts_are_those_of_one_process(pools, tmp_path, bases, layout
         assert passed, table
 
 
+ON_FOUR_RANKS: dict[str, dict[str, Any]] = {
+    "hsdp": {"stage": 3, "mesh": {"shard": 2}},
+    "hsdp, experts": {"stage": 3, "mesh": {"shard": 2}, "expert": 2},
+    "pipeline-zero2, experts": {"stage": 2, "stages": 2, "expert": 2},
+    "tensor-zero3, experts": {"stage": 3, "tensor": 2, "expert": 2},
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("layout", ON_FOUR_RANKS)
+def test_adapted_experts_on_four_ranks(pools, tmp_path, bases, layout):
+    given = {"adapter": STACKS, "model": {"name_or_path": bases["qwen3_moe"]}}
+    path = config(tmp_path, "mesh", **given, **ON_FOUR_RANKS[layout])
+    for passed, _, table in pools[4].run(certified, path=path, world_size=4):
+        assert passed, table
+
+
 IN_FOUR_BITS = STACKS | {"quantize": {"double_quant": True}}
 
 
