@@ -35,6 +35,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.commands import run as run_command
 from tests.support.commands import write_job
+from tests.support.counted import layout_of
 from tests.support.fake_ranks import Counting
 from tests.support.run.interruptions import command, environment
 from tests.support.training import spec_of
@@ -44,7 +45,7 @@ from trainer.distributed.dtensor import local
 from trainer.engines import Machine
 from trainer.layout import AXES
 from trainer.models.materialise import materialise
-from trainer.parallel.parallel_mesh import groups_of
+from trainer.parallel.parallel_mesh import groups_of, parallel_mesh_of
 from trainer.run import run
 from trainer.run.session import Session
 from trainer.run.start.request import Request
@@ -179,6 +180,18 @@ def test_the_groups_of_all_rows_are_made_in_one_call() -> None:
     assert [len(rows) for rows in calls] == [16, 4, 4]  # batch, loss, norm
     for rows in calls:
         assert sorted(rank for row in rows for rank in row) == list(range(1024))
+
+
+def test_no_group_is_made_twice() -> None:
+    """On GPUs each is a communicator. The experts' mesh shares the axes that do not divide them."""
+    experts = layout_of(pipeline=2, replicate=4, shard=8, expert=4, zero_stage=3, accumulation=2)
+    with ranks_of(64):
+        mesh = parallel_mesh_of(experts, torch.device("cpu"))
+        assert mesh.experts is not None
+        assert mesh.experts["expert"].mesh.tolist() == [0, 1, 2, 3]
+        assert mesh.experts["expert_shard"].mesh.tolist() == [0, 4]
+        groups = Counter(map(tuple, dist.distributed_c10d._world.pg_group_ranks.values()))
+    assert {ranks: count for ranks, count in groups.items() if len(ranks) > 1 < count} == {}
 
 
 def test_ranks_connect_where_they_send() -> None:

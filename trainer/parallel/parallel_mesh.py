@@ -141,11 +141,20 @@ def parallel_mesh_of(layout: Layout, device: torch.device, heads: int = 0) -> Pa
     """
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
-    experts = None
-    if layout.expert > 1:
-        parts = _expert_sizes(layout)
-        experts = init_device_mesh(device.type, parts, mesh_dim_names=EXPERT_AXES)
+    experts = expert_mesh(layout, mesh) if layout.expert > 1 else None
     return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh, heads), experts)
+
+
+def expert_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+    """Make the mesh of EXPERT_AXES. Collective.
+
+    Its outer axes have the groups that `mesh` has of them, so that none is made twice.
+    """
+    sizes = _expert_sizes(layout)
+    ranks = torch.arange(math.prod(sizes)).view(sizes)
+    groups = [mesh[axis].get_group() for axis in EXPERT_AXES[:2]]
+    groups += [group_of_rows(_rows(ranks, [axis])) for axis in (2, 3)]
+    return DeviceMesh.from_group(groups, mesh.device_type, ranks, mesh_dim_names=EXPERT_AXES)
 
 
 def _expert_sizes(layout: Layout) -> tuple[int, ...]:
@@ -191,8 +200,13 @@ def groups_of(mesh: DeviceMesh) -> dict[str, dist.ProcessGroup | None]:
 def ranks_along(mesh: DeviceMesh, axes: tuple[str, ...]) -> list[list[int]]:
     """List the groups of ranks that differ along these axes alone."""
     names = mesh.mesh_dim_names or ()
-    moved = mesh.mesh.movedim([*map(names.index, axes)], list(range(-len(axes), 0)))
-    rows = moved.reshape(-1, math.prod(moved.shape[-len(axes) :]))
+    return _rows(mesh.mesh, [*map(names.index, axes)])
+
+
+def _rows(ranks: torch.Tensor, along: Sequence[int]) -> list[list[int]]:
+    """List the rows of an array of ranks along these dimensions."""
+    moved = ranks.movedim([*along], list(range(-len(along), 0)))
+    rows = moved.reshape(-1, math.prod(moved.shape[-len(along) :]))
     return [[int(rank) for rank in row] for row in rows]
 
 
