@@ -94,6 +94,18 @@ def test_weights_under_old_names_are_converted_by_transformers(tmp_path):
         assert torch.equal(loaded.state_dict()[key], value), key
 
 
+def test_a_parameter_that_a_constructor_fills_is_read_as_any_other(tmp_path):
+    """A constructor may make it of an array, and so not on the meta device."""
+    original = real(spec_of(LLAMA), seed=4)
+    torch.nn.init.normal_(original.model.norm.weight)
+    original.save_pretrained(tmp_path)
+    spec = spec_of(LLAMA, str(tmp_path))
+    model = spec.build()
+    model.model.norm.weight = torch.nn.Parameter(torch.zeros(model.config.hidden_size))
+    materialise(model, spec, seed=0)
+    assert torch.equal(model.model.norm.weight, original.model.norm.weight)
+
+
 def test_units_hold_one_block_at_most():
     model = spec_of(LLAMA).build()
     blocks = spec_of(LLAMA).blocks

@@ -74,9 +74,9 @@ def materialise(
     process keeps its own shard, reads no more than that of a pretrained one, and draws little more
     of a large one. `after_unit` is called with each unit and its new parameters, in order; they may
     be empty shards afterwards. `rows` returns the rows that this process keeps of a parameter on
-    the meta device: the others may lack their initial values. A parameter that is not on the meta
-    device stays as it is. Raises ConfigError if the pretrained
-    weights lack a parameter or have it in another shape, or if nothing fills a tensor.
+    the meta device: the others may lack their initial values. A parameter of another model that
+    has its values stays as it is. Raises ConfigError if the pretrained weights lack a parameter or
+    have it in another shape, or if nothing fills a tensor.
     """
     named = root.named_parameters(remove_duplicate=False) if placement.base_dtype else ()
     base = {parameter for name, parameter in named if name in spec.training.unsaved}
@@ -129,7 +129,7 @@ class _Values:
     def allocate(self, name: str, module: nn.Module) -> None:
         """Replace a module's own tensors on the meta device by pretrained or empty ones."""
         for key, parameter in module._parameters.items():
-            if parameter is None or not parameter.is_meta:  # it has the value of another model
+            if parameter is None or _is_shared(parameter):
                 continue
             if parameter not in self.made and parameter not in self.whole:
                 form = module.forms.get(key) if isinstance(module, Stores) else None
@@ -201,6 +201,11 @@ class _Values:
 
     def _report(self, name: str, actual: str, expected: str) -> None:
         self.missing.append(Problem(f"{self.spec.name}: {name}", actual, expected))
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    """Return True for a parameter of another model that has been materialised."""
+    return has_values(parameter) and not parameter.is_meta
 
 
 def _tensors(module: nn.Module) -> dict[str, torch.Tensor | None]:
