@@ -101,8 +101,8 @@ def opened_on_one_base(folders: Sequence[Path], trust: bool) -> list[Adapted]:
         return [Adapted(opened_language_model(first, trust))]
     for folder in folders:
         if _base_of(folder) != _base_of(first):
-            actual = f"an adapter on {listed(_base_of(folder))}"
-            expected = f"one on {listed(_base_of(first))}, as {first} has"
+            actual = f"an adapter on {', '.join(_base_of(folder))}"
+            expected = f"one on {', '.join(_base_of(first))}, as {first} has"
             raise ConfigError(Problem(f"open: {folder}", actual, expected))
     if (bits := quantised_files.read(first)) is not None:
         models = _on_quantised(folders, bits, trust, on_gpu=torch.cuda.is_available())
