@@ -66,6 +66,17 @@ def collate(self, *rest):
     return real(self, *rest)
 m.CausalLM.collate = collate
 """
+OTHER_COLLECTIVES = """
+import torch, trainer.engines.torch.engine as m
+real = m.TorchEngine.step
+def step(self, number, *rest):
+    if number == 2 and rank == 0:
+        torch.distributed.barrier()
+    elif number == 2:
+        torch.distributed.all_reduce(torch.zeros(1))
+    return real(self, number, *rest)
+m.TorchEngine.step = step
+"""
 STOP = "os.kill(os.getpid(), 19)"
 BARRIER = "import torch; torch.distributed.barrier(self.job.machine.ranks.on_host().group)"
 RANK_0, RANK_1 = r"rank 0 on HOST \(process \d+\) ", r"rank 1 on HOST \(process \d+\) "
@@ -96,8 +107,12 @@ STANDS = {
         RANK_1 + "is outside the collective that the others wait in, at .*barrier",
     ),
     "another collective of the same group": (  # each waits for the other: neither is more wrong
-        AT_STEP_3.format(rank=0, what="import torch; torch.distributed.barrier()"),
+        OTHER_COLLECTIVES,
         r"rank 0 on HOST \(process \d+\) .*barrier and rank 1 on HOST \(process \d+\) ",
+    ),
+    "a barrier too many on the first": (  # the others have begun their sum, and gather already
+        AT_STEP_3.format(rank=0, what="import torch; torch.distributed.barrier()"),
+        RANK_0 + "is outside the collective that the others wait in, at .*barrier",
     ),
     "an endless loop": (
         AT_STEP_3.format(rank=1, what="while True: pass"),
@@ -648,7 +663,8 @@ class SlowStore(CountingStore):
 
     def __init__(self, store: Any) -> None:
         super().__init__(store)
-        self.writing, self.begun = 0, threading.Event()
+        self.writing = 0
+        self.begun = threading.Event()
 
     def set(self, key: str, value: str) -> None:
         self.writing += 1
