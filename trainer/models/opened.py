@@ -99,10 +99,11 @@ def opened_on_one_base(folders: Sequence[Path], trust: bool) -> list[Adapted]:
     first = folders[0]
     if len(folders) == 1:
         return [Adapted(opened_language_model(first, trust))]
-    for folder in folders:
-        if _base_of(folder) != _base_of(first):
-            actual = f"an adapter on {', '.join(_base_of(folder))}"
-            expected = f"one on {', '.join(_base_of(first))}, as {first} has"
+    base = _base_of(first)
+    for folder in folders[1:]:
+        if (own := _base_of(folder)) != base:
+            actual = f"an adapter on {', '.join(own)}"
+            expected = f"one on {', '.join(base)}, as {first} has"
             raise ConfigError(Problem(f"open: {folder}", actual, expected))
     if (bits := quantised_files.read(first)) is not None:
         models = _on_quantised(folders, bits, trust, on_gpu=torch.cuda.is_available())

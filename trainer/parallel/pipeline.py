@@ -73,7 +73,7 @@ class PipelineRun:
         self._group = mesh.axis("pipeline")
         self._device = device
         self._schedules: dict[tuple[int, ...], object] = {}
-        self._scale: Scale = lambda: torch.ones((), device=device)
+        self._scale: Scale
 
     @property
     def modules(self) -> list[nn.Module]:

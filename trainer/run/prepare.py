@@ -242,8 +242,8 @@ def _chosen(
         engine = choice_of(composed, wanted).name
     choice = choose(subject, composed, engine, machine)
     if choice.mode != "none":
-        about = subject.spec, subject.probed, machine.ranks, subject.packed
-        if why := recompute_refusal(*about):
+        why = recompute_refusal(subject.spec, subject.probed, machine.ranks, subject.packed)
+        if why:
             choice = RecomputeChoice("none", f"none: {why}")
     decided = recomputing(composed.config, choice.mode, choice.reason)
     return compose(decided, composed.facts), choice.plan

@@ -116,7 +116,11 @@ def layers_of(spec: ModelSpec, options: QuantizeSection) -> dict[str, Form]:
 
     `spec`: the model with the adapters, whose base is in 16 bits.
     """
-    model = quantised(spec.build(), spec.blocks, format_of(options))
+    return forms_in(quantised(spec.build(), spec.blocks, format_of(options)))
+
+
+def forms_in(model: nn.Module) -> dict[str, Form]:
+    """Return the forms of a model's quantised weights, by their names in the base."""
     return {base_name(name): weight.form for name, weight in quantised_weights(model).items()}
 
 

@@ -19,7 +19,7 @@ from trainer.models.finetuning.lora import adapted
 from trainer.models.finetuning.lora_folder import CONFIG
 from trainer.models.finetuning.lora_weights import base_name, is_adapters
 from trainer.models.finetuning.quantised.quantised_base import Form
-from trainer.models.finetuning.quantised.quantised_files import dequantised, layers_of
+from trainer.models.finetuning.quantised.quantised_files import dequantised, forms_in, layers_of
 from trainer.models.huggingface import spec_of
 from trainer.models.language.auto_class import CAUSAL, class_named
 from trainer.models.language.model_config import read_config
@@ -72,11 +72,11 @@ def _opened(
     config = read_config(section)
     dtype = config.get_text_config(decoder=True).dtype or torch.float32
     spec = _base(folder, config, section, stated)
-    described = adapted(spec, AdapterSection(path=str(folder)))
-    forms = layers_of(described, bits)
+    described = adapted(spec, AdapterSection(path=str(folder), quantize=bits if keep else None))
     if keep:
-        described = adapted(spec, AdapterSection(path=str(folder), quantize=bits))
+        forms = forms_in(described.build())
     else:
+        forms = layers_of(described, bits)
         described = dequantised(described, forms)
     model: Any = described.build()
     if like is not None:

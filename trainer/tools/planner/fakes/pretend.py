@@ -121,8 +121,13 @@ def _replacements(
     for name in ("__init__", "__getitem__", "_flatten", "__hash__", "__eq__"):
         yield DeviceMesh, name, real(getattr(DeviceMesh, name))
     yield DeviceMesh, "mesh", property(real(vars(DeviceMesh)["mesh"].fget))
-    meshes = init_device_mesh, parallel_mesh.expert_mesh, parallel_mesh.ranks_along
-    for function in (*meshes, gradients.ends, coordinate_in):
+    for function in (
+        init_device_mesh,
+        parallel_mesh.expert_mesh,
+        parallel_mesh.ranks_along,
+        gradients.ends,
+        coordinate_in,
+    ):
         yield from _everywhere(function, real(function))
     yield expert_ranks, "split_sizes", partial(_even, expert_ranks.split_sizes)
     yield from _everywhere(kernel_chooser, _kernels)
