@@ -24,7 +24,7 @@ from trainer.distributed.dtensor import local
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
-from trainer.parallel.recompute import tiles
+from trainer.parallel.recompute import summed, tiles
 from trainer.parallel.recompute.offload import on_host
 from trainer.tasks.mixers import kept_apart
 
@@ -89,11 +89,18 @@ def _selective(every: int, written: set[str] | None) -> object:
     to which new ones are added.
     """
     products: Counter[bool] = Counter()
+    gathered = False
 
     def policy(
         context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
     ) -> CheckpointPolicy:
-        kept = is_kept(operator) and not tiles.COMPUTES.get()
+        nonlocal gathered
+        if is_sent(operator):
+            # a collective is awaited where it is begun
+            gathered = "all_gather" in operator._opname or (gathered and "wait" in operator._opname)
+            if gathered:  # by its own choice the compiler would keep it
+                return CheckpointPolicy.MUST_RECOMPUTE
+        kept = is_kept(operator) and not tiles.COMPUTES.get() and not summed.COMPUTES.get()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % every == 1
@@ -105,7 +112,7 @@ def _selective(every: int, written: set[str] | None) -> object:
     copied = frozenset(written)
     copies = (_Results(copied),) if copied else ()
     # a pass that has shown another operator is recomputed as a whole
-    recomputed = _Within(lambda: written == copied, again, *copies)
+    recomputed = _Within(lambda: written == copied, summed.Skipped(), again, *copies)
     return _Within(lambda: True, forward, _Results(copied, written)), recomputed
 
 
@@ -202,10 +209,17 @@ def is_kept(operator: OpOverload) -> bool:
     """Return True for what `selective` keeps; it recomputes all else.
 
     These are matrix products, attention of any library by its name, what other ranks sent, and the
-    choice of experts, which must be the same in the backward pass. Collectives in place are not
-    kept: by them DeepSpeed gathers the parameters, again for each pass.
+    choice of experts, which must be the same in the backward pass. Of what is sent, gathers are
+    not: their result has the size of all ranks' parts.
     """
     name = getattr(operator, "_opname", str(operator))
     attention = "attention" in name or "attn" in name
-    sent = operator.namespace == "_c10d_functional"
-    return is_product(operator) or attention or sent or name == "topk"
+    return is_product(operator) or attention or is_sent(operator) or name == "topk"
+
+
+def is_sent(operator: OpOverload) -> bool:
+    """Return True for an exchange between ranks, and for the wait for one.
+
+    Those in place are none: by them DeepSpeed gathers the parameters, again for each pass.
+    """
+    return operator.namespace == "_c10d_functional"

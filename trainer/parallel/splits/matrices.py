@@ -29,6 +29,7 @@ from trainer.models.names import layer_of, outermost, pattern_of
 from trainer.models.spec import HEADS, WHOLE, ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import divide_heads, has_local_parameters, replace_forward
+from trainer.parallel.recompute.summed import only_summed
 from trainer.parallel.splits import experts, vocabulary
 from trainer.parallel.splits.experts import Part
 from trainer.parallel.splits.sequence import TokenParts, with_first
@@ -83,7 +84,7 @@ def split(
     entries = {name: _Entry(ranks, sequence, terms) for name, terms in regions.items()}
     for name, entry in entries.items():
         modules[name].register_forward_pre_hook(entry.enter, with_kwargs=True)
-        modules[name].register_forward_hook(entry.leave)
+        modules[name].register_forward_hook(entry.leave, always_call=True)
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
             around = [entry for at, entry in entries.items() if f"{name}.".startswith(f"{at}.")]
@@ -137,7 +138,8 @@ def _by_rows(
 ) -> torch.Tensor:
     """Return the sum over the ranks, of which one with a part of the sequence keeps that part."""
     given = ranks.scatter(given, -1) if style.whole else given
-    term = _product(layer, given)
+    with only_summed():
+        term = _product(layer, given)
     output = ranks.reduce_from(term) if entry.sequence is None else ranks.reduce_scatter(term, 1)
     return output if layer.bias is None else output + layer.bias
 

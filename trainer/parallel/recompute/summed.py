@@ -1,0 +1,61 @@
+"""Products whose terms are only summed over ranks: `selective` keeps the sum, and not this rank's term.
+
+A recomputed block gets an empty tensor in their place: the sum, which it is for, is the kept one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.parallel.recompute import tiles
+
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+
+COMPUTES: ContextVar[bool] = ContextVar("COMPUTES", default=False)
+"""True while a term is computed."""
+
+
+@contextmanager
+def only_summed() -> Iterator[None]:
+    """Compute a term in here that goes into a sum over ranks, and nowhere else.
+
+    The compiler sees by itself what nobody needs.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
+    token = COMPUTES.set(True)
+    try:
+        yield
+    finally:
+        COMPUTES.reset(token)
+
+
+class Skipped(TorchDispatchMode):
+    """Computes no such term again. Within a tile sums are not kept, and each is computed."""
+
+    supports_higher_order_operators = True  # flex attention
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of a block run compiled, as PyTorch's own modes here do."""
+        return True
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        if func is torch.ops.aten.mm.default and COMPUTES.get() and not tiles.COMPUTES.get():
+            rows, matrix = args
+            return rows.new_empty(len(rows), matrix.shape[1])
+        return func(*args, **(kwargs or {}))
