@@ -33,6 +33,10 @@ class Recompute:
     tile: int = 0
     """The most tokens that a block's MLP computes at a time, and again; 0: all, once."""
 
+    def chooses(self, block: int) -> bool:
+        """Return True if the block of this number is recomputed."""
+        return self.mode != "none" and (self.mode != "every" or block % self.every == 0)
+
     def __str__(self) -> str:
         return f"{self.mode}:{self.every}" if self.mode == "every" or self.every > 1 else self.mode
 

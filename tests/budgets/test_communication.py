@@ -325,6 +325,42 @@ def test_a_block_is_gathered_before_the_products_of_the_one_before_it(jobs, name
         assert gathers[block] < first(step, "aten.mm", "forward", block - 1)
 
 
+WAIT = "_c10d_functional.wait_tensor"
+EXCHANGED = {
+    "mesh tensor, 1": {"all-reduce": 5},
+    "mesh tensor, sequence parallel, 1": {"all-gather": 5, "reduce-scatter": 5},
+    "mesh tensor x zero3, 1": {"all-reduce": 5},
+}
+"""The products that a block computes while messages of its backward pass are under way, by kind: of
+queries, keys and values, and of gate and up."""
+
+
+def hidden_by(step: Step) -> Counter[str]:
+    """Count products between what tensor ranks begin to exchange and the wait for it.
+
+    Of the backward passes of blocks, by kind of message. They land in the order of their beginning.
+    """
+    result: Counter[str] = Counter()
+    under_way: list[str] = []
+    for event in step.events:
+        message = event.message
+        if message is not None and step.layout.axes_of(message.group) == ("tensor",):
+            under_way.append(event.name if event.during == "backward" else "")
+        elif event.name == WAIT:
+            under_way.pop(0)
+        elif event.name == "aten.mm" and event.block is not None:
+            result.update(filter(None, under_way))
+    return result
+
+
+@pytest.mark.first("mesh tensor, sequence parallel, 1")
+@pytest.mark.parametrize("name", EXCHANGED)
+def test_products_are_computed_while_tensor_ranks_exchange(jobs, name):
+    step = jobs.steps[name]
+    blocks = len(jobs.workloads[name].spec.blocks)
+    assert hidden_by(step) == {kind: blocks * n for kind, n in EXCHANGED[name].items()}
+
+
 KEPT = {
     "selective": {"aten.mm": 7},
     "selective, sliding": {"aten.mm": 7},

@@ -262,7 +262,8 @@ def _split(
 
     Sequence parallel (arXiv 2205.05198, section 4.2.2) makes of each all-reduce in a block a
     gather and a reduce-scatter, and gathers where the first block's input and the last one's output
-    are divided; the gradients of a block's norms are added up once a step. So are without it those
+    are divided. A region's input is gathered again for the gradients of its matrices, unless it is
+    recomputed. The gradients of a block's norms are added up once a step. So are without it those
     of norms that see some heads. The weights by which experts are mixed have gradients on each rank.
     """
     m, width = layout.accumulation, WIDTH[layout.precision]
@@ -274,7 +275,8 @@ def _split(
 
     in_blocks = sizes.blocks * (sizes.rows + (2 if levers.tensor else sizes.columns))
     if layout.sequence_parallel:
-        add("all-gather", in_blocks + 2)
+        again = sizes.blocks * sizes.rows if layout.recompute.mode == "none" else 0
+        add("all-gather", in_blocks + again + 2)
         add("reduce-scatter", in_blocks)
         norms = 4 * sizes.blocks * (sizes.block - sizes.split) // layout.shard
         found.add("all-reduce", ("tensor",), "float32", 1, norms)

@@ -70,11 +70,40 @@ class Exchange:
         """
         return _exchanged(rows, self._moved(sent, received), self._moved(received, sent))
 
+    def begin_sum(self, term: torch.Tensor) -> torch.Tensor:
+        """Begin to sum the ranks' terms: nothing may read the result before it has landed."""
+        total = _ops.all_reduce(term.contiguous(), "sum", self.group.group_name)
+        return total  # type: ignore[no-any-return]
+
+    def begin_gather(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+        """Begin to gather the ranks' parts. It lands later, as every result that is begun."""
+        whole = self._begin_gather(part.movedim(dim, 0).contiguous())
+        return whole.narrow(0, 0, length).movedim(0, dim)
+
+    def begin_reduce_scatter(self, term: torch.Tensor, dim: int) -> torch.Tensor:
+        """Begin to sum the ranks' terms, of which each gets its part."""
+        part = self._begin_reduce_scatter(self._padded(term.movedim(dim, 0)).contiguous())
+        return part.movedim(0, dim)
+
+    def land(self, begun: torch.Tensor) -> torch.Tensor:
+        """Wait for a result that was begun, and return it."""
+        return _ops.wait_tensor(begun)  # type: ignore[no-any-return]
+
+    def _begin_gather(self, first: torch.Tensor) -> torch.Tensor:
+        size = self.group.size()
+        whole = _ops.all_gather_into_tensor(first, size, self.group.group_name)
+        return whole  # type: ignore[no-any-return]
+
+    def _begin_reduce_scatter(self, first: torch.Tensor) -> torch.Tensor:
+        size = self.group.size()
+        part = _ops.reduce_scatter_tensor(first, "sum", size, self.group.group_name)
+        return part  # type: ignore[no-any-return]
+
     def _moved(self, sent: Counts, received: Counts) -> Move:
         def moved(rows: torch.Tensor) -> torch.Tensor:
             name = self.group.group_name
             received_rows = _ops.all_to_all_single(rows.contiguous(), [*received], [*sent], name)
-            return _ops.wait_tensor(received_rows)  # type: ignore[no-any-return]
+            return self.land(received_rows)
 
         return moved
 
@@ -89,27 +118,13 @@ class Exchange:
         return swapped
 
     def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        total = _ops.all_reduce(tensor.contiguous(), "sum", self.group.group_name)
-        return _ops.wait_tensor(total)  # type: ignore[no-any-return]
+        return self.land(self.begin_sum(tensor))
 
     def _gathered(self, dim: int, length: int) -> Move:
-        def gathered(part: torch.Tensor) -> torch.Tensor:
-            first = part.movedim(dim, 0).contiguous()
-            name = self.group.group_name
-            size = self.group.size()
-            whole = _ops.wait_tensor(_ops.all_gather_into_tensor(first, size, name))
-            return whole.narrow(0, 0, length).movedim(0, dim)  # type: ignore[no-any-return]
-
-        return gathered
+        return lambda part: self.land(self.begin_gather(part, dim, length))
 
     def _scattered(self, dim: int) -> Move:
-        def scattered(term: torch.Tensor) -> torch.Tensor:
-            first = self._padded(term.movedim(dim, 0)).contiguous()
-            size = self.group.size()
-            part = _ops.reduce_scatter_tensor(first, "sum", size, self.group.group_name)
-            return _ops.wait_tensor(part).movedim(0, dim)  # type: ignore[no-any-return]
-
-        return scattered
+        return lambda term: self.land(self.begin_reduce_scatter(term, dim))
 
     def _part(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         parts = self._padded(whole.movedim(dim, 0)).chunk(self.group.size())

@@ -92,14 +92,17 @@ class _RankThread(Exchange):
         sizes = {"rank": lambda: rank, "size": lambda: len(slots)}
         super().__init__(SimpleNamespace(**sizes, all=all_of, abort=barrier.abort))  # type: ignore[arg-type]
 
-    def _sum(self, tensor: torch.Tensor) -> torch.Tensor:
-        return torch.stack(self.group.all(tensor)).sum(0)
+    def begin_sum(self, term: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self.group.all(term)).sum(0)
 
-    def _gathered(self, dim: int, length: int) -> Move:
-        return lambda part: torch.cat(self.group.all(part), dim).narrow(dim, 0, length)
+    def land(self, begun: torch.Tensor) -> torch.Tensor:
+        return begun  # nothing is under way
 
-    def _scattered(self, dim: int) -> Move:
-        return lambda term: self._part(self._sum(term), dim)
+    def _begin_gather(self, first: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.group.all(first))
+
+    def _begin_reduce_scatter(self, first: torch.Tensor) -> torch.Tensor:
+        return self.begin_sum(first).chunk(self.group.size())[self.group.rank()]
 
     def _moved(self, sent: Sequence[int], received: Sequence[int]) -> Move:
         def moved(rows: torch.Tensor) -> torch.Tensor:

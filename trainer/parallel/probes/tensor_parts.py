@@ -47,7 +47,7 @@ def check(spec: ModelSpec, layout: Layout) -> None:
 
 def _difference(spec: ModelSpec, layout: Layout) -> str | None:
     def parts(model: nn.Module, small: ModelSpec, ranks: Exchange, part: Part) -> None:
-        split(model, small, ranks, part, small.blocks if layout.sequence_parallel else ())
+        split(model, small, layout, ranks, part, small.blocks)
 
     return difference(spec, layout.tensor, parts, lambda small: has_partial_gradient(small, layout))
 

@@ -42,10 +42,8 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 
     """
     if recompute.tile:
         tiles.apply(model, spec, recompute.tile, parts)
-    if recompute.mode == "none":
-        return
     for index, name in enumerate(spec.blocks):
-        if recompute.mode != "every" or index % recompute.every == 0:
+        if recompute.chooses(index):
             block = model.get_submodule(name)
             routes = spec.language.idle_parameters > 0
             biased = any(getattr(module, "has_bias", False) for module in block.modules())

@@ -7,18 +7,17 @@ part of the tokens (`splits/sequence.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import compress
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from trainer.distributed.dtensor import local, part_of
+from trainer.distributed.dtensor import part_of
 from trainer.distributed.exchange import Exchange
 from trainer.errors import listed
 from trainer.layout import Layout
@@ -32,7 +31,8 @@ from trainer.parallel.patches import divide_heads, has_local_parameters, replace
 from trainer.parallel.recompute.summed import only_summed
 from trainer.parallel.splits import experts, vocabulary
 from trainer.parallel.splits.experts import Part
-from trainer.parallel.splits.sequence import TokenParts, with_first
+from trainer.parallel.splits.region import Backward, Region, product
+from trainer.parallel.splits.sequence import TokenParts
 
 
 class _Style(NamedTuple):
@@ -62,34 +62,34 @@ def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, stage: range) -
     `stage` has the numbers of the blocks that this rank will run.
     """
     along = mesh.device_mesh["tensor"]
-    divided = [spec.blocks[at] for at in stage] if mesh.layout.sequence_parallel else []
+    blocks = [spec.blocks[at] for at in stage]
     if mesh.layout.expert > 1:  # they are divided already
         rest = {n: s for n, s in spec.language.tensor_plan.items() if s != experts.STYLE}
         spec = replace(spec, language=replace(spec.language, tensor_plan=rest))
-    split(model, spec, Exchange(mesh.axis("tensor")), partial(part_of, along), divided)
+    part = partial(part_of, along)
+    split(model, spec, mesh.layout, Exchange(mesh.axis("tensor")), part, blocks)
     if vocabulary.whole_because(model, spec, mesh.layout.tensor) is None:
         vocabulary.apply(model, along)
 
 
 def split(
-    model: nn.Module, spec: ModelSpec, ranks: Exchange, part: Part, divided: Sequence[str]
+    model: nn.Module,
+    spec: ModelSpec,
+    layout: Layout,
+    ranks: Exchange,
+    part: Part,
+    blocks: Sequence[str],
 ) -> None:
-    """Split what the plan names; from the first to the last of the blocks `divided` each rank has a
-    part of the tokens.
-    """
+    """Split what the plan names, and with sequence parallelism the tokens within these `blocks`."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    sequence = TokenParts(ranks) if divided else None
-    regions = {name: terms for name, terms in entered_by(spec).items() if name in modules}
-    entries = {name: _Entry(ranks, sequence, terms) for name, terms in regions.items()}
-    for name, entry in entries.items():
-        modules[name].register_forward_pre_hook(entry.enter, with_kwargs=True)
-        modules[name].register_forward_hook(entry.leave, always_call=True)
+    sequence = TokenParts(ranks) if layout.sequence_parallel else None
+    regions = _enter(modules, spec, layout, ranks, sequence)
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:
-            around = [entry for at, entry in entries.items() if f"{name}.".startswith(f"{at}.")]
-            entry = around[0] if around else _Entry(ranks, sequence, False)
-            _split(modules[name], STYLES[style], ranks, part, entry)
+            around = [region for at, region in regions.items() if f"{name}.".startswith(f"{at}.")]
+            region = around[0] if around else Region(ranks, sequence, False, Backward(False, False))
+            _split(modules[name], STYLES[style], ranks, part, region)
         elif style == "colwise" and name in parameters:  # a number of each head
             owner = modules[name.rpartition(".")[0]]
             owner.register_parameter(name.rpartition(".")[2], part(parameters[name], 0))
@@ -99,10 +99,33 @@ def split(
         elif style == HEADS and name in modules:
             divide_heads(modules[name], ranks.group.size())
     if sequence is not None:
-        sequence.apply(model, divided)
+        sequence.apply(model, blocks)
 
 
-def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry) -> None:
+def _enter(
+    modules: Mapping[str, nn.Module],
+    spec: ModelSpec,
+    layout: Layout,
+    ranks: Exchange,
+    sequence: TokenParts | None,
+) -> dict[str, Region]:
+    """Let hidden states enter the modules with split layers, which are returned by name."""
+    recomputed = [f"{b}." for n, b in enumerate(spec.blocks) if layout.recompute.chooses(n)]
+    regions: dict[str, Region] = {}
+    for name, terms in entered_by(spec).items():
+        if name not in modules:
+            continue
+        again = name.startswith(tuple(recomputed))
+        overlaps = terms and not layout.schedule.splits_backward
+        region = Region(ranks, sequence, terms, Backward(overlaps=overlaps, recomputed=again))
+        regions[name] = region
+        modules[name].register_forward_pre_hook(region.enter, with_kwargs=True)
+        # a module is not left in the usual way where it is recomputed only as far as is needed
+        modules[name].register_forward_hook(region.leave, always_call=True)
+    return regions
+
+
+def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, region: Region) -> None:
     style = style._replace(width=widths(layer)[1])
     dim_of_weight = style.dim
     if isinstance(layer, Conv1D):
@@ -113,8 +136,10 @@ def _split(layer: Any, style: _Style, ranks: Exchange, part: Part, entry: _Entry
     layer.register_parameter("weight", part(layer.weight, dim_of_weight))
     if style.dim == 0 and layer.bias is not None:
         layer.register_parameter("bias", part(layer.bias, 0))
+    if style.dim == 0 and not style.whole:
+        region.layers.append(layer)
     forward = _by_columns if style.dim == 0 else _by_rows
-    replace_forward(layer, partial(forward, layer, style, ranks, entry))
+    replace_forward(layer, partial(forward, layer, style, ranks, region))
 
 
 def _with_parts(
@@ -125,73 +150,22 @@ def _with_parts(
 
 
 def _by_columns(
-    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
+    layer: nn.Linear, style: _Style, ranks: Exchange, region: Region, given: torch.Tensor
 ) -> torch.Tensor:
     """Return this rank's columns, or all."""
-    given = entry.entered(given, style)
-    output = _product(layer, given, None if layer.bias is None else local(layer.bias))
+    output = region.columns(layer, region.entered(given, style.whole))
     return ranks.gather(output, -1, style.width) if style.whole else output
 
 
 def _by_rows(
-    layer: nn.Linear, style: _Style, ranks: Exchange, entry: _Entry, given: torch.Tensor
+    layer: nn.Linear, style: _Style, ranks: Exchange, region: Region, given: torch.Tensor
 ) -> torch.Tensor:
     """Return the sum over the ranks, of which one with a part of the sequence keeps that part."""
     given = ranks.scatter(given, -1) if style.whole else given
     with only_summed():
-        term = _product(layer, given)
-    output = ranks.reduce_from(term) if entry.sequence is None else ranks.reduce_scatter(term, 1)
+        term = product(layer, given)
+    output = ranks.reduce_from(term) if region.sequence is None else ranks.reduce_scatter(term, 1)
     return output if layer.bias is None else output + layer.bias
-
-
-def _product(
-    layer: nn.Linear | Conv1D | QuantisedLinear,
-    given: torch.Tensor,
-    bias: torch.Tensor | None = None,
-) -> torch.Tensor:
-    if isinstance(layer, QuantisedLinear):
-        return layer.product(given, bias)
-    weight = local(layer.weight)
-    return F.linear(given, weight.T if isinstance(layer, Conv1D) else weight, bias)
-
-
-class _Entry:
-    """The way of hidden states into a module with split layers: their gradient is summed once.
-
-    With `terms` all that the module computes is a rank's term of what it gives.
-    """
-
-    def __init__(self, ranks: Exchange, sequence: TokenParts | None, terms: bool) -> None:
-        self._ranks = ranks
-        self.sequence = sequence
-        self._terms = terms
-        self._given: torch.Tensor | None = None
-        self._entered: torch.Tensor | None = None
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> object:
-        def entering(hidden: torch.Tensor) -> torch.Tensor:
-            if self.sequence is not None:
-                hidden = self.sequence.gather(hidden, self._terms)
-            elif self._terms:
-                hidden = self._ranks.copy_to(hidden)
-            self._given = hidden
-            self._entered = hidden if self._terms else None
-            return hidden
-
-        return with_first(entering, args, kwargs)
-
-    def leave(self, *_: object) -> None:
-        self._given = self._entered = None
-
-    def entered(self, given: torch.Tensor, style: _Style) -> torch.Tensor:
-        """Return what a layer gets, once its gradient is summed over the ranks."""
-        if self._terms and self._given is not None and not style.whole:
-            return given
-        if given is not self._given:
-            return self._ranks.copy_to(given)
-        if self._entered is None:
-            self._entered = self._ranks.copy_to(given)
-        return self._entered
 
 
 def note_of(spec: ModelSpec) -> str | None:

@@ -35,7 +35,7 @@ class TokenParts:
 
     def __init__(self, ranks: Exchange) -> None:
         self._ranks = ranks
-        self._length = 0
+        self.length = 0
         """The number of tokens of the rows in the forward pass that runs."""
 
     def apply(self, model: nn.Module, blocks: Sequence[str]) -> None:
@@ -52,27 +52,27 @@ class TokenParts:
     def gather(self, part: torch.Tensor, terms: bool) -> torch.Tensor:
         """Return whole sequences, of which each rank uses all: for its terms, or for the same."""
         gather = self._ranks.gather_to if terms else self._ranks.gather
-        return gather(part, 1, self._length)
+        return gather(part, 1, self.length)
 
     def _divided(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         def divide(hidden: torch.Tensor) -> torch.Tensor:
-            self._length = hidden.shape[1]
+            self.length = hidden.shape[1]
             return self._ranks.scatter(hidden, 1)
 
         return with_first(divide, args, kwargs)
 
     def _joined(self, module: nn.Module, inputs: object, output: object) -> object:
         part, *rest = output if isinstance(output, tuple) else (output,)
-        whole = self._ranks.gather(part, 1, self._length)
+        whole = self._ranks.gather(part, 1, self.length)
         return (whole, *rest) if isinstance(output, tuple) else whole
 
     def _dropped(
         self, dropout: nn.Dropout, draw: Callable[..., torch.Tensor], given: torch.Tensor
     ) -> torch.Tensor:
-        parts = -(-self._length // self._ranks.group.size())
+        parts = -(-self.length // self._ranks.group.size())
         if not dropout.training or not dropout.p or given.shape[1] != parts:
             return draw(given)
-        ones = given.new_ones(len(given), self._length, *given.shape[2:])
+        ones = given.new_ones(len(given), self.length, *given.shape[2:])
         return given * self._ranks.scatter(draw(ones), 1)
