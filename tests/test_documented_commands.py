@@ -204,6 +204,13 @@ SMALL: dict[str, tuple[str, ...]] = {
         "meshloom plan --config long_context --nodes 1 --gpus 8 {tiny} trainer.engine=mesh "
         f"train_micro_batch_size_per_gpu=1 sequence_parallel_size=2 {FULL}",
     ),
+    "meshloom plan --config examples/gallery/full.json zero_optimization.stage=1 "
+    "tensor_parallel.autotp_size=8 tensor_parallel.sequence_parallel=true "
+    "trainer.data.sequence_length=32768 trainer.activation_checkpointing=MODE": (
+        "meshloom plan --config examples/gallery/full.json --gpus 2 {tiny} "
+        "zero_optimization.stage=1 tensor_parallel.autotp_size=2 "
+        f"tensor_parallel.sequence_parallel=true {FULL}",
+    ),
     "python launch/verify.py --config ds_configs/zero2.json": (
         "python launch/verify.py --config ds_configs/zero2.json {tiny}",
     ),

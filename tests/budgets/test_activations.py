@@ -40,9 +40,24 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {**HALF, "tensor": 4},
     "tensor, sequence parallel": {**HALF, "tensor": 4, "sequence_parallel": True},
     "context": {**HALF, "context": 2},
+    "experts": {**HALF, "expert": 4},
 }
 MODES = "none", "selective", "full"
-CASES = {f"{name}, {mode}": (name, mode) for name in LAYOUTS for mode in MODES}
+EXPERTS = {
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    f"{name}, {mode}": (name, mode, {}) for name in LAYOUTS for mode in MODES if name != "experts"
+}
+CASES |= {
+    f"{name} of experts, full": (name, "full", EXPERTS)
+    for name in ("tensor", "tensor, sequence parallel", "experts")
+}
 
 
 def kept(layout: Layout) -> float:
@@ -81,8 +96,8 @@ def of_blocks(jobs: list[Workload]) -> list[float]:
 
 
 def job(name: str, blocks: int) -> Workload:
-    layout, mode = CASES[name]
-    model = MODEL | {"num_hidden_layers": blocks}
+    layout, mode, more = CASES[name]
+    model = MODEL | more | {"num_hidden_layers": blocks}
     return workload(model=model, length=LENGTH, recompute=mode, **LAYOUTS[layout])
 
 
