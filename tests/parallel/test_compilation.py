@@ -29,7 +29,7 @@ LAID_OUT = {
         *("zero3, all on the host", "pipeline", "pipeline, gpt2, full", "pipeline, selective"),
         *("pipeline, Interleaved1F1B", "pipeline x zero3", "tensor", "tensor, qwen3"),
         *("tensor x zero2, gpt_neox, selective", "tensor x zero3, qwen3, full"),
-        "pipeline x tensor",
+        *("pipeline x tensor", "tensor x zero2, sequence, qwen3, selective", "context"),
     )
 }
 LAID_OUT["zero3, lora"] = LORA
@@ -46,7 +46,10 @@ KERNELS = {
     f"mesh-{name}, kernels": replace(
         LAYOUTS[name], engine="mesh", compile="blocks", compiler="inductor"
     )
-    for name in ("zero3, gpt2, full", "zero3, gpt2, selective", "tensor")
+    for name in (
+        *("zero3, gpt2, full", "zero3, gpt2, selective", "tensor", "context"),
+        "tensor x zero2, sequence, qwen3, selective",
+    )
 }
 KERNELS["deepspeed-zero2, kernels"] = replace(
     LAYOUTS["zero2"], engine="deepspeed", compile="blocks", compiler="inductor"

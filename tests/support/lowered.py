@@ -37,11 +37,14 @@ class Lowered(NamedTuple):
 
 
 def lowered(
-    function: Callable[..., Any], inputs: Callable[[], tuple[torch.Tensor, ...]]
+    function: Callable[..., Any],
+    inputs: Callable[[], tuple[torch.Tensor, ...]],
+    device: str = "cuda:0",
 ) -> Lowered:
-    """Lower a function of tensors on a GPU, as `torch.compile` does.
+    """Lower a function of tensors on a device, as `torch.compile` does.
 
-    A tensor on a GPU gives PyTorch a device, even a fake one: call this in a process of its own.
+    Matrix products on a GPU need its driver: their order can be seen on the CPU. A tensor on a GPU
+    gives PyTorch a device, even a fake one: call this in a process of its own.
     """
     from torch._inductor.debug import DebugContext
     from torch._inductor.decomposition import select_decomp_table
@@ -49,13 +52,15 @@ def lowered(
     from torch._inductor.graph import GraphLowering
     from torch._inductor.runtime.hints import DeviceProperties
     from torch._inductor.virtualized import V
+    from torch.utils._triton import has_triton
 
+    has_triton.cache_clear()  # what was lowered before may have been for another device
     with ExitStack() as stack:
-        for name, answer in ANSWERS.items():
+        for name, answer in ANSWERS.items() if device != "cpu" else ():
             stack.enter_context(patch(name, answer, create=True))
         stack.enter_context(patch("torch.compiler._is_compiling_flag", True))
         mode = stack.enter_context(FakeTensorMode())
-        stack.enter_context(torch.device("cuda", 0))
+        stack.enter_context(torch.device(device))
         tensors = inputs()
         pure = torch.func.functionalize(function)
         module = make_fx(pure, decomposition_table=select_decomp_table())(*tensors)

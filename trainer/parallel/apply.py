@@ -82,7 +82,7 @@ def wrap_blocks(
         say(f"activation checkpointing ({layout.recompute}) to {len(spec.blocks)} blocks")
     if layout.compile in ("blocks", "loss"):
         blocks = layout.compile == "blocks"
-        compilation.apply(model, spec, blocks=blocks, tensor=layout.tensor > 1)
+        compilation.apply(model, spec, blocks=blocks, layout=layout)
         say(
             f"torch.compile to {len(spec.blocks)} blocks" if blocks else "torch.compile to the loss"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from traceback import FrameSummary
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,6 +19,12 @@ from trainer.supervise.process import Machine
 BACKEND = "inductor"
 TRIED = "aot_eager"
 """The compiler of a run; and that of a trial, which does all but make kernels."""
+EARLY: dict[str, object] = {
+    "reorder_for_compute_comm_overlap": True,
+    "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
+}
+"""The compiler's options by which a graph begins a message as soon as it can, and waits for it
+where its result is read: products that need it not are computed in between."""
 LOG = logging.getLogger(__name__)
 COLD_SECONDS = 600.0
 """The seconds that compiling one graph may take, and be no hang."""
@@ -28,22 +35,26 @@ def apply(
     spec: ModelSpec,
     *,
     blocks: bool = True,
-    tensor: bool = False,
+    layout: Layout | None = None,
     trial: bool = False,
 ) -> None:
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
     Parameters are inputs of a graph, so that equal blocks share it. Without `blocks`, the loss
-    alone. `tensor`: matrices are split, which PyTorch 2.15 compiles for fixed lengths alone. In a
-    `trial`, errors of the compiler are raised.
+    alone. `layout`: of ranks that exchange within blocks. Split matrices are compiled for fixed
+    lengths alone, by PyTorch 2.15. In a `trial`, errors of the compiler are raised.
     """
     patches.prepare_compiler()
 
-    dynamic = False if tensor else None
+    dynamic = False if layout and layout.tensor > 1 else None
+    exchanges = layout is not None and layout.tensor * layout.context > 1
     backend = TRIED if trial else BACKEND
+    options: Any = EARLY if exchanges and backend == "inductor" else None
 
     def compiled(function: Callable[..., object]) -> Callable[..., object]:
-        graph = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
+        graph = torch.compile(
+            function, fullgraph=True, dynamic=dynamic, backend=backend, options=options
+        )
         return graph if trial else _Compiled(function, graph)
 
     for name in spec.blocks if blocks else ():

@@ -110,7 +110,7 @@ def _selective(every: int, written: set[str] | None) -> object:
     copied = frozenset(written)
     copies = (_Results(copied),) if copied else ()
     # a pass that has shown another operator is recomputed as a whole
-    recomputed = _Within(lambda: written == copied, summed.Skipped(), again, *copies)
+    recomputed = _Within(lambda: written == copied, summed.TermsLeftOut(), again, *copies)
     return _Within(lambda: True, forward, _Results(copied, written)), recomputed
 
 

@@ -1,4 +1,4 @@
-"""Products whose terms are only summed over ranks: `selective` keeps the sum, and not this rank's term.
+"""Products that are only summed over ranks: `selective` keeps the sum, and not this rank's term.
 
 A recomputed block gets an empty tensor in their place: the sum, which it is for, is the kept one.
 """
@@ -38,7 +38,7 @@ def only_summed() -> Iterator[None]:
         COMPUTES.reset(token)
 
 
-class Skipped(TorchDispatchMode):
+class TermsLeftOut(TorchDispatchMode):
     """Computes no such term again. Within a tile sums are not kept, and each is computed."""
 
     supports_higher_order_operators = True  # flex attention

@@ -83,7 +83,7 @@ def split(
     """Split what the plan names, and with sequence parallelism the tokens within these `blocks`."""
     modules = dict(model.named_modules())
     parameters = dict(model.named_parameters())
-    sequence = TokenParts(ranks) if layout.sequence_parallel else None
+    sequence = TokenParts(ranks) if layout.sequence_parallel and blocks else None
     regions = _enter(modules, spec, layout, ranks, sequence)
     for name, style in spec.language.tensor_plan.items():
         if style in STYLES and name in modules:

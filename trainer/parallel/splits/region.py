@@ -74,7 +74,7 @@ class Region:
         """The layers split by columns in it."""
         self._given: torch.Tensor | None = None
         self._entered: torch.Tensor | None = None
-        self._pass: _Pass | None = None
+        self._pass: _RegionPass | None = None
         self._matrices: dict[nn.Module, tuple[int, torch.Tensor]] = {}
         """The numbers and matrices of layers whose gradients are computed so in this pass."""
 
@@ -108,7 +108,7 @@ class Region:
 
     def _overlap(self, hidden: torch.Tensor, layers: list[nn.Linear | Conv1D]) -> torch.Tensor:
         length = None if self.sequence is None else self.sequence.length
-        self._pass = _Pass(self._ranks, length)
+        self._pass = _RegionPass(self._ranks, length)
         hidden = _Awaited.apply(hidden, self._pass)
         matrices = _Matrices.apply(self._pass, *map(matrix_of, layers))
         self._matrices = dict(zip(layers, enumerate(matrices), strict=True))
@@ -149,7 +149,7 @@ class _Term(NamedTuple):
 
 
 @dataclass(eq=False)
-class _Pass:
+class _RegionPass:
     """One forward pass of a region, and what its backward pass has begun."""
 
     ranks: Exchange
@@ -157,25 +157,51 @@ class _Pass:
     """The tokens of whole sequences of which each rank has a part; None: each has them all."""
     part: torch.Tensor | None = None
     """This rank's part of the hidden state, if the whole is gathered again."""
-    gathered: torch.Tensor | None = None
-    summed: torch.Tensor | None = None
     terms: list[_Term] = field(default_factory=list)
+    _whole: torch.Tensor | None = None
+    _sum: torch.Tensor | None = None
 
-    def gather(self, hidden: torch.Tensor) -> torch.Tensor:
+    def begin_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """Begin to gather the hidden state of which each rank has a part."""
         assert self.length is not None
-        return self.ranks.begin_gather(hidden, 1, self.length)
+        return self.ranks.begin_gather(part, 1, self.length)
 
-    def sum(self, gradient: torch.Tensor) -> torch.Tensor:
+    def gather_again(self, part: torch.Tensor) -> None:
+        """Begin to gather it for the gradients of matrices, once for all of them."""
+        if self._whole is None:
+            self._whole = self.begin_gather(part)
+
+    def take_gradients(self, count: int) -> list[torch.Tensor | None]:
+        """Return the gradients of so many matrices; None for those that were not multiplied by."""
+        whole = None if self._whole is None else self.ranks.land(self._whole)
+        gradients: list[torch.Tensor | None] = [None] * count
+        for number, gradient, hidden in self.terms:
+            rows = hidden if whole is None else whole
+            term = gradient.flatten(0, -2).T @ rows.flatten(0, -2)
+            others = gradients[number]
+            gradients[number] = term if others is None else others + term
+        self.terms.clear()
+        self._whole = None
+        return gradients
+
+    def begin_sum(self, gradient: torch.Tensor) -> torch.Tensor:
         """Begin to sum the ranks' terms of the gradient of the hidden state."""
         if self.length is None:
-            self.summed = self.ranks.begin_sum(gradient)
+            self._sum = self.ranks.begin_sum(gradient)
         else:
-            self.summed = self.ranks.begin_reduce_scatter(gradient, 1)
-        return self.summed
+            self._sum = self.ranks.begin_reduce_scatter(gradient, 1)
+        return self._sum
+
+    def take_sum(self) -> torch.Tensor:
+        """Wait for the sum, and return it."""
+        assert self._sum is not None
+        total = self.ranks.land(self._sum)
+        self._sum = None
+        return total
 
 
 class _Context(Protocol):
-    state: _Pass
+    state: _RegionPass
     number: int
     parted: bool
     needs_input_grad: tuple[bool, ...]
@@ -190,55 +216,44 @@ class _Awaited(torch.autograd.Function):
     """Waits in the backward pass for the sum that `_Entered` has begun."""
 
     @staticmethod
-    def forward(ctx: _Context, hidden: torch.Tensor, state: _Pass) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: _Context, hidden: torch.Tensor, state: _RegionPass) -> torch.Tensor:  # type: ignore[override]
         ctx.state = state
         return hidden.view_as(hidden)
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
-        begun = ctx.state.summed
-        ctx.state.summed = None
-        assert begun is not None
-        return ctx.state.ranks.land(begun), None
+        return ctx.state.take_sum(), None
 
 
 class _Matrices(torch.autograd.Function):
     """Computes the gradients of all matrices of a region in the backward pass."""
 
     @staticmethod
-    def forward(ctx: _Context, state: _Pass, *matrices: torch.Tensor) -> object:  # type: ignore[override]
+    def forward(ctx: _Context, state: _RegionPass, *matrices: torch.Tensor) -> object:  # type: ignore[override]
         ctx.state = state
         ctx.set_materialize_grads(False)
         return tuple(matrix.view_as(matrix) for matrix in matrices)
 
     @staticmethod
     def backward(ctx: _Context, *empty: object) -> object:  # type: ignore[override]
-        state = ctx.state
-        whole = None if state.gathered is None else state.ranks.land(state.gathered)
-        gradients: list[torch.Tensor | None] = [None] * len(empty)
-        for number, gradient, hidden in state.terms:
-            rows = hidden if whole is None else whole
-            term = gradient.flatten(0, -2).T @ rows.flatten(0, -2)
-            others = gradients[number]
-            gradients[number] = term if others is None else others + term
-        state.terms.clear()
-        state.gathered = None
-        return None, *gradients
+        return None, *ctx.state.take_gradients(len(empty))
 
 
 class _Entered(torch.autograd.Function):
     """Gathers the hidden state, if each rank has a part, and begins the sum of its gradient."""
 
     @staticmethod
-    def forward(ctx: _Context, hidden: torch.Tensor, state: _Pass) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: _Context, hidden: torch.Tensor, state: _RegionPass) -> torch.Tensor:  # type: ignore[override]
         ctx.state = state
         if state.length is None:
             return hidden.view_as(hidden)
-        return state.ranks.land(state.gather(hidden)).contiguous()  # models' code makes views of it
+        return state.ranks.land(
+            state.begin_gather(hidden)
+        ).contiguous()  # models' code makes views of it
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
-        return ctx.state.sum(gradient), None
+        return ctx.state.begin_sum(gradient), None
 
 
 class _Columns(torch.autograd.Function):
@@ -250,7 +265,7 @@ class _Columns(torch.autograd.Function):
         given: torch.Tensor,
         matrix: torch.Tensor,
         bias: torch.Tensor | None,
-        state: _Pass,
+        state: _RegionPass,
         number: int,
     ) -> torch.Tensor:
         ctx.state = state
@@ -264,8 +279,8 @@ class _Columns(torch.autograd.Function):
         hidden, matrix = ctx.saved_tensors
         state = ctx.state
         given, _, bias, *_ = ctx.needs_input_grad
-        if ctx.parted and state.gathered is None:
-            state.gathered = state.gather(hidden)
+        if ctx.parted:
+            state.gather_again(hidden)
         state.terms.append(_Term(ctx.number, gradient, hidden))
         return (
             gradient @ matrix if given else None,
