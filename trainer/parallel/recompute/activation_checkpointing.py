@@ -83,7 +83,8 @@ def _selective(every: int, written: set[str] | None) -> object:
     """Return the contexts of one block's forward pass and of its recomputation.
 
     They keep what is costly or must not change; of matrix products, with `every` 2, only the first
-    of each two, as torchtitan does. `written`: the operators whose results the block writes over,
+    of each two, as torchtitan does. What was gathered has the size of all ranks' parts: it is
+    gathered again. `written`: the operators whose results the block writes over,
     to which new ones are added.
     """
     products: Counter[bool] = Counter()
@@ -207,8 +208,7 @@ def is_kept(operator: OpOverload) -> bool:
     """Return True for what `selective` keeps; it recomputes all else.
 
     These are matrix products, attention of any library by its name, what other ranks sent, and the
-    choice of experts, which must be the same in the backward pass. Of what is sent, gathers are
-    not: their result has the size of all ranks' parts.
+    choice of experts, which must be the same in the backward pass.
     """
     name = getattr(operator, "_opname", str(operator))
     attention = "attention" in name or "attn" in name
