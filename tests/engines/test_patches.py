@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -129,6 +130,27 @@ def test_deepspeed_takes_the_experts_of_ranks_for_copies(pools: Any, patch: str)
     with pytest.raises(AssertionError):
         [outcome, _] = pools[2].run(trained_without, patch=patch, case=case)
         assert_same(outcome, train_plainly(case), 1e-2)
+
+
+def test_deepspeed_compiles_at_its_start_what_only_inference_calls() -> None:
+    comm = import_module("deepspeed.comm.torch")
+
+    class Builder:
+        NAME = "deepspeed_shm_comm"
+        load = mock.Mock()
+        absolute_name = mock.Mock()
+
+    known = {Builder.NAME: True}
+    accelerator = SimpleNamespace(create_op_builder=lambda name: Builder())
+    with (
+        mock.patch.dict("deepspeed.ops.__compatible_ops__", known),
+        mock.patch.object(comm, "get_accelerator", lambda: accelerator),
+    ):
+        comm.build_shm_op()
+        assert Builder.load.call_count == 1
+        patches.leave_out_sums_in_shared_memory()
+        assert comm.build_shm_op() is None
+        assert Builder.load.call_count == 1
 
 
 def test_deepspeeds_pipeline_has_no_hook_before_its_update() -> None:

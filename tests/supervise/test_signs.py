@@ -190,7 +190,7 @@ def layout_of(offload: str = "none") -> Any:
 
 @contextlib.contextmanager
 def operators_in(built: Path) -> Iterator[None]:
-    compatible = {"deepspeed_shm_comm": True, "async_io": True, "pin_memory": True}
+    compatible = {"async_io": True, "pin_memory": True}
     folder = patch(
         "torch.utils.cpp_extension._get_build_directory", lambda name, verbose: str(built / name)
     )
@@ -216,27 +216,27 @@ def test_a_compiler_that_is_not_there_is_named_before_the_data_is_prepared(tmp_p
         "XDG_CACHE_HOME": str(tmp_path),
     }
     job = write_job(tmp_path, engine="deepspeed")
-    result = run(sys.executable, TRAIN, "--config", job, "--processes", "1", **environment)
+    offload = ("zero_optimization.stage=2", "zero_optimization.offload_optimizer.device=cpu")
+    words = ("--config", job, *offload)
+    result = run(sys.executable, TRAIN, *words, "--processes", "1", **environment)
     assert result.code == 64, result.output
     shows(result.output, "engine deepspeed", "PATH")
     assert not (tmp_path / "meshloom").exists()  # no data
-    looked = run(
-        sys.executable, TRAIN, "--config", job, "--processes", "1", "--dry-run", **environment
-    )
+    looked = run(sys.executable, TRAIN, *words, "--processes", "1", "--dry-run", **environment)
     assert looked.code == 0, looked.output
-    plan = ("meshloom", "plan", "--config", job, "--gpus", "2")
+    plan = ("meshloom", "plan", *words, "--gpus", "2")
     planned = run(*plan, **environment)
     assert planned.code == 0, planned.output
 
 
 def test_an_operator_that_is_not_compiled_yet_is_announced(tmp_path: Path) -> None:
     line = "compiling DeepSpeed's operator {}, once for this environment: it may take minutes"
-    assert announced(tmp_path) == [line.format("deepspeed_shm_comm")]
-    (tmp_path / "deepspeed_shm_comm").mkdir()
-    (tmp_path / "deepspeed_shm_comm" / "deepspeed_shm_comm.so").write_text("")
     assert announced(tmp_path) == []
     both = line.replace("operator ", "operators ").format("pin_memory and async_io")
     assert announced(tmp_path, "nvme") == [both]
+    (tmp_path / "pin_memory").mkdir()
+    (tmp_path / "pin_memory" / "pin_memory.so").write_text("")
+    assert announced(tmp_path, "nvme") == [line.format("async_io")]
     for (
         library,
         operator,
@@ -336,14 +336,14 @@ def test_a_compiler_that_is_not_there_is_named_before_it_is_needed(
     there = patch("shutil.which", lambda name: None if name == tool else f"/usr/bin/{name}")
     with compiler, there, operators_in(tmp_path):
         with pytest.raises(ConfigError) as caught:
-            check_compiler(layout_of(), CPU)
-        announce(layout_of(), Machine(CPU, Ranks()))  # what only plans, compiles nothing
+            check_compiler(layout_of("nvme"), CPU)
+        announce(layout_of("nvme"), Machine(CPU, Ranks()))  # what only plans, compiles nothing
     shows(
         caught.value,
         f"{tool}",
         "PATH",
         "DeepSpeed",
-        "deepspeed_shm_comm",
+        "pin_memory",
         "ninja",
         f"{package}",
         "trainer.engine",

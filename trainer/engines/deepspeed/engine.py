@@ -115,6 +115,7 @@ def build(job: Job) -> DeepSpeedEngine:
     job, notes = _compiling(job)
     builder = builder_of(KIND, job)
     machine.announce(job.layout, job.machine, builder.library)
+    patches.leave_out_sums_in_shared_memory()
     deepspeed.init_distributed(dist.get_backend())
     job.machine.signs.at("building the engine, and the model's values")
     config = machine.runtime_config(job, builder)

@@ -103,12 +103,8 @@ def _missing(layout: Layout, device: torch.device, optimizer: str) -> Iterator[s
     from torch.utils.cpp_extension import _get_build_directory
 
     nvme = "nvme" in (layout.offload_optimizer, layout.offload_param)
-    used = {
-        "deepspeed_shm_comm": device.type == "cpu",  # DeepSpeed does without it if it must
-        "pin_memory": nvme,  # which async_io loads first
-        "async_io": nvme,
-    }
-    names = [name for name, is_used in used.items() if is_used and compatible.get(name)]
+    used = ["pin_memory", "async_io"] if nvme else []  # the first is loaded by the second
+    names = [name for name in used if compatible.get(name)]
     if optimizer in OF_OPTIMIZERS:
         names.append(OF_OPTIMIZERS[optimizer])
     for name in names:

@@ -37,6 +37,17 @@ def forget_earlier_engines() -> None:
     torch.nn.functional.linear = torch._C._nn.linear
 
 
+def leave_out_sums_in_shared_memory() -> None:
+    """Let DeepSpeed do without the operator by which its inference sums tensors on a CPU.
+
+    Symptom: the first run on a CPU needs a C++ compiler, and takes half a minute to compile what no
+    training calls. Can go when DeepSpeed builds the operator at its first use.
+    """
+    import deepspeed.ops
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
 def _expert_groups() -> list[dict[str, object]]:
     """Return DeepSpeed's groups, by name, of ranks with other experts, with the same, and ranks."""
     from deepspeed.utils import groups
