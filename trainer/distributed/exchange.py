@@ -77,24 +77,26 @@ class Exchange:
 
     def begin_gather(self, part: torch.Tensor, dim: int, length: int) -> torch.Tensor:
         """Begin to gather the ranks' parts. It lands later, as every result that is begun."""
-        whole = self._begin_gather(part.movedim(dim, 0).contiguous())
+        whole = self._all_gather_first(part.movedim(dim, 0).contiguous())
         return whole.narrow(0, 0, length).movedim(0, dim)
 
     def begin_reduce_scatter(self, term: torch.Tensor, dim: int) -> torch.Tensor:
         """Begin to sum the ranks' terms, of which each gets its part."""
-        part = self._begin_reduce_scatter(self._padded(term.movedim(dim, 0)).contiguous())
+        part = self._reduce_scatter_first(self._padded(term.movedim(dim, 0)).contiguous())
         return part.movedim(0, dim)
 
     def land(self, begun: torch.Tensor) -> torch.Tensor:
         """Wait for a result that was begun, and return it."""
         return _ops.wait_tensor(begun)  # type: ignore[no-any-return]
 
-    def _begin_gather(self, first: torch.Tensor) -> torch.Tensor:
+    def _all_gather_first(self, first: torch.Tensor) -> torch.Tensor:
+        """Begin to gather parts of the first dimension."""
         size = self.group.size()
         whole = _ops.all_gather_into_tensor(first, size, self.group.group_name)
         return whole  # type: ignore[no-any-return]
 
-    def _begin_reduce_scatter(self, first: torch.Tensor) -> torch.Tensor:
+    def _reduce_scatter_first(self, first: torch.Tensor) -> torch.Tensor:
+        """Begin to sum terms, of which each rank gets a part of the first dimension."""
         size = self.group.size()
         part = _ops.reduce_scatter_tensor(first, "sum", size, self.group.group_name)
         return part  # type: ignore[no-any-return]

@@ -41,8 +41,8 @@ def apply(
     """Compile the forward of each block as it stands, and the loss of a chunk of logits, in place.
 
     Parameters are inputs of a graph, so that equal blocks share it. Without `blocks`, the loss
-    alone. `layout`: of ranks that exchange within blocks. Split matrices are compiled for fixed
-    lengths alone, by PyTorch 2.15. In a `trial`, errors of the compiler are raised.
+    alone. `layout` tells if ranks exchange within blocks, and if matrices are split: these PyTorch
+    2.15 compiles for fixed lengths alone. In a `trial`, errors of the compiler are raised.
     """
     patches.prepare_compiler()
 

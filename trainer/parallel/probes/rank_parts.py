@@ -98,10 +98,10 @@ class _RankThread(Exchange):
     def land(self, begun: torch.Tensor) -> torch.Tensor:
         return begun  # nothing is under way
 
-    def _begin_gather(self, first: torch.Tensor) -> torch.Tensor:
+    def _all_gather_first(self, first: torch.Tensor) -> torch.Tensor:
         return torch.cat(self.group.all(first))
 
-    def _begin_reduce_scatter(self, first: torch.Tensor) -> torch.Tensor:
+    def _reduce_scatter_first(self, first: torch.Tensor) -> torch.Tensor:
         return self.begin_sum(first).chunk(self.group.size())[self.group.rank()]
 
     def _moved(self, sent: Sequence[int], received: Sequence[int]) -> Move:

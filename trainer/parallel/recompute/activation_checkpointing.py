@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -25,6 +24,7 @@ from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.parallel.recompute import summed, tiles
+from trainer.parallel.recompute.block_mode import BlockMode
 from trainer.parallel.recompute.offload import on_host
 from trainer.tasks.mixers import kept_apart
 
@@ -131,20 +131,13 @@ class _Within(ExitStack):
         return self
 
 
-class _Results(TorchDispatchMode):
+class _Results(BlockMode):
     """Gives a model copies of what some operators return, as it writes into them, not what is kept.
 
     Routers divide the weights of chosen experts in place; transformers adds experts' biases so.
     PyTorch does not see it if a view was taken before. Operators whose kept results are
     written over nevertheless are added to `written`.
     """
-
-    supports_higher_order_operators = True  # flex attention
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a block run compiled, as PyTorch's own modes here do."""
-        return True
 
     def __init__(self, copied: frozenset[str], written: set[str] | None = None) -> None:
         super().__init__()

@@ -11,9 +11,9 @@ from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.parallel.recompute import tiles
+from trainer.parallel.recompute.block_mode import BlockMode
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -38,15 +38,8 @@ def only_summed() -> Iterator[None]:
         COMPUTES.reset(token)
 
 
-class TermsLeftOut(TorchDispatchMode):
+class TermsLeftOut(BlockMode):
     """Computes no such term again. Within a tile sums are not kept, and each is computed."""
-
-    supports_higher_order_operators = True  # flex attention
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a block run compiled, as PyTorch's own modes here do."""
-        return True
 
     def __torch_dispatch__(
         self,

@@ -203,7 +203,6 @@ class _RegionPass:
 class _Context(Protocol):
     state: _RegionPass
     number: int
-    parted: bool
     needs_input_grad: tuple[bool, ...]
     saved_tensors: tuple[torch.Tensor, ...]
 
@@ -247,9 +246,8 @@ class _Entered(torch.autograd.Function):
         ctx.state = state
         if state.length is None:
             return hidden.view_as(hidden)
-        return state.ranks.land(
-            state.begin_gather(hidden)
-        ).contiguous()  # models' code makes views of it
+        whole = state.ranks.land(state.begin_gather(hidden))
+        return whole.contiguous()  # models' code makes views of it
 
     @staticmethod
     def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
@@ -270,7 +268,6 @@ class _Columns(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.state = state
         ctx.number = number
-        ctx.parted = state.part is not None
         ctx.save_for_backward(given if state.part is None else state.part, matrix)
         return F.linear(given, matrix, bias)
 
@@ -279,7 +276,7 @@ class _Columns(torch.autograd.Function):
         hidden, matrix = ctx.saved_tensors
         state = ctx.state
         given, _, bias, *_ = ctx.needs_input_grad
-        if ctx.parted:
+        if state.part is not None:
             state.gather_again(hidden)
         state.terms.append(_Term(ctx.number, gradient, hidden))
         return (
