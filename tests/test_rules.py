@@ -24,6 +24,8 @@ DOORS = ("trainer.command", "launch")
 """What may import tools; and `trainer/__init__.py`, the commands in Python."""
 PATCHES = {"patches.py", "pretend.py"}
 """Files that set attributes of libraries."""
+LINEAR = {"_Product"}
+"""Autograd functions that are linear in all that has a gradient, written in PyTorch's operators."""
 PHASES = "trainer/supervise/stall.py"
 Node = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
@@ -257,6 +259,16 @@ def attributes_of_contexts(tree: ast.AST) -> Iterator[ast.Attribute]:
                             yield node
 
 
+def a_backward_pass_by_hand_runs_once() -> Iterator[str]:
+    """Autograd can't follow one that uses what the forward pass computed, or that tells others."""
+    for path, node in nodes(ast.ClassDef):
+        if "Function" in map(called, node.bases) and node.name not in LINEAR:
+            [backward] = (m for m in node.body if getattr(m, "name", "") == "backward")
+            by = [d.func for d in backward.decorator_list if isinstance(d, ast.Call)]
+            if "differentiable_once" not in map(called, by):
+                yield f"{path}: {node.name}"
+
+
 def test_the_context_of_an_autograd_function_alone_is_left_out() -> None:
     source = """
 class Sum(torch.autograd.Function):
@@ -329,6 +341,7 @@ RULES: list[Callable[[], Iterable[str]]] = [
     a_phase_is_of_the_enum,
     libraries_are_patched_in_patches,
     nobody_sets_anothers_attribute,
+    a_backward_pass_by_hand_runs_once,
     a_docstring_stands_alone,
     a_parameter_has_the_noun_of_the_thing,
     one_word_for_a_small_model,

@@ -25,7 +25,7 @@ def bytes_of_the_loss(smoothing: float) -> tuple[list[float], int]:
         lambda logits, targets: chunk_loss(logits, targets, torch.bfloat16, smoothing), inputs
     )
     passes = re.findall(r"tl\.(?:load|store)\(.*r0_mask", code)  # over each number of a row
-    return [size / TOKENS / VOCABULARY for size in kernels], 2 * len(passes)
+    return [kernel.size / TOKENS / VOCABULARY for kernel in kernels], 2 * len(passes)
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from trainer.distributed.autograd import differentiable_once
+
 Move = Callable[[torch.Tensor], torch.Tensor]
 Counts = Sequence[int]
 _ops = torch.ops._c10d_functional
@@ -160,6 +162,7 @@ class _Exchanged(torch.autograd.Function):
         return forward(tensor).contiguous()  # models' code makes views of it
 
     @staticmethod
+    @differentiable_once("an exchange between ranks")
     def backward(ctx: _ExchangeContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
         return ctx.move(gradient), None, None
 

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from trainer.distributed.autograd import differentiable_once
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.models.finetuning.quantised.quantised_base import QuantisedLinear
@@ -220,6 +221,7 @@ class _Awaited(torch.autograd.Function):
         return hidden.view_as(hidden)
 
     @staticmethod
+    @differentiable_once("a module split over tensor ranks")
     def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
         return ctx.state.take_sum(), None
 
@@ -234,6 +236,7 @@ class _Matrices(torch.autograd.Function):
         return tuple(matrix.view_as(matrix) for matrix in matrices)
 
     @staticmethod
+    @differentiable_once("a module split over tensor ranks")
     def backward(ctx: _Context, *empty: object) -> object:  # type: ignore[override]
         return None, *ctx.state.take_gradients(len(empty))
 
@@ -250,6 +253,7 @@ class _Entered(torch.autograd.Function):
         return whole.contiguous()  # models' code makes views of it
 
     @staticmethod
+    @differentiable_once("a module split over tensor ranks")
     def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
         return ctx.state.begin_sum(gradient), None
 
@@ -272,6 +276,7 @@ class _Columns(torch.autograd.Function):
         return F.linear(given, matrix, bias)
 
     @staticmethod
+    @differentiable_once("a module split over tensor ranks")
     def backward(ctx: _Context, gradient: torch.Tensor) -> object:  # type: ignore[override]
         hidden, matrix = ctx.saved_tensors
         state = ctx.state

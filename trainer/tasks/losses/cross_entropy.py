@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.distributed.autograd import differentiable_once
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
 from trainer.tasks.losses.chunks import (
@@ -162,6 +163,7 @@ class _CrossEntropy(torch.autograd.Function):
         return total
 
     @staticmethod
+    @differentiable_once("the cross-entropy")
     def backward(ctx: AutogradContext, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if saved is None else times(saved, grad) for saved in ctx.saved_tensors]
         return (*scaled, None, None)

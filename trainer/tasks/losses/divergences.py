@@ -31,6 +31,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from trainer.distributed.autograd import differentiable_once
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
 from trainer.tasks.losses.chunks import (
@@ -148,6 +149,7 @@ class _Mixed(torch.autograd.Function):
         return sums.to(wide)
 
     @staticmethod
+    @differentiable_once("the divergence")
     def backward(ctx: AutogradContext, grad: torch.Tensor) -> object:  # type: ignore[override]
         scaled = [None if one is None else times(one, grad[0]) for one in ctx.saved_tensors]
         return (*scaled, None, None)

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from trainer.distributed.autograd import differentiable_once
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
 from trainer.tasks.losses.chunks import (
@@ -98,6 +99,7 @@ class _TokenLosses(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @differentiable_once("the losses of tokens")
     def backward(ctx: _TokenContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
         given, weight, bias, targets, log_totals = ctx.saved_tensors
         wide = log_totals.dtype
