@@ -211,6 +211,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         "zero_optimization.stage=1 tensor_parallel.autotp_size=2 "
         f"tensor_parallel.sequence_parallel=true {FULL}",
     ),
+    "meshloom plan --config examples/gallery/lora.json --gpus 1 zero_optimization.stage=1 "
+    "trainer.data.sequence_length=4096 trainer.activation_checkpointing=selective": (
+        "meshloom plan --config examples/gallery/lora.json --gpus 1 zero_optimization.stage=1 "
+        "trainer.data.sequence_length=128 trainer.activation_checkpointing=selective",
+    ),
     "python launch/verify.py --config ds_configs/zero2.json": (
         "python launch/verify.py --config ds_configs/zero2.json {tiny}",
     ),

@@ -7,13 +7,18 @@ the backward pass counts, too.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.support.counted import workload
+from tests.support.training import task_of
+from trainer.config.sections.adapter import AdapterSection
 from trainer.layout import Layout
+from trainer.models.finetuning.lora import adapted
+from trainer.models.finetuning.lora_weights import made_up
 from trainer.tools.planner.simulate import Workload, simulate_all
 
 pytestmark = pytest.mark.skipif(
@@ -58,16 +63,20 @@ CASES |= {
     f"{name} of experts, full": (name, "full", EXPERTS)
     for name in ("tensor", "tensor, sequence parallel", "experts")
 }
+CASES |= {
+    f"{name} of adapters, selective": (name, "selective", {}) for name in ("zero3", "context")
+}
+RANK = 16
 
 
-def kept(layout: Layout) -> float:
+def kept(layout: Layout, adapted: bool) -> float:
     """Return the bytes of a Llama's block for one token of a rank, in bfloat16.
 
     Of a norm: its input in float32, what is multiplied by its weight, and its output. Of attention:
     queries, keys, values, its output, and a float32 of each head. Of the MLP: four tensors of its
     inner width, by `selective` two; which keeps no norm, and the hidden state three times: as the
     block gets it, after attention's sum over ranks, and after the MLP's; and what context parallel
-    ranks exchanged.
+    ranks exchanged. Adapters add what their first matrix gives, to each of seven layers.
     """
     whole = 1 if layout.sequence_parallel else layout.tensor  # times as much
     heads = 2 * (2 * QUERIES + 2 * KEYS) + 4 * HEADS
@@ -78,7 +87,8 @@ def kept(layout: Layout) -> float:
         states, inside = 3 * 2 * HIDDEN, heads + exchanged + 2 * 2 * INNER
     else:
         states, inside = 2 * (4 + 2 + 2) * HIDDEN, heads + 4 * 2 * INNER
-    return (states * whole + inside) / layout.tensor
+    adapters = 7 * 2 * RANK if adapted else 0
+    return (states * whole + inside) / layout.tensor + adapters
 
 
 def of_blocks(jobs: list[Workload]) -> list[float]:
@@ -98,7 +108,11 @@ def of_blocks(jobs: list[Workload]) -> list[float]:
 def job(name: str, blocks: int) -> Workload:
     layout, mode, more = CASES[name]
     model = MODEL | more | {"num_hidden_layers": blocks}
-    return workload(model=model, length=LENGTH, recompute=mode, **LAYOUTS[layout])
+    work = workload(model=model, length=LENGTH, recompute=mode, **LAYOUTS[layout])
+    if "adapters" not in name:
+        return work
+    spec = adapted(work.spec.with_weights(made_up(work.spec)), AdapterSection(r=RANK, alpha=RANK))
+    return replace(work, spec=spec, task=task_of(spec))
 
 
 @pytest.fixture(scope="module")
@@ -108,8 +122,12 @@ def measured(request: pytest.FixtureRequest) -> dict[str, float]:
     return dict(zip(names, of_blocks([job(n, d) for n in names for d in DEPTHS]), strict=True))
 
 
-@pytest.mark.first("tensor, sequence parallel, selective", "tensor, sequence parallel, full")
+@pytest.mark.first(
+    "tensor, sequence parallel, selective",
+    "tensor, sequence parallel, full",
+    "zero3 of adapters, selective",
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_keeps_what_the_formula_says(measured, name):
-    formula = kept(job(name, DEPTHS[0]).layout)
+    formula = kept(job(name, DEPTHS[0]).layout, "adapters" in name)
     assert 0.9 * formula <= measured[name] <= 1.1 * formula

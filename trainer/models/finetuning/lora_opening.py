@@ -91,6 +91,14 @@ def scalings_of(model: nn.Module, prefix: str = "") -> dict[str, float]:
     }  # type: ignore[index]
 
 
+def adapted_layers(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield PEFT's linear layers whose adapter is added to what the layer gives, and no more."""
+    for module in model.modules():
+        of_layer = _carries(module) and not hasattr(module, "parameter_name")
+        if of_layer and ADAPTER not in module.lora_variant:  # type: ignore[operator]
+            yield module
+
+
 def _target(name: str, carrier: nn.Module) -> str:
     """Return the name of the linear layer or stack that a module with an adapter adapts."""
     weight = adapted_weight(name, carrier)

@@ -23,7 +23,7 @@ from trainer.distributed.dtensor import local
 from trainer.layout import Recompute
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
-from trainer.parallel.recompute import summed, tiles
+from trainer.parallel.recompute import adapter_sums, summed, tiles
 from trainer.parallel.recompute.block_mode import BlockMode
 from trainer.parallel.recompute.offload import on_host
 from trainer.tasks.mixers import kept_apart
@@ -42,6 +42,8 @@ def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 
     """
     if recompute.tile:
         tiles.apply(model, spec, recompute.tile, parts)
+    if recompute.mode == "selective":
+        adapter_sums.apply(model)
     for index, name in enumerate(spec.blocks):
         if recompute.chooses(index):
             block = model.get_submodule(name)
@@ -91,7 +93,10 @@ def _selective(every: int, written: set[str] | None) -> object:
     gathered = False
 
     def policy(
-        context: SelectiveCheckpointContext, operator: OpOverload, *_: object, **__: object
+        context: SelectiveCheckpointContext,
+        operator: OpOverload,
+        *_: object,
+        **options: object,
     ) -> CheckpointPolicy:
         nonlocal gathered
         if is_sent(operator):
@@ -99,7 +104,9 @@ def _selective(every: int, written: set[str] | None) -> object:
             gathered = "all_gather" in operator._opname or (gathered and "wait" in operator._opname)
             if gathered:  # by its own choice the compiler would keep it
                 return CheckpointPolicy.MUST_RECOMPUTE
-        kept = is_kept(operator) and not tiles.COMPUTES.get() and not summed.COMPUTES.get()
+        is_term = operator in summed.PRODUCTS and summed.COMPUTES.get()
+        kept = (is_kept(operator) and not is_term) or adapter_sums.is_sum(operator, options)
+        kept = kept and not tiles.COMPUTES.get()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % every == 1

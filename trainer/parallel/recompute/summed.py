@@ -1,4 +1,4 @@
-"""Products that are only summed over ranks: `selective` keeps the sum, and not this rank's term.
+"""Products that only go into a sum, as one over ranks: `selective` keeps the sum, and not the term.
 
 A recomputed block gets an empty tensor in their place: the sum, which it is for, is the kept one.
 """
@@ -18,13 +18,14 @@ from trainer.parallel.recompute.block_mode import BlockMode
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 COMPUTES: ContextVar[bool] = ContextVar("COMPUTES", default=False)
 """True while a term is computed."""
 
 
 @contextmanager
 def only_summed() -> Iterator[None]:
-    """Compute a term in here that goes into a sum over ranks, and nowhere else.
+    """Compute a term in here that goes into a sum, which is kept, and nowhere else.
 
     The compiler sees by itself what nobody needs.
     """
@@ -48,7 +49,7 @@ class TermsLeftOut(BlockMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, object] | None = None,
     ) -> object:
-        if func is torch.ops.aten.mm.default and COMPUTES.get() and not tiles.COMPUTES.get():
-            rows, matrix = args
+        if func in PRODUCTS and COMPUTES.get() and not tiles.COMPUTES.get():
+            rows, matrix = args[-2:]
             return rows.new_empty(len(rows), matrix.shape[1])
         return func(*args, **(kwargs or {}))
