@@ -32,6 +32,7 @@ LAID_OUT = {
         *("pipeline x tensor", "tensor x zero2, sequence, qwen3, selective", "context"),
     )
 }
+LAID_OUT["context, selective"] = replace(LAYOUTS["context"], recompute="selective")
 LAID_OUT["zero3, lora"] = LORA
 LAID_OUT["zero2, lora"] = replace(LORA, zero_stage=2)
 LAID_OUT["one rank, tiled"] = Case(world_size=1, tile=8, recompute="selective")

@@ -225,12 +225,13 @@ def _activations(
     m, width = layout.accumulation, WIDTH[layout.precision]
     hidden = layout.micro_batch * length * sizes.hidden * width
     if layout.context > 1:
-        # queries, keys, values and output, in both passes (Ulysses, arXiv 2309.14509, section 3.2)
+        # queries, keys and values together, and the output, in both passes (Ulysses, arXiv
+        # 2309.14509, section 3.2)
         tokens, axis = layout.micro_batch * length, "shard" if layout.shard > 1 else "replicate"
         size = tokens * sizes.attended // layout.tensor * width
         count, groups = m * sizes.blocks, division_of(layout, sizes.heads).groups
         swaps = count * (groups < layout.context)
-        found.add("all-to-all", (axis,), layout.precision, 8 * swaps, 2 * swaps * size)
+        found.add("all-to-all", (axis,), layout.precision, 4 * swaps, 2 * swaps * size)
         # between groups keys and values, and their gradients (Llama 3, arXiv 2407.21783, 3.3.2)
         gathers, keys = 2 * count * (groups > 1), tokens * sizes.keys // layout.tensor * width
         for name in ("all-gather", "reduce-scatter"):

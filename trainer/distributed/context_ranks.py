@@ -176,12 +176,10 @@ class ContextRanks:
         width]; so [batch, part, all heads, width] is returned. Between groups it gets each of
         `sections`, with the queries in it, and the keys and values up to its end.
         """
-        parts = [query, key, value]
         if self._heads:
-            parts = [self._heads.swap(heads, 1, 2) for heads in parts]
+            query, key, value = self._heads.swap_all([query, key, value], 1, 2)
         if self._rows:
-            query, *others = parts
-            others = [self._rows.gather_to(part, 2, self.row) for part in others]
+            others = [self._rows.gather_to(part, 2, self.row) for part in (key, value)]
             key, value = (self.division.in_order(part, 2) for part in others)
             outputs = [
                 compute(part, key[:, :, : ends[1]], value[:, :, : ends[1]], section=ends)[0]
@@ -190,7 +188,7 @@ class ContextRanks:
             output = torch.cat(outputs, 1)
             weights = None
         else:
-            output, weights = compute(*parts)
+            output, weights = compute(query, key, value)
         return self._heads.swap(output, 1, 2) if self._heads else output, weights
 
     def summed(self, term: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from trainer.distributed.autograd import differentiable_once
 
 Move = Callable[[torch.Tensor], torch.Tensor]
+MoveAll = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 Counts = Sequence[int]
 _ops = torch.ops._c10d_functional
 
@@ -63,7 +64,20 @@ class Exchange:
 
         One all-to-all (Ulysses, arXiv 2309.14509, section 3.1).
         """
-        return _exchanged(part, self._swapped(split, joined), self._swapped(joined, split))
+        return self.swap_all([part], split, joined)[0]
+
+    def swap_all(
+        self, parts: Sequence[torch.Tensor], split: int, joined: int
+    ) -> tuple[torch.Tensor, ...]:
+        """Return `swap` of each of the parts, by one all-to-all of them together.
+
+        Parts of several dtypes go by themselves.
+        """
+        if len({part.dtype for part in parts}) > 1:
+            return tuple(self.swap(part, split, joined) for part in parts)
+        there = self._swapped(split, joined)
+        back = self._swapped(joined, split)
+        return _ExchangedTogether.apply(there, back, *parts)  # type: ignore[no-any-return]
 
     def move(self, rows: torch.Tensor, sent: Counts, received: Counts) -> torch.Tensor:
         """Return the rows that the ranks send to this one, in their order.
@@ -111,13 +125,17 @@ class Exchange:
 
         return moved
 
-    def _swapped(self, split: int, joined: int) -> Move:
+    def _swapped(self, split: int, joined: int) -> MoveAll:
         ones = [1] * self.group.size()
         moved = self._moved(ones, ones)
 
-        def swapped(part: torch.Tensor) -> torch.Tensor:
-            parts = part.unflatten(split, (len(ones), -1)).movedim(split, 0)
-            return moved(parts).movedim(0, joined).flatten(joined, joined + 1)
+        def swapped(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            by_rank = [part.unflatten(split, (len(ones), -1)).movedim(split, 0) for part in parts]
+            received = moved(_packed(by_rank)).split([part[0].numel() for part in by_rank], 1)
+            return [
+                flat.unflatten(1, part.shape[1:]).movedim(0, joined).flatten(joined, joined + 1)
+                for flat, part in zip(received, by_rank, strict=True)
+            ]
 
         return swapped
 
@@ -144,6 +162,19 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view_as(tensor)
 
 
+def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return the rows of the parts end to end: [rows, all numbers of a row], each copied once."""
+    if len(parts) == 1:
+        return parts[0].flatten(1)
+    if torch.compiler.is_compiling():  # it writes each into its place
+        return torch.cat([part.flatten(1) for part in parts], 1)
+    sizes = [part[0].numel() for part in parts]
+    packed = parts[0].new_empty(len(parts[0]), sum(sizes))
+    for place, part in zip(packed.split(sizes, 1), parts, strict=True):
+        place.unflatten(1, part.shape[1:]).copy_(part)
+    return packed
+
+
 def _exchanged(tensor: torch.Tensor, forward: Move, backward: Move) -> torch.Tensor:
     return _Exchanged.apply(tensor, forward, backward)  # type: ignore[no-any-return]
 
@@ -165,6 +196,41 @@ class _Exchanged(torch.autograd.Function):
     @differentiable_once("an exchange between ranks")
     def backward(ctx: _ExchangeContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
         return ctx.move(gradient), None, None
+
+
+class _TogetherContext(Protocol):
+    needs_input_grad: tuple[bool, ...]
+    move: MoveAll
+    """The move of the backward pass."""
+
+    def mark_non_differentiable(self, *outputs: torch.Tensor) -> None: ...
+
+
+class _ExchangedTogether(torch.autograd.Function):
+    """Moves several tensors at a time, and back the gradients of those that have one."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: _TogetherContext, there: MoveAll, back: MoveAll, *tensors: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        ctx.move = back
+        moved = [tensor.contiguous() for tensor in there(tensors)]  # models' code makes views
+        needed = ctx.needs_input_grad[2:]
+        frozen = [tensor for tensor, need in zip(moved, needed, strict=True) if not need]
+        ctx.mark_non_differentiable(*frozen)
+        return tuple(moved)
+
+    @staticmethod
+    def backward(  # type: ignore[override]
+        ctx: _TogetherContext, *gradients: torch.Tensor
+    ) -> tuple[object, ...]:
+        needed = ctx.needs_input_grad[2:]
+        places = [place for place, need in enumerate(needed) if need]
+        moved = ctx.move([gradients[place] for place in places])
+        result: list[object] = [None] * len(needed)
+        for place, gradient in zip(places, moved, strict=True):
+            result[place] = gradient
+        return None, None, *result
 
 
 @dataclass(frozen=True)
