@@ -141,9 +141,9 @@ class ClosedForm:
         if tensor > 1:
             times = 4 * blocks
             yield tensor, times * rounds, times * hidden * 2 * (tensor - 1) / tensor
-        if layout.context > 1:  # queries, keys, values and output, forward and backward
+        if layout.context > 1:  # queries, keys and values together, and output, in both passes
             size = 8 * blocks * hidden / tensor * (layout.context - 1) / layout.context
-            yield tensor * layout.context, 8 * blocks * rounds, size
+            yield tensor * layout.context, 4 * blocks * rounds, size
         if layout.pipeline > 1:
             yield layout.world_size, 2 * rounds, 2 * hidden
 
