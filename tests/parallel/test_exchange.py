@@ -40,7 +40,7 @@ def exchanged(heads: Sequence[tuple[int, int]], frozen: int | None, batch: int) 
         with Messages(dist.get_rank()) as messages:
             outputs = swaps(parts)
             messages.begin("backward")
-            sum((output * torch.randn_like(output)).sum() for output in outputs).backward()
+            sum((output * torch.randn(output.shape)).sum() for output in outputs).backward()
         values = [*outputs, *(part.grad for part in parts)]
         sent = [(it.name, it.phase, it.size) for it in messages.found]
         return [None if value is None else value.detach() for value in values], sent

@@ -64,19 +64,20 @@ class Exchange:
 
         One all-to-all (Ulysses, arXiv 2309.14509, section 3.1).
         """
-        return self.swap_all([part], split, joined)[0]
+        return _exchanged(part, self._swapped(split, joined), self._swapped(joined, split))
 
     def swap_all(
         self, parts: Sequence[torch.Tensor], split: int, joined: int
     ) -> tuple[torch.Tensor, ...]:
         """Return `swap` of each of the parts, by one all-to-all of them together.
 
-        Parts of several dtypes go by themselves.
+        If all are as long along `joined`, the results are views of what came. Parts of several
+        dtypes go by themselves.
         """
         if len({part.dtype for part in parts}) > 1:
             return tuple(self.swap(part, split, joined) for part in parts)
-        there = self._swapped(split, joined)
-        back = self._swapped(joined, split)
+        there = self._swapped_all(split, joined)
+        back = self._swapped_all(joined, split)
         return _ExchangedTogether.apply(there, back, *parts)  # type: ignore[no-any-return]
 
     def move(self, rows: torch.Tensor, sent: Counts, received: Counts) -> torch.Tensor:
@@ -125,17 +126,31 @@ class Exchange:
 
         return moved
 
-    def _swapped(self, split: int, joined: int) -> MoveAll:
+    def _swapped(self, split: int, joined: int) -> Move:
+        ones = [1] * self.group.size()
+        moved = self._moved(ones, ones)
+
+        def swapped(part: torch.Tensor) -> torch.Tensor:
+            parts = part.unflatten(split, (len(ones), -1)).movedim(split, 0)
+            return moved(parts).movedim(0, joined).flatten(joined, joined + 1)
+
+        return swapped
+
+    def _swapped_all(self, split: int, joined: int) -> MoveAll:
         ones = [1] * self.group.size()
         moved = self._moved(ones, ones)
 
         def swapped(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             by_rank = [part.unflatten(split, (len(ones), -1)).movedim(split, 0) for part in parts]
-            received = moved(_packed(by_rank)).split([part[0].numel() for part in by_rank], 1)
-            return [
-                flat.unflatten(1, part.shape[1:]).movedim(0, joined).flatten(joined, joined + 1)
-                for flat, part in zip(received, by_rank, strict=True)
+            alike = len({part.shape[joined] for part in parts}) == 1
+            rows = [part.movedim(joined + 1, 1) if alike else part[:, None] for part in by_rank]
+            received = moved(_packed(rows)).flatten(0, 1)
+            flat = received.split([row[0, 0].numel() for row in rows], 1)
+            results = [
+                one.unflatten(1, row.shape[2:]).movedim(0, joined)
+                for one, row in zip(flat, rows, strict=True)
             ]
+            return results if alike else [one.flatten(joined, joined + 1) for one in results]
 
         return swapped
 
@@ -163,15 +178,13 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _packed(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the rows of the parts end to end: [rows, all numbers of a row], each copied once."""
-    if len(parts) == 1:
-        return parts[0].flatten(1)
+    """Return the parts [n, m, ...] side by side, [n, m, all numbers], each copied once."""
     if torch.compiler.is_compiling():  # it writes each into its place
-        return torch.cat([part.flatten(1) for part in parts], 1)
-    sizes = [part[0].numel() for part in parts]
-    packed = parts[0].new_empty(len(parts[0]), sum(sizes))
-    for place, part in zip(packed.split(sizes, 1), parts, strict=True):
-        place.unflatten(1, part.shape[1:]).copy_(part)
+        return torch.cat([part.flatten(2) for part in parts], 2)
+    sizes = [part[0, 0].numel() for part in parts]
+    packed = parts[0].new_empty(*parts[0].shape[:2], sum(sizes))
+    for place, part in zip(packed.split(sizes, 2), parts, strict=True):
+        place.unflatten(2, part.shape[2:]).copy_(part)
     return packed
 
 
@@ -214,7 +227,7 @@ class _ExchangedTogether(torch.autograd.Function):
         ctx: _TogetherContext, there: MoveAll, back: MoveAll, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         ctx.move = back
-        moved = [tensor.contiguous() for tensor in there(tensors)]  # models' code makes views
+        moved = there(tensors)
         needed = ctx.needs_input_grad[2:]
         frozen = [tensor for tensor, need in zip(moved, needed, strict=True) if not need]
         ctx.mark_non_differentiable(*frozen)
