@@ -10,13 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from gpu import MICRO_BATCH, RATE
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from benchmarks.gpu_arms import LORA, RATE
+
 if TYPE_CHECKING:
-    from gpu import Bench
+    from benchmarks.gpu_bench import Bench
 
 
 def bare(bench: Bench, compiled: bool) -> Callable[[int], object]:
@@ -62,50 +63,106 @@ def bare(bench: Bench, compiled: bool) -> Callable[[int], object]:
     return step
 
 
-def trainer(bench: Bench) -> float:
-    """The median time of a step of transformers.Trainer with the same JSON."""
+def trainer(bench: Bench) -> tuple[float, float]:
+    """Return the seconds of a step of transformers.Trainer with the same JSON, as `steps_of`."""
     import deepspeed
-    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     deepspeed.init_distributed(
         torch.distributed.get_backend()
     )  # else it takes this process for the only one
-    times: list[float] = []
-    wait = bench.wait
+    values = dict(bench.model)
+    config = AutoConfig.for_model(values.pop("model_type"), **values)
+    model = AutoModelForCausalLM.from_config(config)
+    keys = {name: value for name, value in bench.config.items() if name != "trainer"}
+    return steps_of(bench, model, deepspeed=keys)
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            wait()
-            times.append(time.perf_counter())
 
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            wait()
-            times[-1] = time.perf_counter() - times[-1]
+def trainer_with_peft(bench: Bench) -> tuple[float, float]:
+    """Return the seconds of a step of transformers.Trainer, compiled, with an adapter of PEFT, as
+    `steps_of`: the same base with random values, in bfloat16, and the same rank.
+    """
+    from peft import LoraConfig, get_peft_model
 
-    made, values = torch.Generator().manual_seed(0), dict(bench.model)
-    size = (bench.warm_up + bench.steps) * bench.world_size * MICRO_BATCH
-    shape = (size, bench.sequence)
-    rows = torch.randint(0, values["vocab_size"], shape, generator=made)
+    config = AutoConfig.from_pretrained(bench.config["trainer"]["model"]["name_or_path"])
+    with bench.device:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    adapter = LoraConfig(
+        r=LORA["r"],
+        lora_alpha=LORA["alpha"],
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+    )
+    return steps_of(
+        bench,
+        get_peft_model(model, adapter),
+        optim="adamw_torch_fused",
+        torch_compile=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+    )
+
+
+def steps_of(bench: Bench, model: Any, **own: Any) -> tuple[float, float]:
+    """Return the median seconds of a step of Trainer that is waited for, and the seconds of a step
+    of as many in one interval, which follow.
+
+    `own` are arguments of TrainingArguments.
+    """
+    from transformers import Trainer, TrainingArguments
+
+    alone = bench.warm_up + bench.steps
+    count = alone + bench.steps
+    made = torch.Generator().manual_seed(0)
+    shape = (count * bench.world_size * bench.micro_batch, bench.sequence)
+    rows = torch.randint(0, bench.model["vocab_size"], shape, generator=made)
     arguments = TrainingArguments(
         tempfile.mkdtemp(dir=bench.folder),
-        deepspeed={name: value for name, value in bench.given.items() if name != "trainer"},
-        per_device_train_batch_size=MICRO_BATCH,
+        per_device_train_batch_size=bench.micro_batch,
         learning_rate=RATE,
         weight_decay=0.1,
         bf16=bench.cuda,
         gradient_checkpointing=True,
-        max_steps=bench.warm_up + bench.steps,
+        max_steps=count,
         logging_steps=10,
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
         use_cpu=not bench.cuda,
+        **own,
     )
-    config = AutoConfig.for_model(values.pop("model_type"), **values)
-    model = AutoModelForCausalLM.from_config(config)
     data = [{"input_ids": row, "labels": row} for row in rows]
-    Trainer(model, arguments, train_dataset=data, callbacks=[Clock()]).train()
-    return statistics.median(times[bench.warm_up :])
+    clock = clock_of(bench.wait, alone, count)
+    Trainer(model, arguments, train_dataset=data, callbacks=[clock]).train()
+    return statistics.median(clock.times[bench.warm_up :]), clock.interval / bench.steps
+
+
+def clock_of(wait: Callable[[], None], alone: int, count: int) -> Any:
+    """Return a callback of Trainer with the `times` of the first steps, which are `alone`, and of
+    the `interval` of the others, of `count` in all.
+    """
+    from transformers import TrainerCallback
+
+    class StepClock(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.times: list[float] = []
+            self.interval = 0.0
+            self.done = 0
+            self.started = 0.0
+
+        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+            if self.done <= alone:
+                wait()
+                self.started = time.perf_counter()
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.done += 1
+            if self.done <= alone:
+                wait()
+                self.times.append(time.perf_counter() - self.started)
+            elif self.done == count:
+                wait()
+                self.interval = time.perf_counter() - self.started
+
+    return StepClock()
 
 
 def kept_products(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -581,11 +581,21 @@ ELSEWHERE: dict[str, str] = {
     "python -m tests.support.whole_table": (
         "test_whole.py::test_the_page_of_families_says_what_comes_back"
     ),
-    "python benchmarks/gpu.py": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
-    'python benchmarks/gpu.py --shapes 1B 8B --arms "mesh, LoRA" "mesh, QLoRA"': (
-        "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size"
-    ),
-    "python benchmarks/gpu.py --smoke": "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size",
+    **{
+        command: "test_gpu_benchmark.py::test_it_makes_its_table_at_tiny_size"
+        for command in (
+            "python benchmarks/gpu.py",
+            "python benchmarks/gpu.py --smoke",
+            "python benchmarks/gpu.py --shapes Qwen3-0.6B",
+            'python benchmarks/gpu.py --arms mesh "bare FSDP2" accelerate',
+            'python benchmarks/gpu.py --shapes 1B 8B --arms "mesh, LoRA" "mesh, QLoRA"',
+            "python benchmarks/gpu.py --shapes 8B --sequence 4096 "
+            '--arms ceilings "mesh, LoRA" "Trainer + PEFT"',
+            "python benchmarks/gpu.py --shapes 8B "
+            '--arms "longest in 24 GB" "longest in 48 GB" "longest in 80 GB"',
+            "python -m benchmarks.gpu_longest CONFIG GPUS DEVICE",
+        )
+    },
 }
 """Command -> the test that runs it."""
 
