@@ -18,6 +18,8 @@ from trainer.supervise.world import world_of
 
 BLOCK = 2**26
 """Bytes of one write, of a raw write."""
+ENOUGH = 0.98
+"""The share of the planner's memory of a GPU that such a GPU may have: its table is to about 1 %."""
 
 
 def work(arm: str, folder: str, cuda: bool) -> int:
@@ -134,7 +136,7 @@ class Bench:
             return False
         whole = torch.cuda.get_device_properties(self.device).total_memory
         least = device_of(memory).memory
-        if whole < least:
+        if whole < ENOUGH * least:
             return True
         torch.cuda.set_per_process_memory_fraction((least - RESERVED) / whole, self.device)
         return False
