@@ -234,6 +234,7 @@ class _ExchangedTogether(torch.autograd.Function):
         return tuple(moved)
 
     @staticmethod
+    @differentiable_once("an exchange between ranks")
     def backward(  # type: ignore[override]
         ctx: _TogetherContext, *gradients: torch.Tensor
     ) -> tuple[object, ...]:
