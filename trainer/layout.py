@@ -19,6 +19,7 @@ Compile = Literal["auto", "none", "loss", "blocks"]
 Float8 = Literal["none", "tensorwise", "rowwise"]
 RecomputeMode = Literal["none", "full", "every", "selective", "offload"]
 
+SECONDARY = "zero_optimization.zero_hpz_partition_size"
 AXES = ("pipeline", "replicate", "shard", "tensor")
 """The axes of the mesh, outermost first; ranks are numbered in row-major order."""
 
@@ -155,14 +156,30 @@ class Layout(StateLayout):
     """The precision of the weights that are updated, and of the optimizer's state."""
     router_bias_rate: float = 0.0
     """How far a step moves the biases by which routers choose experts; 0: they stay."""
+    secondary_shard: int = 1
+    """The neighbours on `shard` that share a second copy of the weights between the two passes.
+
+    ZeRO++'s hierarchical partitioning (hpZ, arXiv 2306.10209, section 3.2), of ZeRO-3; 1: none.
+    """
 
     def __post_init__(self) -> None:
         self.check(self.world_size, self.train_batch)
+        if self.shard % self.secondary_shard:
+            share = "that share one copy of the weights (trainer.mesh.shard)"
+            actual = f"{self.secondary_shard} for {self.shard} ranks {share}"
+            hint = "Set it to the GPUs of a node, or to 1 for no second copy."
+            expected = f"a divisor of {self.shard}"
+            raise ConfigError(Problem(SECONDARY, actual, expected, hint))
         problem = self.schedule.problem(self.accumulation, self.pipeline)
         if self.pipeline > 1 and problem:
             key = "gradient_accumulation_steps"
             hint = f"Raise {key}: a pipeline's micro-batches are its accumulation."
             raise ConfigError(Problem(key, *problem, hint))
+
+    @property
+    def regathered(self) -> int:
+        """The ranks over which ZeRO-3 gathers blocks for the backward pass; 0: as the forward."""
+        return self.secondary_shard if 1 < self.secondary_shard < self.shard else 0
 
     @property
     def stages(self) -> int:
@@ -219,6 +236,7 @@ class Layout(StateLayout):
         words = [
             mesh,
             f"ZeRO-{self.zero_stage}",
+            *([f"hpZ over {self.secondary_shard} ranks"] if self.secondary_shard > 1 else []),
             *([f"context {self.context}"] if self.context > 1 else []),
             *([f"experts over {self.expert} ranks"] if self.expert > 1 else []),
             *(["sequence parallel"] if self.sequence_parallel else []),
@@ -267,6 +285,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         router_bias_rate=config.trainer.router_bias_update_rate,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if low and _precision(config) == "bfloat16" else "float32",
+        secondary_shard=_secondary_shard(zero),
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout
@@ -276,6 +295,11 @@ def _precision(config: Config) -> Precision:
     if config.settings.get("bf16", {}).get("enabled"):
         return "bfloat16"
     return "float16" if config.settings.get("fp16", {}).get("enabled") else "float32"
+
+
+def _secondary_shard(zero: Json) -> int:
+    size = zero.get("zero_hpz_partition_size", AUTO)
+    return 1 if size == AUTO or zero.get("stage", 0) < 3 else max(1, size)
 
 
 def _recompute(text: str, tile: int | None) -> Recompute:

@@ -345,11 +345,14 @@ def _torch(
             shard = _axes(layout, "shard") if unit.parts == 1 else ("rest",)
             shard = () if unit.parts == layout.shard else shard
             gathers = _gathers(layout, unit, levers)
+            again = _again(layout, unit)
+            first = (1 if stages else m) if again else gathers
             # a pipeline keeps gradients whole until the last micro-batch
             reduced = 1 if stages else m
             # what is added up in float32 is not yet reduced between replicas
             once = 1 if stages or levers.accumulation and low == "float32" else m
-            found.add("all-gather", shard, layout.precision, gathers, gathers * width * unit.size)
+            for axes, times in (shard, first), (again, gathers - first):
+                found.add("all-gather", axes, layout.precision, times, times * width * unit.size)
             found.add("reduce-scatter", shard, low, reduced, reduced * WIDTH[low] * unit.size)
             own = WIDTH[low] * unit.size * unit.parts // layout.shard
             found.add("all-reduce", _axes(layout, "replicate"), low, once, once * own)
@@ -373,6 +376,17 @@ def _gathers(layout: Layout, unit: Unit, levers: Levers) -> int:
     if layout.pipeline > 1:
         return 1 if unit.kept else m + unit.both
     return 2 * m if unit.both else m
+
+
+def _again(layout: Layout, unit: Unit) -> tuple[str, ...]:
+    """Return where a unit is gathered once its step's first forward pass has divided it again.
+
+    hpZ (ZeRO++, arXiv 2306.10209, section 3.2): among the ranks of a second copy. A pipeline frees
+    that after its last backward pass; else each micro-batch does. Empty: it is gathered as at
+    first, and so are experts that ranks divide.
+    """
+    second = layout.regathered and unit.both and unit.parts == 1
+    return ("secondary",) if second else ()
 
 
 def _deepspeed(found: Tally, layout: Layout, sizes: Sizes, stage: int) -> None:

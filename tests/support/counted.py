@@ -93,10 +93,18 @@ class Step:
         results: dict[Kind, tuple[int, int]] = {}
         for message in self.messages:
             dtype = str(message.dtype).removeprefix("torch.")
-            kind = message.name, self.layout.axes_of(message.group), dtype
+            kind = message.name, self._axes_of(message), dtype
             count, size = results.get(kind, (0, 0))
             results[kind] = count + 1, size + message.size
         return results
+
+    def _axes_of(self, message: Message) -> tuple[str, ...]:
+        """Return the axes of a message; `secondary` for gathers in one part of `shard` (hpZ)."""
+        axes, size = self.layout.axes_of(message.group), self.layout.regathered
+        if size and axes == ("shard",) and message.name == "all-gather":
+            parts = {self.layout.coordinates(rank)["shard"] // size for rank in message.group}
+            return ("secondary",) if len(parts) == 1 else axes
+        return axes
 
     def operators(self, during: str) -> Counter[str]:
         """Count the operators of a pass, by name."""

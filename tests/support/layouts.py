@@ -77,6 +77,8 @@ HYBRID_4 = HYBRID | {
     "layer_types": ["conv", "conv", "full_attention", "conv"],
 }
 """Its convolutions have a state: under context parallelism a rank computes whole documents."""
+HPZ = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+SECOND = replace(DATA, world_size=4, micro_batch=1, zero_stage=3, more=HPZ)
 PARTS = {"tensor_parallel": {"sequence_parallel": True}}
 BIASED_4 = FAMILIES["llama, biases"] | {"num_key_value_heads": 4}
 
@@ -284,6 +286,16 @@ LAYOUTS = {
     ),
     "context x hsdp, hybrid": replace(
         CONTEXT, world_size=4, replicate=2, micro_batch=1, zero_stage=3, model=HYBRID
+    ),
+    "hpZ": SECOND,
+    "hpZ, untied, selective": replace(SECOND, model=UNTIED, recompute="selective"),
+    "hpZ, gpt2, full": replace(SECOND, model=GPT2, recompute="full"),
+    "hpZ, all on the host": replace(SECOND, **HOST),
+    "hpZ, experts": replace(SPREAD_4, zero_stage=3, more=HPZ),
+    "hpZ, context": replace(CONTEXT, world_size=4, micro_batch=2, zero_stage=3, more=HPZ),
+    "hpZ, hsdp": replace(SECOND, world_size=8, replicate=2),
+    "hpZ, pipeline": replace(
+        SECOND, world_size=8, pipeline=2, model=UNTIED | {"num_hidden_layers": 4}
     ),
     "zero3 over four, two experts": replace(
         DATA,

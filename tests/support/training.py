@@ -252,6 +252,7 @@ def layout_of(case: Case) -> Any:
         sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if case.more.get("bf16", {}).get("bf16_optimizer_states") else "float32",
         router_bias_rate=case.router_bias_rate,
+        secondary_shard=case.more.get("zero_optimization", {}).get("zero_hpz_partition_size", 1),
     )
     layout.check(case.world_size, TRAIN_BATCH)
     return layout

@@ -93,7 +93,8 @@ def sharding_of(name: str, layout: Layout) -> str:
     """Return a line on which ranks a library's wrapper shards over, and replicates over."""
     axes = {"shard": layout.shard, "replicate": layout.replicate}
     sizes = [f"{axis}={size}" for axis, size in axes.items() if size > 1] or ["shard=1"]
-    return f"{name} over {', '.join(sizes)}"
+    again = f", gathered again over {layout.regathered}" if layout.regathered else ""
+    return f"{name} over {', '.join(sizes)}{again}"
 
 
 def stages_of_rank(

@@ -53,6 +53,8 @@ class ParallelMesh:
     """The ranks that share rows with this one; None if it has whole rows."""
     experts: DeviceMesh | None = None
     """The mesh of EXPERT_AXES, of the same ranks; None if experts are not divided."""
+    secondary: DeviceMesh | None = None
+    """The mesh [copies, ranks of a copy] of ZeRO-3's second copies; None without (`hpZ`)."""
 
     def group(self, reduction: str) -> dist.ProcessGroup | None:
         """Return the ranks with which this one reduces; None if it is alone."""
@@ -142,7 +144,24 @@ def parallel_mesh_of(layout: Layout, device: torch.device, heads: int = 0) -> Pa
     sizes = tuple(getattr(layout, axis) for axis in AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=AXES)
     experts = expert_mesh(layout, mesh) if layout.expert > 1 else None
-    return ParallelMesh(layout, mesh, groups_of(mesh), _context_ranks(layout, mesh, heads), experts)
+    context = _context_ranks(layout, mesh, heads)
+    second = secondary_mesh(layout, mesh) if layout.regathered else None
+    return ParallelMesh(layout, mesh, groups_of(mesh), context, experts, second)
+
+
+def secondary_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:
+    """Make the mesh [copies, ranks of a copy] of ZeRO-3's second copies. Collective.
+
+    The ranks of a copy are neighbours on `shard`.
+    """
+    pipeline, replicate, shard, tensor = mesh.mesh.shape
+    size = layout.regathered
+    ranks = mesh.mesh.view(pipeline, replicate, shard // size, size, tensor)
+    groups = [group_of_rows(_rows(ranks, along)) for along in ([1, 2], [3])]
+    here = ranks[mesh.get_local_rank("pipeline"), ..., mesh.get_local_rank("tensor")]
+    names = ("copy", "part")
+    own = here.reshape(-1, size)
+    return DeviceMesh.from_group(groups, mesh.device_type, own, mesh_dim_names=names)
 
 
 def expert_mesh(layout: Layout, mesh: DeviceMesh) -> DeviceMesh:

@@ -14,6 +14,9 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard import _fully_shard as fsdp_units
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.distributed.dtensor import local
@@ -140,6 +143,25 @@ def sharding_by(
         return plain(module, **{**options, **of_all, **more})
 
     return mock.patch.object(fsdp, "fully_shard", chosen)
+
+
+@contextmanager
+def resharding_over(mesh: DeviceMesh | None) -> Iterator[None]:
+    """Let FSDP2 units that are made in here, and resharded to fewer ranks, share this mesh.
+
+    PyTorch 2.15: each unit makes groups of its own, a communicator each, by a call that all ranks
+    have to make: pipeline stages with other units would hang. Can go when `fully_shard` takes the
+    mesh to reshard to.
+    """
+    plain = fsdp_units._get_post_forward_mesh_info
+    shared = HSDPMeshInfo(mesh, 1, 0) if mesh is not None else None
+
+    def chosen(reshard: bool | int, whole: FSDPMeshInfo) -> FSDPMeshInfo | None:
+        fewer = shared is not None and not isinstance(reshard, bool)
+        return shared if fewer else plain(reshard, whole)
+
+    with mock.patch.object(fsdp_units, "_get_post_forward_mesh_info", chosen):
+        yield
 
 
 @contextmanager

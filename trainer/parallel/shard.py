@@ -6,7 +6,7 @@ what is left, with tables that are tied to the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_map
 
 from trainer.distributed.dtensor import local
 from trainer.errors import ConfigError, NumericsError, Problem
-from trainer.layout import Layout
+from trainer.layout import SECONDARY, Layout
 from trainer.models.finetuning.quantised.quantised_base import quantised_weights
+from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel.patches import sharding_by
 from trainer.parallel.splits.vocabulary import looks_up
@@ -69,12 +70,13 @@ def options_of(
 ) -> FsdpOptions:
     """Return FSDP's options for a unit, gathered around its forward and its backward pass.
 
-    ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1). The
-    parameters `ignored` are not sharded: each rank keeps them whole.
+    ZeRO-2 keeps it gathered in between, ZeRO-3 does not (arXiv 2304.11277, section 3.3.1), or
+    divides it among fewer ranks (hpZ). The parameters `ignored` are not sharded: each rank keeps
+    them whole.
     """
     return {
         "mesh": mesh,
-        "reshard_after_forward": layout.zero_stage == 3,
+        "reshard_after_forward": layout.regathered or layout.zero_stage == 3,
         "mp_policy": policy_of(layout, reduction),
         "offload_policy": offload_of(layout, device),
         "shard_placement_fn": partial(placement, layout.shard),
@@ -117,6 +119,46 @@ def placement(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return next((Shard(dim) for dim, size in enumerate(sizes) if size % ranks == 0), None)
 
 
+def refusal(layout: Layout) -> str | None:
+    """Return the reason why FSDP2 can't keep a second copy of the weights in a layout, or None."""
+    if layout.regathered and layout.tensor > 1:
+        parts = "of matrices that tensor parallelism splits"
+        hint = f"Set {SECONDARY} to 1, or tensor_parallel.autotp_size to 1."
+        return f"FSDP2 keeps no second copy {parts}. {hint}"
+    if layout.regathered and layout.float8 != "none":
+        hint = f'Set {SECONDARY} to 1, or trainer.float8 to "none".'
+        return f"FSDP2 keeps no second copy of weights that it gathers in float8. {hint}"
+    return None
+
+
+def check_second_copies(spec: ModelSpec, layout: Layout) -> None:
+    """Raise ConfigError for a block that FSDP2 can't divide again: it does by the first dimension.
+
+    Experts that are divided among ranks are gathered without a second copy there.
+    """
+    if not layout.regathered:
+        return
+    model = spec.build()
+    stacks = expert_stacks(model, spec.blocks) if layout.expert > 1 else []
+    blocks = tuple(f"{name}." for name in spec.blocks)
+    divided = tuple(f"{name}." for name in stacks)
+    for name, parameter in model.named_parameters():
+        ours = name.startswith(blocks) and not name.startswith(divided)
+        if ours and placement(layout.shard, parameter) is not None:
+            actual = f"{layout.secondary_shard}, with {len(parameter)} rows of {name} on {layout.shard} ranks"
+            hint = "Set it to 1, or trainer.mesh.shard to a divisor of the rows."
+            expected = "weights whose rows the ranks divide"
+            raise ConfigError(Problem(SECONDARY, actual, expected, hint))
+
+
+def put_back(modules: Iterable[nn.Module]) -> None:
+    """Give FSDP's units their own shards, where a pass without a backward pass left others."""
+    for module in modules:
+        for unit in module.modules():
+            if isinstance(unit, fsdp.FSDPModule):
+                unit.reshard()
+
+
 def apply(
     module: ModelWithLoss,
     spec: ModelSpec,
@@ -135,8 +177,8 @@ def apply(
     of_root = {"mp_policy": replace(policy, cast_forward_inputs=False)}
     _wrap_ends(module.model, ends, options)
     if wrap_rest is not None:
-        of_all = {key: options[key] for key in ("shard_placement_fn", "ignored_params")}
-        with sharding_by(of_all, module, of_root):
+        own = "shard_placement_fn", "ignored_params", "reshard_after_forward"
+        with sharding_by({key: options[key] for key in own}, module, of_root):
             wrap_rest(module)
     else:
         for name in spec.blocks:
@@ -169,14 +211,17 @@ def _wrap_ends(model: nn.Module, ends: Ends, options: FsdpOptions) -> None:
     The backward pass needs no table, and begins with the head: neither is gathered for it.
     """
     modules = dict(model.named_modules())  # a stand-in of a stage may be for several
-    for names, more in (ends.tables, {}), (ends.head, {"reshard_after_forward": False}):
+    for names in ends.tables, ends.head:
         unit = [modules[name] for name in names if name in modules]
         unit = [module for module in unit if any(True for _ in module.parameters())]
         if not unit:
             continue
         first: Any = unit[0]
-        fully_shard(unit if len(unit) > 1 else first, **{**options, **more})
-        if names is ends.tables and all(map(looks_up, unit)):
+        unread = names is ends.tables and all(map(looks_up, unit))
+        resharded = False if names is ends.head else options["reshard_after_forward"]
+        own = {"reshard_after_forward": bool(resharded) if unread else resharded}
+        fully_shard(unit if len(unit) > 1 else first, **{**options, **own})
+        if unread:
             first.set_unshard_in_backward(False)
 
 

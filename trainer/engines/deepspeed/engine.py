@@ -46,6 +46,8 @@ def refusal(layout: Layout) -> str | None:
         return reason
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
+    if layout.secondary_shard > 1:
+        return 'DeepSpeed\'s hpZ does not run. Set trainer.engine to "mesh".'
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
     release = Version(version("deepspeed"))

@@ -20,7 +20,7 @@ from trainer.parallel import float8, shard
 from trainer.parallel.apply import give_values, sharding_of, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas
-from trainer.parallel.patches import steady_buckets
+from trainer.parallel.patches import resharding_over, steady_buckets
 from trainer.parallel.probes import fsdp_units
 from trainer.parallel.sparse import Used
 from trainer.tasks.task import ModelWithLoss
@@ -66,7 +66,8 @@ def build(job: Job) -> TorchEngine:
         base = shard.kept_whole(model, spec, layout)
         options = shard.options_of(layout, shared, device.type, job.reduction, base)
         # `prepare` calls this, but maps an optimizer by addresses, which meta tensors lack
-        shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
+        with resharding_over(mesh.secondary):
+            shard.apply(module, spec, ends, options, partial(fsdp2_prepare_model, accelerator))
         say(sharding_of("Accelerate's FSDP", layout))
     give_values(model, spec, layout, job.seed_of_values, device)
     if layout.zero_stage == 0:

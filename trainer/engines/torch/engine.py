@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 
@@ -16,7 +18,9 @@ from trainer.parallel import float8
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
 from trainer.parallel.parallel_mesh import ParallelMesh, holders_of
+from trainer.parallel.shard import put_back
 from trainer.parallel.sparse import Used
+from trainer.tasks.task import Batch
 
 
 class TorchEngine(NormalisedEngine):
@@ -43,6 +47,12 @@ class TorchEngine(NormalisedEngine):
         device = job.machine.device
         self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
         self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, device)
+
+    def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
+        result = super().evaluate(micro_batches)
+        if self.job.layout.regathered:
+            put_back(self.modules)
+        return result
 
     def _finish(self) -> tuple[torch.Tensor, bool]:
         if self._used is not None:

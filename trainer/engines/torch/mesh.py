@@ -20,7 +20,7 @@ from trainer.parallel import compilation, float8, shard
 from trainer.parallel.apply import give_values, sharding_of, stages_of_rank, wrap_blocks
 from trainer.parallel.forward_backward import ForwardBackward, GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas
-from trainer.parallel.patches import steady_buckets
+from trainer.parallel.patches import resharding_over, steady_buckets
 from trainer.parallel.pipeline import PipelineRun
 from trainer.parallel.probes import compiled_blocks, expert_parts, fsdp_units, tensor_parts
 from trainer.parallel.sparse import Used
@@ -43,7 +43,7 @@ def refusal(layout: Layout) -> str | None:
     schedule = layout.schedule.name
     if layout.compile == "blocks" and (reason := compilation.refusal(layout)):
         return reason
-    if reason := float8.refusal(layout):
+    if reason := float8.refusal(layout) or shard.refusal(layout):
         return reason
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
         needs = f"needs PyTorch 2.15; this is {torch.__version__}"
@@ -93,6 +93,7 @@ def ready(layout: Layout, device: torch.device, settings: Mapping[str, object]) 
 def check(spec: ModelSpec, layout: Layout) -> None:
     """Raise ConfigError for a model that can't be cut or split as the layout requires."""
     fsdp_units.check_shardable(spec, layout)
+    shard.check_second_copies(spec, layout)
     float8.check(spec, layout)
     if layout.tensor > 1:
         tensor_parts.check(spec, layout)
@@ -122,9 +123,10 @@ def build(job: Job) -> TorchEngine:
                 say(f"float8 ({layout.float8}) to large linear layers")
             base = shard.kept_whole(module.model, spec, layout)
             options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction, base)
-            if layout.expert > 1:
-                expert_ranks.shard(module.model, spec, mesh, options)
-            shard.apply(module, spec, ends, options)
+            with resharding_over(mesh.secondary):
+                if layout.expert > 1:
+                    expert_ranks.shard(module.model, spec, mesh, options)
+                shard.apply(module, spec, ends, options)
             say(sharding_of("FSDP", layout))
         give_values(module.model, spec, layout, job.seed_of_values, device)
 

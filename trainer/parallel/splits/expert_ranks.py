@@ -109,9 +109,11 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOp
     axes = ("replicate", "expert_shard") if replicated else "expert_shard"
     shards = mesh.experts["expert_shard"].size()
     own = {"mesh": mesh.experts[axes], "shard_placement_fn": partial(placement, shards)}
+    # FSDP2 divides no DTensor again (hpZ)
+    again = {"reshard_after_forward": bool(options["reshard_after_forward"])}
     for name in expert_stacks(model, spec.blocks):
         unit: Any = model.get_submodule(name)
-        fully_shard(unit, **{**options, **own})
+        fully_shard(unit, **{**options, **own, **again})
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
         unit.set_force_sum_reduction_for_comms(shards > 1)

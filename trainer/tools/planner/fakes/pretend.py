@@ -124,6 +124,7 @@ def _replacements(
     for function in (
         init_device_mesh,
         parallel_mesh.expert_mesh,
+        parallel_mesh.secondary_mesh,
         parallel_mesh.ranks_along,
         gradients.ends,
         coordinate_in,
