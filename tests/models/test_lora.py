@@ -26,6 +26,7 @@ from tests.support.layouts import (
     FAMILIES,
     HSDP,
     LLAMA_4,
+    SECOND,
     SPLIT,
     SPLIT_4,
     STAGES,
@@ -99,6 +100,8 @@ LAYOUTS = {
     "hsdp": replace(HSDP, zero_stage=3, adapter=LORA),
     "context": replace(CONTEXT, adapter=LORA),
     "context x zero3, full": replace(CONTEXT, zero_stage=3, recompute="full", adapter=LORA),
+    "hpZ": replace(SECOND, adapter=LORA),
+    "hpZ, full": replace(SECOND, adapter=DRY, recompute="full"),
     "pipeline x zero2": replace(STAGES_4, zero_stage=2, adapter=LORA),
     "pipeline x zero3": replace(STAGES_4, zero_stage=3, adapter=LORA),
 }

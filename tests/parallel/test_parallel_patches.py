@@ -92,3 +92,24 @@ def test_accelerates_plugin_has_no_placement_of_shards():
 
     fields = FullyShardedDataParallelPlugin.__dataclass_fields__
     assert not [name for name in fields if "placement" in name]
+
+
+def groups_gathered_again(shared: bool) -> int:
+    """Count the groups among which two units are gathered again. Runs on each rank."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "part"))
+    whole = init_device_mesh("cpu", (dist.get_world_size(),))
+    units = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    with patches.resharding_over(mesh if shared else None):
+        for unit in units:
+            fully_shard(unit, mesh=whole, reshard_after_forward=2)
+    groups = [unit._get_fsdp_state()._fsdp_param_groups[0] for unit in units]  # type: ignore[operator]
+    return len({group.post_forward_mesh_info.shard_process_group.group_name for group in groups})
+
+
+def test_pytorchs_units_make_groups_of_their_own_to_be_gathered_again(pools: Any) -> None:
+    assert pools[4].run(groups_gathered_again, shared=False) == [2] * 4
+    assert pools[4].run(groups_gathered_again, shared=True) == [1] * 4

@@ -43,7 +43,7 @@ def refusal(layout: Layout) -> str | None:
     schedule = layout.schedule.name
     if layout.compile == "blocks" and (reason := compilation.refusal(layout)):
         return reason
-    if reason := float8.refusal(layout) or shard.refusal(layout):
+    if reason := shard.refusal(layout) or float8.refusal(layout):
         return reason
     if layout.pipeline > 1 and schedule in V_SHAPED and torch.__version__ < "2.15":
         needs = f"needs PyTorch 2.15; this is {torch.__version__}"

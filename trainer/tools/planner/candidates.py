@@ -71,6 +71,7 @@ def candidates(
                 new: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "context": context}
                 new |= {"replicate": ranks // shard, "shard": shard, "expert": expert}
                 new |= {"zero_stage": stage, "micro_batch": micro, "recompute": recompute}
+                new["secondary_shard"] = layout.secondary_shard if stage == 3 else 1
                 new |= {"offload_optimizer": optimizer, "offload_param": param}
                 new["accumulation"] = layout.train_batch // (micro * (ranks // context))
                 with suppress(ConfigError):  # the schedule needs more micro-batches

@@ -96,6 +96,8 @@ class ClosedForm:
             sizes[3] = 0
         shares = {stage: layout.shard if layout.zero_stage >= stage else 1 for stage in sizes}
         each = sum(size / shares[stage] for stage, size in sizes.items())
+        if layout.regathered:  # the second copy, which the backward pass reads
+            each += _value(layout) / layout.regathered
         return each * self.parameters / _model_ranks(layout)
 
     def _activations(self, layout: Layout) -> float:
@@ -129,9 +131,12 @@ class ClosedForm:
         hidden = _value(layout) * self.hidden / layout.context * layout.micro_batch * rounds
         if shard > 1:
             gathers = 2 * rounds if layout.zero_stage == 3 else 1
+            gathers -= rounds if layout.regathered else 0
             rings = gathers + (rounds if layout.zero_stage >= 2 else 1)
-            each = self._block(layout) * blocks * (shard - 1) / shard
-            yield shard * tensor, rings * blocks, rings * each
+            weight = self._block(layout) * blocks
+            yield shard * tensor, rings * blocks, rings * weight * (shard - 1) / shard
+            if few := layout.regathered:
+                yield few * tensor, rounds * blocks, rounds * weight * (few - 1) / few
         if layout.expert > 1:  # to the experts and back, forward and backward
             size = 4 * blocks * hidden * self.chosen * (layout.expert - 1) / layout.expert
             yield layout.expert, 6 * blocks * rounds, size
