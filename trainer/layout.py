@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Literal, cast
 
-from trainer.config import Config, MeshSizes, mesh_sizes
+from trainer.config import Config, MeshSizes, mesh_sizes, secondary_shard
 from trainer.config.keys.key import AUTO
 from trainer.errors import ConfigError, Problem
 from trainer.storage import Json
@@ -285,7 +285,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         router_bias_rate=config.trainer.router_bias_update_rate,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if low and _precision(config) == "bfloat16" else "float32",
-        secondary_shard=_secondary_shard(zero),
+        secondary_shard=secondary_shard(settings),
     )
     layout.check(world_size, settings["train_batch_size"])
     return layout
@@ -295,11 +295,6 @@ def _precision(config: Config) -> Precision:
     if config.settings.get("bf16", {}).get("enabled"):
         return "bfloat16"
     return "float16" if config.settings.get("fp16", {}).get("enabled") else "float32"
-
-
-def _secondary_shard(zero: Json) -> int:
-    size = zero.get("zero_hpz_partition_size", AUTO)
-    return 1 if size == AUTO or zero.get("stage", 0) < 3 else max(1, size)
 
 
 def _recompute(text: str, tile: int | None) -> Recompute:

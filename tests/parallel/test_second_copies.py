@@ -25,8 +25,8 @@ MESH = replace(SECOND, engine="mesh")
 PLAIN = replace(MESH, more={})
 
 
-def composed(*overrides: str, config: str = "zero3", world_size: int = 4) -> Composed:
-    facts = RuntimeFacts(world_size, 64, 100, True, "cpu", world_size)
+def composed(*overrides: str, config: str = "zero3", machines: int = 1) -> Composed:
+    facts = RuntimeFacts(4, 64, 100, True, "cpu", 4 // machines)
     batch = "train_batch_size=64", "gradient_accumulation_steps=auto"
     return compose(load(config, [*batch, *overrides]), facts)
 
@@ -145,6 +145,13 @@ def test_a_size_is_for_zero_3():
     other = composed(f"{SECONDARY}=2", config="zero2")
     assert other.layout.secondary_shard == 1
     shows("\n".join(other.config.notes), SECONDARY, "no effect", "stage is 2")
+
+
+def test_all_ranks_shard_where_each_machine_has_a_second_copy():
+    of_machines = composed("trainer.engine=mesh", machines=2).layout
+    assert (of_machines.replicate, of_machines.shard) == (2, 2)
+    layout = composed("trainer.engine=mesh", f"{SECONDARY}=2", machines=2).layout
+    assert (layout.shard, layout.regathered) == (4, 2)
 
 
 def test_all_ranks_of_a_shard_are_gathered_as_without_a_second_copy():

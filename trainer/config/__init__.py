@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.config import support
-from trainer.config.axes import MeshSizes, mesh_sizes
+from trainer.config.axes import MeshSizes, mesh_sizes, secondary_shard
 from trainer.config.compiled import Choice, Config, load
 from trainer.config.read import leaves, shipped
 from trainer.config.resolve import (
@@ -27,4 +27,5 @@ __all__ += [
     "RECOMPUTE",
     "recompute_note",
     "recomputing",
+    "secondary_shard",
 ]

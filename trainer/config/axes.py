@@ -91,6 +91,12 @@ def nearest(number: int, divisor: int) -> str:
     return f"such as {lower} or {lower + divisor}"
 
 
+def secondary_shard(settings: Json) -> int:
+    """Return the ranks that share a second copy of the weights (hpZ, of ZeRO-3); 1: there is none."""
+    zero = settings.get("zero_optimization", {})
+    return _size(zero.get("zero_hpz_partition_size", 1)) if zero.get("stage", 0) == 3 else 1
+
+
 def _size(value: int | str) -> int:
     return 1 if value == "auto" else max(1, int(value))
 

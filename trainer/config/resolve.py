@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from trainer.config.axes import mesh_sizes, nearest, ranks_inside
+from trainer.config.axes import mesh_sizes, nearest, ranks_inside, secondary_shard
 from trainer.config.compiled import FILE, OVERRIDE, Config
 from trainer.config.keys import AUTOS, DIFFERS, LOW_PRECISION
 from trainer.config.keys.key import AUTO
@@ -104,6 +104,7 @@ def _within_machines(config: Config, facts: RuntimeFacts) -> Config:
         or mesh.replicate
         or mesh.shard
         or sizes.pipeline > 1
+        or secondary_shard(config.settings) > 1  # a copy in each machine, of what all shard
     ):
         return config
     elif sizes.shard == 1 or inside == sizes.averaging_ranks or facts.world_size % local:
