@@ -92,7 +92,7 @@ def nearest(number: int, divisor: int) -> str:
 
 
 def secondary_shard(settings: Json) -> int:
-    """Return the ranks that share a second copy of the weights (hpZ, of ZeRO-3); 1: there is none."""
+    """Return the ranks that share a second copy of ZeRO-3's weights (hpZ); 1: there is none."""
     zero = settings.get("zero_optimization", {})
     return _size(zero.get("zero_hpz_partition_size", 1)) if zero.get("stage", 0) == 3 else 1
 

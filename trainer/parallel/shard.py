@@ -145,7 +145,8 @@ def check_second_copies(spec: ModelSpec, layout: Layout) -> None:
     for name, parameter in model.named_parameters():
         ours = name.startswith(blocks) and not name.startswith(divided)
         if ours and placement(layout.shard, parameter) is not None:
-            actual = f"{layout.secondary_shard}, with {len(parameter)} rows of {name} on {layout.shard} ranks"
+            rows = f"{len(parameter)} rows of {name} on {layout.shard} ranks"
+            actual = f"{layout.secondary_shard}, with {rows}"
             hint = "Set it to 1, or trainer.mesh.shard to a divisor of the rows."
             expected = "weights whose rows the ranks divide"
             raise ConfigError(Problem(SECONDARY, actual, expected, hint))
