@@ -66,6 +66,8 @@ SOUND = [
     ("mesh", "pipeline, a head tied within itself, beside the table"),
     ("mesh", "four stages of five blocks"),
     ("mesh", "hsdp, zero3"),
+    ("mesh", "hpZ"),
+    ("mesh", "hpZ, pipeline"),
     ("mesh", "tensor x zero3"),
     ("mesh", "tensor, phi3"),
     ("mesh", "pipeline x tensor x zero3"),

@@ -34,6 +34,8 @@ CASES = [
     ("mesh", "tensor"),
     ("deepspeed", "tensor"),
     ("mesh", "hsdp, zero3"),
+    ("mesh", "hpZ"),
+    ("accelerate", "hpZ"),
     ("accelerate", "hsdp, zero2"),
     ("mesh", "pipeline x zero2, DualPipeV"),
     ("mesh", "pipeline x zero3, Interleaved1F1B"),
