@@ -153,12 +153,14 @@ def resharding_over(mesh: DeviceMesh | None) -> Iterator[None]:
     have to make: pipeline stages with other units would hang. Can go when `fully_shard` takes the
     mesh to reshard to.
     """
+    if mesh is None:
+        yield
+        return
     plain = fsdp_units._get_post_forward_mesh_info
-    shared = HSDPMeshInfo(mesh, 1, 0) if mesh is not None else None
+    shared = HSDPMeshInfo(mesh, shard_mesh_dim=1, replicate_mesh_dim=0)
 
     def chosen(reshard: bool | int, whole: FSDPMeshInfo) -> FSDPMeshInfo | None:
-        fewer = shared is not None and not isinstance(reshard, bool)
-        return shared if fewer else plain(reshard, whole)
+        return plain(reshard, whole) if isinstance(reshard, bool) else shared
 
     with mock.patch.object(fsdp_units, "_get_post_forward_mesh_info", chosen):
         yield
