@@ -128,8 +128,15 @@ def chosen(rows: Any, matrix: Any, bias: Any) -> Any:
     return torch.zeros_like(rows).scatter(-1, places, values)
 
 
+def adapted(rows: Any, matrix: Any, bias: Any) -> Any:
+    """A linear layer with an adapter, whose output the block writes over."""
+    output = torch.add(rows @ matrix.t(), rows @ matrix, alpha=2.0)
+    output.view(-1).add_(1.0)
+    return output + bias
+
+
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("layer", [InPlace.apply, added, chosen])
+@pytest.mark.parametrize("layer", [InPlace.apply, added, chosen, adapted])
 def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
     """PyTorch finds no change after a view, and takes the new values for the old ones."""
     torch.manual_seed(0)
@@ -149,7 +156,7 @@ def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
     for result in passes:
         for mine, theirs in zip(torch.autograd.grad(result.sum(), inputs), expected, strict=True):
             torch.testing.assert_close(mine, theirs)
-    assert written == ({"topk"} if layer is chosen else {"mm"})
+    assert written == {chosen: {"topk"}, adapted: {"add"}}.get(layer, {"mm"})
 
 
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])

@@ -105,8 +105,7 @@ def _selective(every: int, written: set[str] | None) -> object:
             if gathered:  # by its own choice the compiler would keep it
                 return CheckpointPolicy.MUST_RECOMPUTE
         is_term = operator in summed.PRODUCTS and summed.COMPUTES.get()
-        kept = (is_kept(operator) and not is_term) or adapter_sums.is_sum(operator, options)
-        kept = kept and not tiles.COMPUTES.get()
+        kept = is_kept(operator, options) and not is_term and not tiles.COMPUTES.get()
         if kept and every > 1 and is_product(operator):
             products[context.is_recompute] += 1
             kept = products[context.is_recompute] % every == 1
@@ -162,16 +161,17 @@ class _Results(BlockMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "_opname", "")
-        if name in self._copied:
+        kept = is_kept(func, kwargs)
+        if kept and name in self._copied:
             return tree_map_only(torch.Tensor, torch.clone, result)
         if self._written is not None:
             for place, argument in _written_over(func):
                 given = args[place] if place < len(args) else kwargs.get(argument)
                 for tensor in _tensors(given):
-                    kept = self._kept.get(local(tensor).untyped_storage()._cdata)
-                    if kept is not None and not kept[1].expired():
-                        self._written.add(kept[0])
-            if is_kept(func):
+                    before = self._kept.get(local(tensor).untyped_storage()._cdata)
+                    if before is not None and not before[1].expired():
+                        self._written.add(before[0])
+            if kept:
                 refs = [StorageWeakRef(local(t).untyped_storage()) for t in _tensors(result)]
                 self._kept |= {ref.cdata: (name, ref) for ref in refs}
         return result
@@ -203,13 +203,18 @@ def is_product(operator: OpOverload) -> bool:
     return operator.namespace == "aten" and (name in PRODUCTS or name.endswith("grouped_mm"))
 
 
-@cache
-def is_kept(operator: OpOverload) -> bool:
+def is_kept(operator: OpOverload, options: Mapping[str, object]) -> bool:
     """Return True for what `selective` keeps; it recomputes all else.
 
-    These are matrix products, attention of any library by its name, what other ranks sent, and the
-    choice of experts, which must be the same in the backward pass.
+    These are matrix products, attention of any library by its name, what other ranks sent, the
+    choice of experts, which must be the same in the backward pass, and what a layer with an adapter
+    gives. `options` are the operator's keyword arguments.
     """
+    return _is_costly(operator) or adapter_sums.is_sum(operator, options)
+
+
+@cache
+def _is_costly(operator: OpOverload) -> bool:
     name = getattr(operator, "_opname", str(operator))
     attention = "attention" in name or "attn" in name
     return is_product(operator) or attention or is_sent(operator) or name == "topk"
