@@ -140,6 +140,6 @@ def test_the_senders_to_an_owner_are_looked_up_once():
     shared = Shared(set(), torch.device("cpu"), None, 0, places)
     with mock.patch.object(Shared, "_nearest", autospec=True, side_effect=Shared._nearest) as found:
         for _ in range(3):
-            assert shared.senders(9, ("shard",)) == [5, 6, 7, 8, 9, 10, 11, 12]
+            assert shared.senders(9, ("shard",)) == {5, 6, 7, 8, 9, 10, 11, 12}
             assert len(shared.senders(9, ("replicate", "shard"))) == 32
     assert found.call_count == 2

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ COEFFICIENTS = 3.4445, -4.7750, 2.0315
 EPS = 1e-7
 LOW = torch.bfloat16
 """The precision in which the iteration runs, and in which its matrices are sent."""
+Axes: TypeAlias = tuple[str, ...]
+"""Names of a mesh's axes."""
 
 
 def hidden_matrices(spec: ModelSpec) -> set[str]:
@@ -59,21 +61,29 @@ class Shared:
     """This rank's number in `group`."""
     places: Sequence[Mapping[str, int]]
     """Each rank's coordinates by the name of the mesh's axis."""
-    _senders: dict[tuple[int, tuple[str, ...]], list[int]] = field(default_factory=dict)
+    _senders: dict[tuple[int, Axes], frozenset[int]] = field(default_factory=dict)
     """The senders to each owner so far: on 1,024 ranks it takes milliseconds to list them."""
+    _along: dict[Axes, list[tuple[int, ...]]] = field(default_factory=dict)
 
-    def senders(self, owner: int, axes: Sequence[str]) -> list[int]:
+    def senders(self, owner: int, axes: Axes) -> frozenset[int]:
         """Return the ranks nearest to `owner` with one copy of what is divided along `axes`."""
-        key = (owner, tuple(axes))
+        key = (owner, axes)
         if key not in self._senders:
             self._senders[key] = self._nearest(owner, axes)
         return self._senders[key]
 
-    def _nearest(self, owner: int, axes: Sequence[str]) -> list[int]:
+    def along(self, axes: Axes) -> list[tuple[int, ...]]:
+        """Return each rank's coordinates along `axes`."""
+        if axes not in self._along:
+            self._along[axes] = [tuple(place[axis] for axis in axes) for place in self.places]
+        return self._along[axes]
+
+    def _nearest(self, owner: int, axes: Axes) -> frozenset[int]:
         nearest: dict[tuple[int, ...], int] = {}
-        for rank in sorted(range(len(self.places)), key=lambda rank: abs(rank - owner)):
-            nearest.setdefault(tuple(self.places[rank][axis] for axis in axes), rank)
-        return sorted(nearest.values())
+        places = self.along(axes)
+        for rank in sorted(range(len(places)), key=lambda rank: abs(rank - owner)):
+            nearest.setdefault(places[rank], rank)
+        return frozenset(nearest.values())
 
 
 @dataclass(frozen=True)
@@ -158,23 +168,24 @@ class Muon(OnShards, torch.optim.AdamW):
         low = [direction.to(shared.device, LOW, copy=True) for direction in directions]
         if shared.group is None:
             return [self._orthogonal(direction) for direction in low]
-        every = range(len(shared.places))
         sent = [
             part if rank in shared.senders(owner, _axes(like, divided=True)) else part[:0]
             for owner, (like, part) in enumerate(zip(parameters, low, strict=True))
         ]
-        whole = list[torch.Tensor]()
         updated = list[torch.Tensor]()
         if rank < len(parameters):
             own = parameters[rank]
             matrix = torch.empty(own.shape, dtype=LOW, device=shared.device)
             senders = shared.senders(rank, _axes(own, divided=True))
-            whole = [self._part(matrix, own, r) if r in senders else matrix[:0] for r in every]
-        for target, part in zip(whole, self._exchange(sent, whole), strict=True):
-            target.copy_(part.view(target.shape))
-        if whole:
-            result = self._orthogonal(matrix)
-            updated = [self._part(result, own, r) for r in every]
+            parts = self._parts(matrix, own)
+            none = matrix[:0]
+            wanted = [part if r in senders else none for r, part in enumerate(parts)]
+            received = self._exchange(sent, wanted)
+            for sender in senders:
+                parts[sender].copy_(received[sender].view(parts[sender].shape))
+            updated = self._parts(self._orthogonal(matrix), own)
+        else:
+            self._exchange(sent, [])
         received = self._exchange(updated, low)
         return [part.view(like.shape) for part, like in zip(received, low, strict=True)]
 
@@ -186,17 +197,19 @@ class Muon(OnShards, torch.optim.AdamW):
         counts = [[tensor.numel() for tensor in of] for of in (parts, like)]
         sizes = [of + [0] * (len(shared.places) - len(of)) for of in counts]
         none = torch.empty(0, dtype=LOW, device=shared.device)
-        given = torch.cat([none, *(part.flatten() for part in parts)])
+        given = torch.cat([none, *[part.flatten() for part in parts]])
         received = given.new_empty(sum(sizes[1]))
         dist.all_to_all_single(received, given, sizes[1], sizes[0], group=shared.group)
         return received.split(sizes[1])[: len(like)]
 
-    def _part(self, matrix: torch.Tensor, like: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return the view of a whole matrix that a rank holds of `like`."""
+    def _parts(self, matrix: torch.Tensor, like: torch.Tensor) -> list[torch.Tensor]:
+        """Return the view of a whole matrix that each rank holds of `like`, by rank."""
         if not isinstance(like, DTensor):
-            return matrix
-        place = self._shared.places[rank]
-        return shard_at(matrix, like, [place[axis] for axis in _axes(like)])
+            return [matrix] * len(self._shared.places)
+        keys = self._shared.along(_axes(like, divided=True))
+        places = dict(zip(keys, self._shared.along(_axes(like)), strict=True))
+        views = {key: shard_at(matrix, like, place) for key, place in places.items()}
+        return [views[key] for key in keys]
 
     def _orthogonal(self, direction: torch.Tensor) -> torch.Tensor:
         """Return the nearest orthogonal matrix, approximately; of experts, one for each."""
@@ -231,7 +244,7 @@ class Muon(OnShards, torch.optim.AdamW):
         values.mul_(1 - decay).add_(update, alpha=-rate * scale)
 
 
-def _axes(tensor: torch.Tensor, divided: bool = False) -> tuple[str, ...]:
+def _axes(tensor: torch.Tensor, divided: bool = False) -> Axes:
     """Return the axes of a tensor's mesh by our names, or those of them that divide it."""
     if not isinstance(tensor, DTensor):
         return ()
