@@ -15,9 +15,8 @@ import sys
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
@@ -31,12 +30,11 @@ import torch.distributed as dist
 from rich.console import Console
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.commands import run as run_command
 from tests.support.commands import write_job
 from tests.support.counted import layout_of
-from tests.support.fake_ranks import Counting
+from tests.support.fake_ranks import Counting, ranks_of
 from tests.support.run.interruptions import command, environment
 from tests.support.training import spec_of
 from trainer.config import load
@@ -58,15 +56,6 @@ LAYOUT = ["trainer.engine=mesh", "zero_optimization.stage=3", "train_batch_size=
 
 class _FirstStep(Exception):
     """The start is over."""
-
-
-@contextmanager
-def ranks_of(world_size: int) -> Iterator[Counting]:
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
-    try:
-        yield Counting(0, world_size)
-    finally:
-        dist.destroy_process_group()
 
 
 def started(folder: Path, world_size: int, *options: str) -> tuple[Counting, int, list[int]]:

@@ -20,8 +20,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from tests.budgets.test_starts import ranks_of
 from tests.support.commands import write_job
+from tests.support.fake_ranks import ranks_of
 from trainer.config import load
 from trainer.engines import Machine
 from trainer.run import run

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from trainer.distributed.ranks import Ranks
 
@@ -38,3 +43,13 @@ class Counting(Ranks):
     @property
     def objects(self) -> int:
         return sum(self.received[kind] for kind in ("gathered", "broadcast", "reduced"))
+
+
+@contextmanager
+def ranks_of(world_size: int) -> Iterator[Counting]:
+    """Be the first of so many ranks, on a fake process group."""
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield Counting(0, world_size)
+    finally:
+        dist.destroy_process_group()
