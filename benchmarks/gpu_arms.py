@@ -98,9 +98,9 @@ ARMS = {
     "bare FSDP2": Arm(35, by_default=False),
     "bare FSDP2, compiled": Arm(50),
     "accelerate": Arm(35, {"engine": "accelerate", "compile": "none"}, by_default=False),
-    "deepspeed": Arm(55, {"engine": "deepspeed", "compile": "none"}),
+    "deepspeed": Arm(70, {"engine": "deepspeed"}),
     "Trainer": Arm(45),
-    SAVING: Arm(130, PLAIN),
+    SAVING: Arm(115, PLAIN),
     "mesh, LoRA": Arm(130, COMPILED | {"adapter": LORA}, adapter=True, by_default=False),
     "mesh, QLoRA": Arm(
         150, COMPILED | {"adapter": LORA | {"quantize": NF4}}, adapter=True, by_default=False

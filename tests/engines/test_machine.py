@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,15 +10,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.commands import write_job
 from tests.support.messages import raises, shows
 from tests.support.together import together
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.distributed.ranks import Ranks
-from trainer.engines import ENGINES, Machine
+from trainer.engines import Machine
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
-from trainer.run.compose import compose
 from trainer.run.describe import device_notes
 from trainer.run.observers.metrics import Meter
 from trainer.supervise import process, world
@@ -48,17 +44,6 @@ def joined(monkeypatch):
         return process.join(config, world)  # type: ignore[arg-type]
 
     return join
-
-
-def test_a_second_partition_is_refused_before_deepspeed_fails(tmp_path: Path) -> None:
-    pytest.importorskip("deepspeed")
-    zero = {"stage": 3, "zero_hpz_partition_size": 2}
-    config = load(
-        write_job(tmp_path, engine="deepspeed"), [f"zero_optimization={json.dumps(zero)}"]
-    )
-    composed = compose(config, RuntimeFacts(4, None, None, False, "cpu", 4))
-    with raises(ConfigError, "zero_hpz_partition_size: 2", "0 or 1"):
-        ENGINES["deepspeed"].ready(composed.layout, torch.device("cpu"), composed.config.settings)
 
 
 EIGHT = World(rank=11, local_rank=3, world_size=16, local_world_size=8)

@@ -31,7 +31,7 @@ def differentiable_once(part: str) -> Callable[[Backward], Backward]:
                 expected = "one backward pass: a second derivative would lack terms"
                 hint = (
                     "Leave out create_graph=True, or write the loss in plain PyTorch and "
-                    "take a layout without tensor and context ranks."
+                    "take a layout without tensor, context and expert ranks."
                 )
                 raise ConfigError(Problem("create_graph", actual, expected, hint))
             return backward(ctx, *gradients)

@@ -186,8 +186,8 @@ class Muon(OnShards, torch.optim.AdamW):
             updated = self._parts(self._orthogonal(matrix), own)
         else:
             self._exchange(sent, [])
-        received = self._exchange(updated, low)
-        return [part.view(like.shape) for part, like in zip(received, low, strict=True)]
+        returned = self._exchange(updated, low)
+        return [part.view(like.shape) for part, like in zip(returned, low, strict=True)]
 
     def _exchange(
         self, parts: Sequence[torch.Tensor], like: Sequence[torch.Tensor]

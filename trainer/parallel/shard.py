@@ -219,9 +219,12 @@ def _wrap_ends(model: nn.Module, ends: Ends, options: FsdpOptions) -> None:
             continue
         first: Any = unit[0]
         unread = names is ends.tables and all(map(looks_up, unit))
-        resharded = False if names is ends.head else options["reshard_after_forward"]
-        own = {"reshard_after_forward": bool(resharded) if unread else resharded}
-        fully_shard(unit if len(unit) > 1 else first, **{**options, **own})
+        own = options.copy()
+        if names is ends.head:
+            own["reshard_after_forward"] = False
+        elif unread:  # no second copy for a backward pass that needs none
+            own["reshard_after_forward"] = bool(options["reshard_after_forward"])
+        fully_shard(unit if len(unit) > 1 else first, **own)
         if unread:
             first.set_unshard_in_backward(False)
 

@@ -46,7 +46,7 @@ def refusal(layout: Layout) -> str | None:
         return reason
     if layout.float8 != "none":
         return "DeepSpeed makes no products in float8; the mesh engine does."
-    if layout.secondary_shard > 1:
+    if layout.secondary_shard > 1:  # 0.19.8 sets it up for one module, and fails at the next
         return 'DeepSpeed\'s hpZ does not run. Set trainer.engine to "mesh".'
     flat = layout.zero_stage in (1, 2) or layout.precision != "float32" and layout.zero_stage == 0
     split = layout.pipeline * layout.tensor > 1
@@ -208,12 +208,7 @@ def _whole(job: Job, config: Json) -> AccumulatedStep:
 
 
 def ready(layout: Layout, device: torch.device, settings: Json) -> None:
-    """Raise ConfigError without float16 or a compiler, where it is needed, and for hpZ."""
-    size = settings.get("zero_optimization", {}).get("zero_hpz_partition_size", 1)
-    if size not in (0, 1, "auto"):  # 0.19.8 sets it up for one module, and fails at the next
-        place = "zero_optimization.zero_hpz_partition_size"
-        hint = 'Set trainer.engine to "mesh"'
-        raise ConfigError(Problem(place, str(size), "0 or 1: DeepSpeed's hpZ does not run", hint))
+    """Raise ConfigError without float16 or a compiler, where it is needed."""
     machine.check_precision(layout)
     compilation.check_compiler(layout, device)
     builder = in_deepspeed(settings, layout, device.type, grouped=False)

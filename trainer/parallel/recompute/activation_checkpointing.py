@@ -161,8 +161,7 @@ class _Results(BlockMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = getattr(func, "_opname", "")
-        kept = is_kept(func, kwargs)
-        if kept and name in self._copied:
+        if name in self._copied and is_kept(func, kwargs):
             return tree_map_only(torch.Tensor, torch.clone, result)
         if self._written is not None:
             for place, argument in _written_over(func):
@@ -171,7 +170,7 @@ class _Results(BlockMode):
                     before = self._kept.get(local(tensor).untyped_storage()._cdata)
                     if before is not None and not before[1].expired():
                         self._written.add(before[0])
-            if kept:
+            if is_kept(func, kwargs):
                 refs = [StorageWeakRef(local(t).untyped_storage()) for t in _tensors(result)]
                 self._kept |= {ref.cdata: (name, ref) for ref in refs}
         return result

@@ -31,7 +31,7 @@ def apply(model: nn.Module) -> None:
 def _with_adapter(
     layer: Any, forward: Callable[..., torch.Tensor], given: torch.Tensor
 ) -> torch.Tensor:
-    """Return W x + s B A x; the layer's own `forward` computes without the adapter."""
+    """Return W x + s B A x. A layer whose adapter is off or merged computes by its `forward`."""
     if layer.disable_adapters or layer.merged:
         return forward(given)
     with only_summed():
