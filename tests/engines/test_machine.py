@@ -27,6 +27,7 @@ from trainer.supervise.world import World, drop_accelerate, gpu_count
 def joined(monkeypatch):
     """Return the device of `_join` with so many GPUs."""
     monkeypatch.setenv("LOCAL_RANK", "0")
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
 
     def join(world: World, gpus: int, fails: str = "") -> Any:
         def start(*args: Any, **kwargs: Any) -> None:
@@ -53,6 +54,15 @@ def test_each_process_takes_the_gpu_of_its_number(joined):
     assert joined(EIGHT, gpus=8).device == torch.device("cuda", 3)
     assert os.environ["LOCAL_RANK"] == "3"
     assert joined(EIGHT, gpus=0).device == torch.device("cpu")
+
+
+def test_ranks_of_a_machine_share_its_cores_to_compile(joined, monkeypatch):
+    monkeypatch.setattr(process, "cores", lambda: 96)
+    joined(EIGHT, gpus=8)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "12"
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "3")
+    joined(EIGHT, gpus=8)
+    assert os.environ["TORCHINDUCTOR_COMPILE_THREADS"] == "3"
 
 
 def test_a_process_that_sees_one_gpu_takes_it(joined):

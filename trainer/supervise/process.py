@@ -31,6 +31,8 @@ from trainer.supervise.world import World, launchers_above
 
 _FILES = 65536
 """The number of files that a process may open at once, if the system allows as many."""
+COMPILE_WORKERS = 32
+"""The most processes that compile for a rank: PyTorch's own bound."""
 TIMEOUT = datetime.timedelta(minutes=30)
 """The timeout of collectives: longer than any step or save; the watchdog is quicker."""
 
@@ -62,6 +64,10 @@ def join(config: Config, world: World, say: meeting.Say = lambda line: None) -> 
         torch.cuda.set_device(device)
     # tokenizers warn in forks after their use, unless it is set
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    if world.local_world_size > 1:
+        # else each rank would start as many workers of the compiler as the machine has cores
+        workers = max(1, min(COMPILE_WORKERS, cores() // world.local_world_size))
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(workers))
     # DeepSpeed and Accelerate take it for the number of the GPU
     os.environ["LOCAL_RANK"] = str(device.index if cuda else world.local_rank)
     if not cuda:
