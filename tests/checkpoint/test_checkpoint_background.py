@@ -7,14 +7,16 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 
+import trainer
 from tests.support.checkpoint_pieces import (
     ALONE,
     DESCRIPTION,
@@ -24,6 +26,7 @@ from tests.support.checkpoint_pieces import (
     live,
     same,
 )
+from tests.support.command.own_module import OWN, config
 from tests.support.pool import Pools
 from trainer.checkpoint import Background, load, newest, save
 from trainer.distributed.ranks import Ranks
@@ -92,6 +95,49 @@ def test_two_saves_never_overlap(tmp_path: Path, gate) -> None:
     overwritten = live()
     overwrite(overwritten)
     assert holds(tmp_path / "step-000020", overwritten, 20)
+
+
+def test_a_save_allocates_nothing_that_was_reserved(tmp_path: Path) -> None:
+    state = live()
+    with Background(ALONE) as background:
+        background.reserve(state.state_tensors)
+        background.reserve(lambda: pytest.fail("reserved twice"))
+        background._thread.submit(int).result()  # the thread has done what came before
+        with patch("trainer.checkpoint.background._on_host", side_effect=AssertionError):
+            background.save(state.state_tensors(), write_to(tmp_path, 10))
+            overwrite(state)
+            background.save(state.state_tensors(), write_to(tmp_path, 20))
+    assert holds(tmp_path / "step-000010", live(), 10)
+
+
+def test_a_run_reserves_all_that_its_first_save_copies(tmp_path: Path) -> None:
+    reserve = Background.reserve
+    save_all = Background.save
+
+    def lines(entries: Sequence[StateTensor]) -> str:
+        return "\n".join(f"{entry.name} {entry.key}" for entry in entries)
+
+    def note(background: Background, entries: Callable[[], Sequence[StateTensor]]) -> None:
+        (tmp_path / "reserved").write_text(lines(entries()))  # by a process of its own
+        reserve(background, entries)
+
+    def note_saved(background: Background, entries: Sequence[StateTensor], write: Any) -> None:
+        (tmp_path / "saved").write_text(lines(entries))
+        save_all(background, entries, write)
+
+    job = config(tmp_path, 3, checkpoint={"asynchronous": True})
+    with patch.object(Background, "reserve", note), patch.object(Background, "save", note_saved):
+        trainer.train(job, **OWN)
+    saved = (tmp_path / "saved").read_text()
+    assert saved == (tmp_path / "reserved").read_text() and "exp_avg_sq" in saved
+
+
+def test_too_little_memory_is_an_error_of_the_first_save(tmp_path: Path) -> None:
+    with patch("trainer.checkpoint.background._on_host", side_effect=MemoryError("pinned")):
+        background = Background(ALONE)
+        background.reserve(live().state_tensors)
+        with pytest.raises(MemoryError, match="pinned"):
+            background.save(live().state_tensors(), write_to(tmp_path, 10))
 
 
 @pytest.mark.more

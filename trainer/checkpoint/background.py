@@ -27,8 +27,31 @@ class Background:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._copies: dict[tuple[str, str, int], torch.Tensor] = {}
+        """The copies of this rank's parts, by a state tensor's name and key and the part's number.
+        """
         self._thread = ThreadPoolExecutor(1, "checkpoint")
+        self._reserved: Future[None] | None = None
         self._saving: Future[None] | None = None
+
+    def reserve(self, entries: Callable[[], Sequence[StateTensor]]) -> None:
+        """Have the thread allocate the copies of `entries()`, at the first call alone.
+
+        To pin a GB takes half a second on one H200, and a first save would wait for all of it. It
+        waits for what is left, and raises the error if there is too little memory.
+        """
+        if self._reserved is not None:
+            return
+        likes = {
+            (entry.name, entry.key, number): (part.value.to("meta"), part.value.is_cuda)
+            for entry in entries()
+            for number, part in enumerate(entry.parts())
+        }
+
+        def allocate() -> None:
+            for key, (like, pinned) in likes.items():
+                self._copies[key] = _on_host(like, pinned)
+
+        self._reserved = self._thread.submit(allocate)
 
     def save(self, entries: Sequence[StateTensor], write: Write) -> None:
         """Copy the present values of `entries`, and have a thread `write` the copy. Collective.
@@ -36,7 +59,7 @@ class Background:
         Waits for the previous save, and raises its error.
         """
         self.wait()
-        frozen = self._ranks.on_own(lambda: [self._frozen(entry) for entry in entries])
+        frozen = self._ranks.on_own(lambda: self._frozen(entries))
         if any(tensor.is_pinned() for tensor in self._copies.values()):
             import torch
 
@@ -58,15 +81,24 @@ class Background:
         if kind is None:
             self.wait()
 
-    def _frozen(self, entry: StateTensor) -> StateTensor:
-        """Return the state tensor with copies of this rank's parts, maybe still in progress."""
-        import torch
+    def _frozen(self, entries: Sequence[StateTensor]) -> list[StateTensor]:
+        """Return the state tensors with copies of this rank's parts, maybe still in progress."""
+        if self._reserved is not None:
+            self._reserved.result()
+        return [self._duplicate(entry) for entry in entries]
 
-        frozen = []
+    def _duplicate(self, entry: StateTensor) -> StateTensor:
+        copies = []
         for number, part in enumerate(entry.parts()):
             key = (entry.name, entry.key, number)
-            like = part.value
             if key not in self._copies:
-                self._copies[key] = torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
-            frozen.append(replace(part, value=self._copies[key].copy_(like, non_blocking=True)))
-        return replace(entry, parts=lambda: frozen)
+                self._copies[key] = _on_host(part.value, part.value.is_cuda)
+            copy = self._copies[key].copy_(part.value, non_blocking=True)
+            copies.append(replace(part, value=copy))
+        return replace(entry, parts=lambda: copies)
+
+
+def _on_host(like: torch.Tensor, pinned: bool) -> torch.Tensor:
+    import torch
+
+    return torch.empty_like(like, device="cpu", pin_memory=pinned)

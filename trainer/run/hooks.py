@@ -216,12 +216,14 @@ class RunHooks(Hooks):
             if upload is not None:
                 upload.soon(self._say)
 
-        entries = stored(subject.spec, self._engine.state_tensors())
         if self._background is None:
-            write(entries, self._session.ranks)
+            write(self._entries(), self._session.ranks)
         else:
-            self._background.save(entries, write)
+            self._background.save(self._entries(), write)
         self.callbacks.call("on_save", state.step)
+
+    def _entries(self) -> Sequence[StateTensor]:
+        return stored(self._prepared.subject.spec, self._engine.state_tensors())
 
     def on_step(self, batches: StepBatches, metrics: Metrics) -> None:
         self._meter.note(batches)
@@ -231,6 +233,8 @@ class RunHooks(Hooks):
         if self._logs is not None:
             ids = [int(i) for part in batches.ids for i in part]
             self._logs.write({"step": batches.step, "rank": self._session.ranks.rank, "ids": ids})
+        if self._background is not None:
+            self._background.reserve(self._entries)  # the optimizer has its state by now
         self.callbacks.call("on_step_end", batches.step + 1)
 
     def stop(self, step: int) -> Callable[[], bool]:
