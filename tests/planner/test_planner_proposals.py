@@ -194,6 +194,27 @@ def test_experts_are_spread_where_their_gathers_cost_more_than_their_tokens():
     assert {one.expert for one in wide if one.zero_stage < 3} == {1}
 
 
+def test_each_node_keeps_a_copy_where_the_network_is_slow():
+    from trainer.tools.planner.proposals import changed_to
+
+    raw = RAW | {"zero_optimization": {"stage": 3}}
+    raw["trainer"] = RAW["trainer"] | {"mesh": {"shard": 4}}
+    where = cluster(1e12, network=1e6)
+    before = plan(raw, where)
+    form, old = ClosedForm.of(before), before.workload.layout
+    only = replace(old, secondary_shard=2)
+    assert only in grid(before, form) and form.seconds(only) < 0.9 * form.seconds(old)
+    changes, changed = changed_to(load(raw), where, old, only)
+    assert changes == {"zero_optimization.zero_hpz_partition_size": 2}
+    after = plan(changed.raw, where)
+    assert after.traffic(False).size < 0.8 * before.traffic(False).size
+    # one node, tensor ranks, an earlier stage
+    inside = grid(before, replace(form, cluster=replace(where, nodes=1, devices=4)))
+    copied = [one for one in grid(before, form) if one.secondary_shard > 1]
+    assert {one.secondary_shard for one in inside} == {1}
+    assert {(one.zero_stage, one.tensor) for one in copied} == {(3, 1)}
+
+
 @pytest.mark.more
 def test_more_nodes_that_would_do_are_named():
     """State is most of it: with a long vocabulary and a short sequence, each node more holds a part

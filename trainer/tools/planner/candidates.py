@@ -11,7 +11,7 @@ from itertools import product
 from typing import Any
 
 from trainer.errors import ConfigError
-from trainer.layout import Layout, Recompute
+from trainer.layout import SECONDARY, Layout, Recompute
 from trainer.storage import Json
 from trainer.tools.planner.cluster import Cluster
 
@@ -39,8 +39,9 @@ def candidates(
     `blocks`, `heads` and `experts`: the model's blocks, attention heads, and routed experts of a
     layer. `splits`: True if tensor parallelism supports the model; its groups stay inside a node.
     Context parallelism grows only where the micro-batch is 1 and all is recomputed. Expert
-    parallelism is added only under ZeRO-3, inside a node. Whether an engine supports a layout is
-    not checked.
+    parallelism is added only under ZeRO-3, inside a node, and a second copy of the weights on each
+    node (hpZ) where ZeRO-3's shards are on several. Whether an engine supports a layout is not
+    checked.
     """
     tensors = {layout.tensor, *(t for t in TENSORS if splits and cluster.devices % t == 0)}
     contexts = {layout.context, *(n for n in CONTEXTS if n == 1 or heads % n == 0 < heads)}
@@ -62,20 +63,29 @@ def candidates(
             least = micro == 1 and recompute.mode in ("full", "offload")
             if unfit or (context > layout.context and not least):
                 continue
-            shards = sorted(_shards(layout, ranks, stage, cluster.devices // tensor))
-            sizes = {layout.expert, 1, *(EXPERTS if stage == 3 else ())}
-            for shard, expert in product(shards, sorted(sizes)):
-                divisors = math.gcd(shard * tensor, experts or 1, cluster.devices)
-                if expert != layout.expert and divisors % expert:
-                    continue
+            for sharding in _shardings(layout, stage, tensor, ranks, cluster, experts):
                 new: dict[str, Any] = {"pipeline": pipeline, "tensor": tensor, "context": context}
-                new |= {"replicate": ranks // shard, "shard": shard, "expert": expert}
                 new |= {"zero_stage": stage, "micro_batch": micro, "recompute": recompute}
-                new["secondary_shard"] = layout.secondary_shard if stage == 3 else 1
-                new |= {"offload_optimizer": optimizer, "offload_param": param}
+                new |= {"offload_optimizer": optimizer, "offload_param": param, **sharding}
                 new["accumulation"] = layout.train_batch // (micro * (ranks // context))
-                with suppress(ConfigError):  # the schedule needs more micro-batches
+                with suppress(ConfigError):  # more micro-batches, or a divisor of the shards
                     yield replace(layout, **new)
+
+
+def _shardings(
+    layout: Layout, stage: int, tensor: int, ranks: int, cluster: Cluster, experts: int
+) -> Iterator[dict[str, int]]:
+    """Yield the fields of a layout that say how weights are shared out over `ranks`."""
+    spread = {layout.expert, 1, *(EXPERTS if stage == 3 else ())}
+    seconds = {layout.secondary_shard, 1} if stage == 3 else {1}
+    for shard in sorted(_shards(layout, ranks, stage, cluster.devices // tensor)):
+        on_several_nodes = stage == 3 and tensor == 1 and shard > cluster.devices
+        copies = {*seconds, cluster.devices} if on_several_nodes else seconds
+        for expert, second in product(sorted(spread), sorted(copies)):
+            divisors = math.gcd(shard * tensor, experts or 1, cluster.devices)
+            if expert == layout.expert or divisors % expert == 0:
+                sharing = {"shard": shard, "replicate": ranks // shard, "expert": expert}
+                yield sharing | {"secondary_shard": second}
 
 
 def _micro_batches(layout: Layout, ranks: int) -> list[int]:
@@ -96,6 +106,7 @@ KEYS = {
     "context": "sequence_parallel_size",
     "expert": "expert_parallel.autoep_size",
     "zero_stage": "zero_optimization.stage",
+    "secondary_shard": SECONDARY,
 }
 """Fields of a layout that one key of a config sets, and the key."""
 
