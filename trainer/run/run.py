@@ -107,7 +107,8 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
         session, config = session.begin(config)
         begun = session.start.begun
         if session.start.finished:
-            session.complete(config.trainer.checkpoint)
+            with session.sharing():
+                session.complete(config.trainer.checkpoint)
             return None
     elif request.dry_run and _waits_for_copies(session, config):
         return None
@@ -127,7 +128,8 @@ def execute(session: Session, config: Config, given: HandedIn | None = None) -> 
     if request.script:
         session = replace(session, trackers=[history])
     # before the model is in memory, of which the process that prepares files would keep a copy
-    with prepared.subject.reading(_place(session)), _left(prepared.engine.kind, session):
+    reading = prepared.subject.reading(_place(session))
+    with reading, session.sharing(), _left(prepared.engine.kind, session):
         train(prepared, session)
     session.push()
     return history.result(session.folder) if request.script else None  # else it is the folder

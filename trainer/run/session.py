@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -99,6 +100,21 @@ class Session:
             publish = ranks.on_own(lambda: open_hub(hub) if ranks.first else str)
         machine = replace(self.machine, ranks=ranks)
         return replace(self, machine=machine, chosen=start, publish=publish), config
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        """Have all ranks copy large files to the copy elsewhere, if there is one, until the end."""
+        upload = self.start.upload if self.ranks.world_size > 1 else None
+        if upload is None:
+            yield
+            return
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        upload.share(self.ranks.rank, self.ranks.world_size, _get_default_store())
+        try:
+            yield
+        finally:
+            upload.part()
 
     def copy_what_waits(self) -> None:
         """Begin to copy in the background what an earlier process has not copied."""

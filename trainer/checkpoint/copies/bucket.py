@@ -34,6 +34,16 @@ STREAMS = 4
 """Files that are copied at the same time."""
 
 
+def block_of(size: int) -> int:
+    """Return the bytes of a file of `size` that are moved at a time."""
+    return max(BLOCK, size // MOST_BLOCKS + 1)
+
+
+def patience(block: int = 0) -> float:
+    """Return the seconds without an answer after which a server is given up, or a block of it."""
+    return SILENT_SECONDS + block / SLOW_NETWORK
+
+
 class Bucket:
     """The files below an address; all paths are relative to it.
 
@@ -46,9 +56,6 @@ class Bucket:
         self.address = address.rstrip("/")
         self._moved = moved
         self._opened: tuple[AbstractFileSystem, str] | None = None
-
-    def report_to(self, moved: Callable[[int], object]) -> None:
-        self._moved = moved
 
     def names(self, path: str = "") -> list[str]:
         """List the names in a folder; none if there is no such folder."""
@@ -94,7 +101,7 @@ class Bucket:
 
     def put(self, source: Path, path: str) -> None:
         """Copy a local file to a path."""
-        block = max(BLOCK, source.stat().st_size // MOST_BLOCKS + 1)
+        block = block_of(source.stat().st_size)
 
         def moved(files: AbstractFileSystem, root: str, call: _Call) -> None:
             to = _join(root, path)
@@ -144,7 +151,7 @@ class Bucket:
 
     def _bounded(self, work: _Work[T], block: int = 0) -> T:
         """Run one operation, which may block forever, in a thread of its own."""
-        limit = SILENT_SECONDS + block / SLOW_NETWORK
+        limit = patience(block)
         call = _Call(self._open, work, self._moved)
         Thread(target=call.run, name="bucket", daemon=True).start()
         while not call.done.wait(0.5):

@@ -20,32 +20,26 @@ and these are the edges between them:
 
 `final/` and `final-merged/` have the same states; `models.json` at the copy stands for the
 manifest. A run is finished when all that it keeps is whole; a later start of the same command sees
-what is not, and copies it. One process at a time writes the copy of a run: its mark is there,
-with a sign of life every few seconds.
+what is not, and copies it. One process at a time decides what is written to the copy of a run: its
+mark is there, with a sign of life every few seconds (`lease.py`). The large files may be copied by
+all ranks (`shares.py`); the manifest is written when the files of all of them are there.
 """
 
 from __future__ import annotations
 
 import hashlib
-import os
-import socket
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from threading import Event, Lock, Thread
+from typing import Any
 
-from trainer.checkpoint.copies import marks
 from trainer.checkpoint.copies.bucket import Bucket, in_streams
-from trainer.checkpoint.copies.marks import (
-    KEY,
-    MARK,
-    copying,
-    foreign,
-    mark_of,
-    marked_at,
-    order,
-)
+from trainer.checkpoint.copies.lease import Lease
+from trainer.checkpoint.copies.marks import KEY, copying, marked_at, order
+from trainer.checkpoint.copies.rank_share import RankShare
+from trainer.checkpoint.copies.share_store import Closed, ShareStore
+from trainer.checkpoint.copies.shares import Shares, takes_part
 from trainer.checkpoint.directory import prune, published
 from trainer.checkpoint.manifest import MANIFEST, STEP_FOLDER, check_sizes
 from trainer.errors import MeshloomError, listed, named_line, refused
@@ -73,9 +67,8 @@ class Upload:
     def __init__(self, address: str, folder: Path) -> None:
         self._address = f"{address.rstrip('/')}/{folder.name}"
         self._folder = folder
-        self._bucket = Bucket(self._address)
-        self._silent = Bucket(self._address)
-        """The copy; and again for signs of life, which are no progress."""
+        self._bucket = Bucket(self._address, self._moves)
+        self._moved: Callable[[int], object] = lambda count: None
         self._thread: Thread | None = None
         self._choosing = Lock()
         """Locked while a local checkpoint is chosen to be copied, and while others are removed."""
@@ -85,11 +78,12 @@ class Upload:
         """The checkpoints that were whole at the copy when it was last looked at."""
         self._skipped: list[str] = []
         self._done: set[str] = set()
-        """The files that this process has copied of the checkpoint that it copies."""
+        """The files that have arrived of the checkpoint that is copied, from any rank."""
         self._fruitless = 0
-        self._mark: Json = {}
         self._ended = Event()
-        self._signs = Thread(target=self._give_signs, name="signs of life", daemon=True)
+        self._lease = Lease(self._address, self._ended)
+        self._shares: Shares | None = None
+        self._own_share: RankShare | None = None
 
     def claim(self, own: Json) -> None:
         """Become the only writer of the copy until `finish`; `own` is the mark of the run's folder.
@@ -97,14 +91,31 @@ class Upload:
         Raises DiskError if the copy is of another folder.
         """
         with copying(self._address, "Check the address"):
-            mark = mark_of(self._silent)
-            if mark and mark["token"] not in (own["token"], own.get("follows")):
-                raise foreign(self._address, mark)
-            self._mark = {"token": own["token"], "by": f"{socket.gethostname()}, {os.getpid()}"}
-            self._sign()
+            self._lease.take(own)
             for name in own.get("damaged", ()):
                 self._bucket.remove_file(f"checkpoints/{name}/{MANIFEST}")
-        self._signs.start()
+        self._lease.begin()
+
+    def share(self, rank: int, world_size: int, store: Any) -> None:
+        """Have all ranks copy large files until `part`. Called on each; the first has the claim.
+
+        `store`: PyTorch's store of all ranks, of which each thread makes a connection of its own.
+        """
+        if world_size > 1 and takes_part(rank, world_size):
+            own = ShareStore(store, rank)
+            if rank == 0:
+                others = sum(takes_part(other, world_size) for other in range(1, world_size))
+                token = self._lease.token
+                check = self._lease.refuse_lost
+                self._shares = Shares(own, others, token, self._address, self._moves, check)
+            else:
+                self._own_share = RankShare(own, rank, self._address, self._folder)
+
+    def part(self) -> None:
+        """Use the store no more, in no thread; what is being copied by several ranks fails."""
+        for share in (self._shares, self._own_share):
+            if share is not None:
+                share.close()
 
     def lacking(self, own: Mapping[str, object]) -> list[str]:
         """List the checkpoints and models of the run's folder that are not whole at the copy.
@@ -113,7 +124,7 @@ class Upload:
         DiskError if the copy can't be read.
         """
         with copying(self._address, "Check the address"):
-            if own and mark_of(self._silent).get("token") == own["token"]:
+            if own and self._lease.token_there() == own["token"]:
                 return self._missing()
             return [*(path.name for path in self._local()), *self._models()]
 
@@ -153,7 +164,7 @@ class Upload:
         `prune`, which then removes older checkpoints, here and at the copy. Raises DiskError if the
         copy is not whole.
         """
-        self._bucket.report_to(moved)
+        self._moved = moved
         with self._choosing:
             thread = self._thread
             self._requested = False
@@ -169,35 +180,16 @@ class Upload:
             if missing := self._missing():
                 raise OSError(f"not whole: {listed(missing)}")
             self._ended.set()
-            if self._mark:
-                self._signs.join()
-                self._sign(ended=True)  # so that another machine need not wait
+            self._lease.end()
         return self._address
 
     def close(self) -> None:
         """Give no more signs of life, and begin no update; the one at work ends."""
         self._requested = False
         self._ended.set()
-        for thread in (self._thread, self._signs):
-            if thread is not None and thread.is_alive():
-                thread.join()
-
-    # the writer's mark
-
-    def _give_signs(self) -> None:
-        while not self._ended.wait(marks.SIGN_SECONDS):
-            with suppress(Exception):  # the network's: the next one may arrive
-                self._check()
-                self._sign()
-
-    def _sign(self, ended: bool = False) -> None:
-        own = {"time": time.time(), "ended": ended}
-        self._silent.write(MARK, to_json({**self._mark, **own}))
-
-    def _check(self) -> None:
-        """Raise DiskError if the copy is another folder's, or another process's, by now."""
-        if not self._mark.items() <= (mark := mark_of(self._silent)).items():
-            raise foreign(self._address, mark)
+        self._lease.close()
+        if (thread := self._thread) is not None:
+            thread.join()
 
     # the thread
 
@@ -205,6 +197,8 @@ class Upload:
         while self._goes_on():
             try:
                 self._update(note)
+            except Closed:
+                continue
             except MeshloomError as error:
                 note(f"note: not copied: {error}")
             except Exception as error:  # the file system's, its client's or the network's
@@ -219,7 +213,9 @@ class Upload:
             return requested
 
     def _update(self, note: Callable[[str], None]) -> None:
-        self._check()
+        self._lease.check()
+        for line in self._shares.notes() if self._shares else ():
+            note(line)
         for name in RECORDS[:2]:  # by which a checkpoint belongs to a run
             self._copy_record(name)
         while (path := self._next()) is not None:
@@ -238,7 +234,7 @@ class Upload:
             if skipped:
                 slow = f"note: copying to {self._address} is slower than saving"
                 note(f"{slow}: {listed(skipped)} went before it was copied")
-        self._check()
+        self._lease.check()
         self._prune_there()
         with suppress(FileNotFoundError):
             self._bucket.put(self._folder / RECORDS[2], RECORDS[2])
@@ -261,16 +257,27 @@ class Upload:
     def _copy(self, path: Path) -> None:
         to = f"checkpoints/{path.name}"
         self._put_all(path, to, [one for one in _files(path) if one != MANIFEST])
-        self._check()
+        self._lease.check()
         self._bucket.write(f"{to}/{MANIFEST}", (path / MANIFEST).read_bytes())
 
     def _put_all(self, folder: Path, to: str, names: Sequence[str]) -> None:
         def put(name: str) -> None:
-            if (place := f"{to}/{name}") not in self._done:
-                self._bucket.put(folder / name, place)
-                self._done.add(place)
+            self._bucket.put(folder / name, f"{to}/{name}")
+            arrived(name)
 
-        in_streams(put, names)
+        def arrived(name: str) -> None:
+            self._done.add(f"{to}/{name}")
+
+        missing = [name for name in names if f"{to}/{name}" not in self._done]
+        if self._shares is None:
+            in_streams(put, missing)
+        else:
+            self._shares.copy(folder, to, missing, put, arrived)
+
+    def _moves(self, count: int) -> None:
+        """Report bytes that moved, or an answer. Raises DiskError once another has the lease."""
+        self._lease.refuse_lost()
+        self._moved(count)
 
     def _copy_record(self, name: str) -> None:
         with suppress(FileNotFoundError):
@@ -316,7 +323,7 @@ class Upload:
                 self._bucket.remove(name, "config.json")
                 self._done.clear()
                 self._put_all(self._folder / name, name, _files(self._folder / name))
-                self._check()
+                self._lease.check()
                 there[name] = own
                 self._bucket.write(MODELS_MARK, to_json(there))
 

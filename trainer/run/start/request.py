@@ -78,7 +78,7 @@ class Start:
     begun: Begun = BEGINS
     """The order and the engine of the run until now."""
     upload: Upload | None = None
-    """The copy of the run elsewhere, of which the first rank takes care; None if there is none, or
-    if the run is finished and the copy is whole."""
+    """The copy of the run elsewhere, of which the first rank takes care, and to which all write;
+    None if there is none, or if the run is finished and the copy is whole."""
     pushes: bool = False
     """True if the run is finished, and its model is not on the Hub yet."""
