@@ -246,6 +246,7 @@ def test_other_ranks_stop_when_another_machine_takes_over(tmp_path: Path, there:
         ranks_at(there, folders) as (first, *_),
         patch.object(bucket_module, "BLOCK", 64),
         patch.object(faults, "at", slow),
+        copied_by(folders) as copied,
     ):
         first.soon(notes.append)
         blocks.wait()
@@ -253,7 +254,7 @@ def test_other_ranks_stop_when_another_machine_takes_over(tmp_path: Path, there:
         settled(first)
         while any(thread.name == "share at work" for thread in threading.enumerate()):
             time.sleep(0.01)
-    assert len(notes) == 1 and manifests(there) == []
+    assert len(notes) == 1 and manifests(there) == [] and copied == {}
     shows(notes[0], "nothing is written")
 
 
