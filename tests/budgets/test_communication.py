@@ -277,7 +277,7 @@ def test_the_host_waits_for_no_value(jobs, name):
         wanted = {f"trainer/engines/deepspeed/{file} {function}": 1}
     elif work.layout.expert > 1:  # the sizes of the parts, once a layer and pass
         passes = work.layout.accumulation * len(work.spec.blocks) // work.layout.pipeline
-        sizes = {"trainer/parallel/splits/expert_ranks.py split_sizes": 2 * work.layout.expert}
+        sizes = {"trainer/parallel/splits/expert_ranks.py split_sizes": 3 * work.layout.expert}
         wanted = {place: passes * number for place, number in sizes.items()}
     assert reads_of(jobs.steps[name]) == wanted
 

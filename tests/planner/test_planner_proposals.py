@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.support.counted import layout_of
 from tests.support.messages import shows
 from tests.support.planned import LLAMA_8B
 from tests.support.training import LLAMA
@@ -213,6 +214,15 @@ def test_each_node_keeps_a_copy_where_the_network_is_slow():
     copied = [one for one in grid(before, form) if one.secondary_shard > 1]
     assert {one.secondary_shard for one in inside} == {1}
     assert {(one.zero_stage, one.tensor) for one in copied} == {(3, 1)}
+
+
+def test_an_estimate_counts_a_token_once_for_each_rank_of_its_experts():
+    """Of 8 experts among 128 on 8 ranks, 5.34 ranks; of all, 8."""
+    over = layout_of(shard=8, expert=8, zero_stage=2, precision="bfloat16")
+    where = Cluster(1, 8, replace(DEVICES["h100-80gb"], latency=0.0))
+    form = ClosedForm(where, 1, 1, 1, hidden=1 << 30, flops=0.0, experts=128)
+    few, all_of_them = (replace(form, chosen=number).seconds(over) for number in (8, 128))
+    assert few / all_of_them == pytest.approx(5.34 / 8, rel=1e-3)
 
 
 @pytest.mark.more

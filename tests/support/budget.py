@@ -16,6 +16,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -237,16 +238,30 @@ def _activations(
         for name in ("all-gather", "reduce-scatter"):
             found.add(name, (axis,), layout.precision, gathers, gathers // 2 * groups * keys)
     if layout.expert > 1:
-        # to the experts and back, in both passes, with the weights of the choice; and the counts
-        rows, count = layout.micro_batch * length * sizes.chosen, m * sizes.blocks
-        size = count * (4 * rows * sizes.hidden + 2 * rows) * width
+        # to the ranks of a token's experts and back, in both passes; their weights go there, and
+        # gradients of these come back; their numbers, and the counts of rows and pairs
+        rows, count = _rows_to_experts(layout, sizes, length), m * sizes.blocks
+        size = count * (4 * rows * sizes.hidden + 2 * rows * sizes.chosen) * width
         found.add("all-to-all", ("expert",), layout.precision, 6 * count, size)
-        found.add("all-to-all", ("expert",), "int64", count, count * sizes.many * 8)
+        found.add("all-to-all", ("expert",), "int32", count, count * rows * sizes.chosen * 4)
+        found.add("all-to-all", ("expert",), "int64", count, count * layout.expert * 2 * 8)
     if layout.tensor > 1:
         _split(found, layout, sizes, stage, length, levers)
     ends = (stage > 0) + (stage + 1 < layout.pipeline)  # one receives, the other sends, and back
     for name in ("send", "receive") if layout.pipeline > 1 else ():
         found.add(name, ("pipeline",), layout.precision, m * ends, m * ends * hidden)
+
+
+def _rows_to_experts(layout: Layout, sizes: Sizes, length: int) -> int:
+    """Return how many rows a rank sends: a token goes once to each rank of its experts.
+
+    A uniform router draws a token's experts one after the other. A rank has no row of it if all are
+    on others; what the fake ranks send to one is rounded up.
+    """
+    others, missed = sizes.many - sizes.many // layout.expert, Fraction(1)
+    for drawn in range(sizes.chosen):
+        missed *= Fraction(max(0, others - drawn), sizes.many - drawn)
+    return layout.expert * math.ceil(layout.micro_batch * length * (1 - missed))
 
 
 def _split(

@@ -1,15 +1,17 @@
 """Expert parallelism: each rank has some of a layer's routed experts, and tokens travel to theirs.
 
 Tokens go to the ranks of their experts by one all-to-all, and what the experts give comes back by
-another (GShard, arXiv 2006.16668). The ranks are neighbours on `shard` x `tensor`; FSDP shards a
-rank's experts over the rest. Nothing is dropped: a rank computes as many rows as are sent to it.
+another (GShard, arXiv 2006.16668). A token goes once to each rank, however many of its experts are
+there: the rank copies it for them, and sends back one sum. The ranks are neighbours on `shard` x
+`tensor`; FSDP shards a rank's experts over the rest. Nothing is dropped: a rank computes as many
+rows as are sent to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +26,7 @@ from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
 from trainer.parallel.shard import FsdpOptions, placement
 from trainer.parallel.splits.experts import Part, own_count, take_part
+from trainer.parallel.splits.row_copies import RowCopies, picked, starts_of
 
 
 def apply(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh) -> None:
@@ -69,33 +72,76 @@ def _routed(
     """
     size = ranks.group.size()
     count = own_count(experts)
-    numbers = chosen.flatten()
-    order = numbers.argsort(stable=True)
-    counts = numbers.new_zeros(size * count).scatter_add(0, numbers, torch.ones_like(numbers))
-    theirs = ranks.move(counts.view(size, count), [1] * size, [1] * size)  # by rank and own expert
-    sent, received = split_sizes(counts.view(size, count), theirs, len(order))
-    rows = ranks.move(hidden[order // chosen.shape[1]], sent, received)
-    weight = ranks.move(weights.flatten()[order], sent, received)
-    own = torch.arange(count, device=numbers.device).repeat(size)
-    own = own.repeat_interleave(theirs.flatten(), output_size=sum(received))
-    if not sum(received):  # one row of zeros: then each parameter has a gradient on each rank
-        rows, weight, own = (F.pad(t, [0] * (2 * t.ndim - 1) + [1]) for t in (rows, weight, own))
+    pairs = chosen.new_zeros(len(chosen), size)  # of a token and an expert, [tokens, ranks]
+    pairs = pairs.scatter_add(1, chosen // count, torch.ones_like(chosen))
+    goes = pairs > 0
+    ours = torch.stack([goes.sum(0), pairs.sum(0)], 1)
+    theirs = ranks.move(ours, [1] * size, [1] * size)
+    sizes = split_sizes(ours, theirs, chosen, size * count)
+    sent = sizes.sent, sizes.received
+    tokens = _by_rank(goes, sum(sizes.sent))
+    # a row has all of its token's numbers and weights: few bytes beside a hidden state
+    rows, weight = (ranks.move(tokens.expand(given), *sent) for given in (hidden, weights))
+    numbers = ranks.move(chosen.int().index_select(0, tokens.rows), *sent)
+    own = numbers - ranks.group.rank() * count
     with has_experts(experts, count):
-        output = forward(rows, own[:, None], weight[:, None])[: sum(received)]
-    back = ranks.move(output, received, sent)
-    back = torch.empty_like(back).index_copy(0, order, back)
-    return back.unflatten(0, chosen.shape).sum(1)
+        output = _computed(forward, (own >= 0) & (own < count), sizes.pairs, rows, own, weight)
+    return tokens.sum(ranks.move(output, *sent[::-1]))
+
+
+def _by_rank(goes: torch.Tensor, total: int) -> RowCopies:
+    """Return the copies of tokens that go to ranks, in the order of the ranks.
+
+    `goes`: True where a token goes to a rank, [tokens, ranks]; so it is `total` times.
+    """
+    by_rank = goes.t()
+    tokens = torch.arange(len(goes), device=goes.device).expand(by_rank.shape)
+    places = by_rank.flatten().cumsum(0).view(by_rank.shape) - 1
+    by_token = picked(places.t(), goes, total)
+    return RowCopies(picked(tokens, by_rank, total), by_token, starts_of(goes))
+
+
+def _computed(
+    forward: Callable[..., torch.Tensor], own: torch.Tensor, total: int, *given: torch.Tensor
+) -> torch.Tensor:
+    """Return what this rank's experts add to the rows that were sent to it.
+
+    `given`: the rows, the numbers of their experts and the weights of these. `own`: True for a
+    row's experts on this rank, [rows, experts of a token]; so it is `total` times.
+    """
+    hidden, numbers, weights = given
+    places = torch.arange(own.numel(), device=own.device)
+    pairs = picked(places, own, total)
+    copies = RowCopies(pairs // own.shape[1], places[:total], starts_of(own))
+    rows = copies.expand(hidden)
+    number, weight = (each.flatten().index_select(0, pairs)[:, None] for each in (numbers, weights))
+    if not total:  # one row of zeros: then each parameter has a gradient on each rank
+        rows, number, weight = (F.pad(each, (0, 0, 0, 1)) for each in (rows, number, weight))
+    return copies.sum(forward(rows, number.long(), weight)[:total])
+
+
+class SplitSizes(NamedTuple):
+    """Numbers of rows that a rank sends and receives for a layer of experts."""
+
+    sent: list[int]
+    """The rows that go to each rank: a row is a token, sent once to each rank of its experts."""
+    received: list[int]
+    """The rows that come from each."""
+    pairs: int
+    """The pairs of a received row and an expert of this rank."""
 
 
 def split_sizes(
-    counts: torch.Tensor, theirs: torch.Tensor, rows: int
-) -> tuple[list[int], list[int]]:
-    """Return how many of this rank's `rows` go to each rank, and come from each: a host read.
+    ours: torch.Tensor, theirs: torch.Tensor, chosen: torch.Tensor, experts: int
+) -> SplitSizes:
+    """Return the sizes of a layer's exchanges: a host read.
 
-    `counts`: [ranks, experts of a rank], and `theirs`, what each rank sends to each expert of this.
+    `ours` and `theirs`: the rows, and the pairs of them and experts, that go to each rank and come
+    from each, [ranks, 2]. A simulation takes what is expected for so many `experts`, and for the
+    shape of `chosen` [tokens, experts of a token].
     """
-    sent, received = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
-    return sent, received
+    sent, received, pairs = torch.stack([ours[:, 0], *theirs.t()]).tolist()
+    return SplitSizes(sent, received, sum(pairs))
 
 
 def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOptions) -> None:

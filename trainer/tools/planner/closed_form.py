@@ -12,6 +12,7 @@ from trainer.layout import Layout
 from trainer.models.names import expert_stacks
 from trainer.tools.planner.cluster import Cluster, Traffic, time_of
 from trainer.tools.planner.extrapolate import Plan
+from trainer.tools.planner.routing import share_of_tokens
 
 BLOCK_BYTES = 34
 """Bytes of a block's activations per hidden value, without attention (arXiv 2205.05198, eq. 1)."""
@@ -42,7 +43,7 @@ class ClosedForm:
     experts: int = 0
     """The routed experts of a block."""
     chosen: float = 0.0
-    """The routed experts that a token is sent to in a block."""
+    """The routed experts of a token in a block."""
     correction: float = 1.0
     """The ratio of simulated to estimated bytes, at least 1."""
 
@@ -116,6 +117,12 @@ class ClosedForm:
         host = _host_bytes(layout) * self.learned / _model_ranks(layout) / layout.shard
         return time_of(layout, self.cluster.device, self.flops, traffic, 0.0, host).middle
 
+    def _met(self, ranks: int) -> float:
+        """Return how many other ranks a token is sent to in a block: once to each."""
+        if ranks == 1:
+            return 0.0
+        return (ranks - 1) * float(share_of_tokens(self.experts, round(self.chosen), ranks))
+
     def _traffic(self, layout: Layout, inside: bool) -> Traffic:
         sent = [one for one in self._sent(layout) if (one[0] <= self.cluster.devices) is inside]
         return Traffic(sum(count for _, count, _ in sent), sum(size for *_, size in sent))
@@ -137,9 +144,8 @@ class ClosedForm:
             yield shard * tensor, rings * blocks, rings * weight * (shard - 1) / shard
             if few := layout.regathered:
                 yield few * tensor, rounds * blocks, rounds * weight * (few - 1) / few
-        if layout.expert > 1:  # to the experts and back, forward and backward
-            size = 4 * blocks * hidden * self.chosen * (layout.expert - 1) / layout.expert
-            yield layout.expert, 6 * blocks * rounds, size
+        if met := self._met(layout.expert):  # to the experts and back, forward and backward
+            yield layout.expert, 8 * blocks * rounds, 4 * blocks * hidden * met
         if replicate > 1:
             size = 2 * weights / shard * (replicate - 1) / replicate
             yield shard * tensor * replicate, blocks, size

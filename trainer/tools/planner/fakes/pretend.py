@@ -6,6 +6,7 @@ True.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -32,12 +33,14 @@ from trainer.models.cut import StageBoundary, StageInput, cut, kept_for_the_head
 from trainer.models.spec import ModelSpec
 from trainer.parallel import gradients, parallel_mesh
 from trainer.parallel.splits import expert_ranks
+from trainer.parallel.splits.expert_ranks import SplitSizes
 from trainer.probes.dispatch_modes import HostReads
 from trainer.tasks.attention import Attention
 from trainer.tasks.kernels import kernel_chooser
 from trainer.tasks.mixers import Mixers, run_by_document
 from trainer.tools.planner.fakes.messages import place
 from trainer.tools.planner.fakes.replicas_by_buckets import BucketedReplica
+from trainer.tools.planner.routing import share_of_tokens
 
 T = TypeVar("T")
 aten = torch.ops.aten
@@ -149,10 +152,16 @@ def _replacements(
     yield dist, "barrier", lambda *_, **__: None
 
 
-def _even(read: Any, counts: torch.Tensor, theirs: torch.Tensor, rows: int) -> object:
-    """Return how many rows go to, and come from, each rank's experts: as many for each rank."""
-    ranks = len(read(counts, theirs, rows)[0])
-    return ([rows * (i + 1) // ranks - rows * i // ranks for i in range(ranks)],) * 2
+def _even(
+    read: Any, ours: torch.Tensor, theirs: torch.Tensor, chosen: torch.Tensor, experts: int
+) -> SplitSizes:
+    """Return the sizes of a layer's exchanges that are expected for a uniform router, rounded up.
+
+    The host reads as it would.
+    """
+    ranks = len(read(ours, theirs, chosen, experts).sent)
+    rows = math.ceil(len(chosen) * share_of_tokens(experts, chosen.shape[1], ranks))
+    return SplitSizes([rows] * ranks, [rows] * ranks, chosen.numel())
 
 
 def _kernels(
