@@ -25,7 +25,7 @@ from tests.support.budget import (
     shaped,
     sizes_of,
 )
-from tests.support.counted import LENGTH, Step, count, layout_of, workload
+from tests.support.counted import LENGTH, Step, count, counted, layout_of, workload
 from tests.support.warm import PRELOADED
 from trainer.engines import ENGINES
 from trainer.errors import ConfigError
@@ -241,6 +241,15 @@ FIRST = (
 @pytest.mark.parametrize("name", SENT)
 def test_a_step_sends_what_the_formulas_say(jobs, name):
     assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER).on_mesh()
+
+
+def test_a_recomputed_layer_of_experts_sends_no_token_again():
+    work = workload(model=MOE, expert=4, accumulation=1, **SELECTIVE)
+    seen = counted(work).collectives()
+    wanted = expected(work.layout, sizes_of(work.spec)).on_mesh()
+    exchanges = {kind: message for kind, message in wanted.items() if kind[0] == "all-to-all"}
+    assert len(exchanges) == 3
+    assert {kind: seen[kind] for kind in exchanges} == exchanges
 
 
 def test_the_docs_have_the_tables():
