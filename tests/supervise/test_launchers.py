@@ -268,3 +268,32 @@ def test_an_optimizer_on_the_host_has_the_cores_that_torchrun_would_leave_idle(
     )
     expected = f"1 4 {message}" if given is None else "1 1 None"
     assert sorted(done.stdout.splitlines()) == [f"0 {expected}", f"1 {expected}"]
+
+
+WAITS = """
+import os, sys
+sys.path.insert(0, {root!r})
+from trainer.command import run_command
+from trainer.command.train import main
+assert "torch" not in sys.modules
+names = "OMP_WAIT_POLICY", "GOMP_SPINCOUNT"
+run_command(lambda given, name: print(*map(os.environ.get, names)) or 0, [], "x")
+"""
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, "PASSIVE None"),
+        ({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE None"),
+        ({"GOMP_SPINCOUNT": "9"}, "None 9"),
+    ],
+)
+def test_threads_sleep_while_they_wait(given, expected):
+    """On two cores that others use, spinning ones compute a tenth; set before PyTorch is loaded."""
+    code = WAITS.format(root=str(ROOT))
+    own = {key: value for key, value in os.environ.items() if key != "OMP_WAIT_POLICY"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=own | given, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == expected

@@ -93,6 +93,9 @@ def run_command(main: Main, arguments: Sequence[str], name: str) -> NoReturn:
     A teardown may abort. Output that can't be written does not end a command, but its exit code is
     then 74 if nothing else failed, unless the reader of standard output has closed it.
     """
+    # before PyTorch is loaded: on cores that others use, threads that spin wait for each other
+    if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     for descriptor in range(3):  # the next opened file would get the number of a closed one
         with suppress(OSError):
             os.fstat(descriptor)

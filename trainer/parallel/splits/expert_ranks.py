@@ -154,12 +154,15 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOp
     replicated = mesh.layout.replicate > 1
     axes = ("replicate", "expert_shard") if replicated else "expert_shard"
     shards = mesh.experts["expert_shard"].size()
-    own = {"mesh": mesh.experts[axes], "shard_placement_fn": partial(placement, shards)}
-    # FSDP2 divides no DTensor again (hpZ)
-    again = {"reshard_after_forward": bool(options["reshard_after_forward"])}
+    own = {
+        "mesh": mesh.experts[axes],
+        "shard_placement_fn": partial(placement, shards),
+        # FSDP2 divides no DTensor again (hpZ)
+        "reshard_after_forward": bool(options["reshard_after_forward"]),
+    }
     for name in expert_stacks(model, spec.blocks):
         unit: Any = model.get_submodule(name)
-        fully_shard(unit, **{**options, **own, **again})
+        fully_shard(unit, **{**options, **own})
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
         unit.set_force_sum_reduction_for_comms(shards > 1)
