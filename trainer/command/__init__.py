@@ -15,6 +15,9 @@ from typing import Any, NoReturn, TextIO, cast
 from trainer.errors import DiskError, MeshloomError, printable, suggestion
 from trainer.storage import Unfailing
 
+SPINS = 5000
+"""How often a waiting thread of PyTorch looks before it sleeps. By default it is 300,000 times: on
+cores that others use, too, the threads then wait for each other in every operator."""
 Main = Callable[[Sequence[str], str], int]
 """Runs a command with its arguments, under a name; returns its exit code."""
 
@@ -93,9 +96,8 @@ def run_command(main: Main, arguments: Sequence[str], name: str) -> NoReturn:
     A teardown may abort. Output that can't be written does not end a command, but its exit code is
     then 74 if nothing else failed, unless the reader of standard output has closed it.
     """
-    # before PyTorch is loaded: on cores that others use, threads that spin wait for each other
     if not {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
-        os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
+        os.environ["GOMP_SPINCOUNT"] = str(SPINS)  # before PyTorch is loaded
     for descriptor in range(3):  # the next opened file would get the number of a closed one
         with suppress(OSError):
             os.fstat(descriptor)
