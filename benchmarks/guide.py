@@ -63,6 +63,7 @@ class Case(NamedTuple):
     device: str
     config: str
     full: bool = False
+    stages: int = 1
 
 
 CASES = (
@@ -74,6 +75,9 @@ CASES = (
     Case("7 B", 8, 8, "h100-80gb", "hsdp"),
     Case("7 B", 8, 8, "4090-24gb", "hsdp", full=True),
     Case("70 B", 8, 8, "h100-80gb", "zero3", full=True),
+    Case("70 B", 8, 8, "h100-80gb", "pipeline_zero1", full=True, stages=8),
+    Case("70 B", 8, 8, "h100-80gb", "pipeline_zero2", full=True, stages=8),
+    Case("70 B", 8, 8, "h100-80gb", "pipeline_zero2", full=True, stages=16),
 )
 
 
@@ -84,12 +88,14 @@ def row(case: Case) -> str:
     from trainer.tools.planner.from_config import planned
 
     words = ["trainer.activation_checkpointing=full"] if case.full else []
+    words += [f"pipeline.stages={case.stages}"] if case.stages > 1 else []
     given = json.loads((ROOT / "ds_configs" / f"{case.config}.json").read_text()) | BATCH
     given["trainer"] |= {"model": {"config": MODELS[case.model]}}
     config = load(given, [*words, "trainer.data.sequence_length=4096"])
     plan = planned(config, Cluster(case.nodes, case.gpus, device_of(case.device)))
     where = f"{case.nodes} x {case.gpus}" if case.nodes > 1 else str(case.gpus)
     name = f"`{case.config}`" + (", full" if case.full else "")
+    name += f", {case.stages} stages" if case.stages > 1 else ""
     fits = gib(plan.needed) + ("" if plan.fits else f": {gib(plan.needed - plan.room)} too much")
     host = gib(plan.on_host) if plan.on_host else ""
     step = f"{float(f'{plan.time.least:.2g}'):,g} s"
