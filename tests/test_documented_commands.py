@@ -450,7 +450,7 @@ ELSEWHERE: dict[str, str] = {
     **dict.fromkeys(
         (
             'meshloom chat runs/NAME --system "You answer in one sentence."',
-            "meshloom chat runs/chat",
+            "meshloom chat runs/chat --temperature 0",
         ),
         "test_use.py::test_a_chat_keeps_its_history",
     ),

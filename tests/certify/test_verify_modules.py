@@ -139,7 +139,7 @@ def reduced(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, i
 
 def certified(model: str, loss: str, engine: str, stage: int) -> str:
     """The last line of the table, or the error. Runs on each rank of a pool."""
-    from trainer.certify.certificate import certify, table
+    from trainer.certify.certificate import certify
     from trainer.certify.worker import tiny_run_of
     from trainer.errors import ConfigError
     from trainer.recipe import HandedIn
@@ -156,7 +156,7 @@ def certified(model: str, loss: str, engine: str, stage: int) -> str:
     given = HandedIn(globals()[model], data, globals()[loss], blocks="blocks.*")
     try:
         small = tiny_run_of(config, [], 2)
-        return table(certify(small, machine_here(), given)).splitlines()[-1]
+        return str(certify(small, machine_here(), given)).splitlines()[-1]
     except ConfigError as error:
         return str(error)
 

@@ -52,6 +52,9 @@ class Certificate:
     def passed(self) -> bool:
         return self.first_failure is None
 
+    def __str__(self) -> str:
+        return table(self)
+
 
 def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) -> Certificate:
     """Certify a layout for the model that the config names, or a script hands in. Collective.
