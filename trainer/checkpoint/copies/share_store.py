@@ -108,7 +108,8 @@ class ShareStore:
     def look(self, number: int, beat: int) -> tuple[int, int]:
         """Show that the first rank is at work; return all bytes moved, and the ranks that ended."""
         self._set("now", f"{number} {beat}")
-        return self.moved(0), self._count(f"ended/{number}", 0)
+        ended = self._count(f"ended/{number}", 0)  # first: a rank counts its bytes before it ends
+        return self.moved(0), ended
 
     def end(self, number: int) -> None:
         """Tell the other ranks that nobody waits for this job any more."""
