@@ -169,8 +169,8 @@ def test_the_first_waits_for_ranks_that_come_later(tmp_path: Path, there: str) -
         assert copied == {}
         other.share(1, 2, store)
         settled(first)
-        first.part()
-        other.part()
+        first.stop_sharing()
+        other.stop_sharing()
     first.close()
     assert [len(large(copied[rank])) for rank in range(2)] == [3, 3]
 
@@ -294,7 +294,7 @@ def test_a_rank_stops_if_the_first_gives_no_sign_of_life(tmp_path: Path, there: 
         first.offer(job)
         while not (reports := first.reports(job)):
             time.sleep(0.01)
-        other.part()
+        other.stop_sharing()
     assert reports[0].done == [] and "rank 0" in str(reports[0].problem)
 
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tests.support.messages import shows
+from trainer.distributed.balance import least_loaded
 from trainer.engines.engine import Metrics
-from trainer.engines.owners import least_loaded
 from trainer.optim.lr_schedules import Update
 from trainer.run import run as whole_run
 from trainer.run.loop import Hooks, LoopPlan, due, train

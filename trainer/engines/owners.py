@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.distributed.balance import least_loaded
 from trainer.engines.engine import Observer
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.state import WEIGHT, StateTensor
@@ -58,17 +59,6 @@ def owners(stages: Mapping[Kind, int], mesh: ParallelMesh) -> dict[str, int]:
     stage_of = {kind[0]: stage for kind, stage in stages.items()}
     candidates = [mesh.layout.ranks_of(stage) for stage in stage_of.values()]
     return dict(zip(sizes, least_loaded(list(sizes.values()), candidates), strict=True))
-
-
-def least_loaded(sizes: Sequence[int], candidates: Sequence[Sequence[int]]) -> list[int]:
-    """Choose for each size, in order, the candidate with the smallest total so far."""
-    loads: dict[int, int] = {}
-    chosen = []
-    for size, ranks in zip(sizes, candidates, strict=True):
-        rank = min(ranks, key=lambda rank: loads.get(rank, 0))
-        loads[rank] = loads.get(rank, 0) + size
-        chosen.append(rank)
-    return chosen
 
 
 def report(gradients: Mapping[str, torch.Tensor], mesh: ParallelMesh, observe: Observer) -> None:

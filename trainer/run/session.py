@@ -114,7 +114,7 @@ class Session:
         try:
             yield
         finally:
-            upload.part()
+            upload.stop_sharing()
 
     def copy_what_waits(self) -> None:
         """Begin to copy in the background what an earlier process has not copied."""

@@ -64,9 +64,9 @@ def ranks_at(address: str, folders: Sequence[Path], missing: int = 0) -> Iterato
         try:
             yield uploads
         finally:
-            uploads[0].part()  # before the others, or it would wait for their reports
+            uploads[0].stop_sharing()  # before the others, or it would wait for their reports
             for upload in uploads[1:]:
-                upload.part()
+                upload.stop_sharing()
             uploads[0].close()
 
 

@@ -8,7 +8,6 @@ that have come, have the same address before them, and did not fail in the job b
 from __future__ import annotations
 
 import hashlib
-import heapq
 import socket
 import time
 from collections import Counter
@@ -21,14 +20,13 @@ from trainer.checkpoint.copies import share_store
 from trainer.checkpoint.copies.bucket import BLOCK, block_of, in_streams, patience
 from trainer.checkpoint.copies.share_store import Arrival, Report, ShareJob, ShareStore
 from trainer.checkpoint.manifest import MANIFEST
+from trainer.distributed.balance import least_loaded
 from trainer.errors import DiskError, Problem, listed
 
 SMALL = BLOCK
 """Files with fewer bytes stay with the first rank."""
 MOST_RANKS = 256
 """The most ranks that copy: a checkpoint has about 128 large files."""
-
-
 COME_SECONDS = 70.0
 """Seconds for which the first job waits for the others: longer than an address may not answer."""
 
@@ -54,14 +52,13 @@ def divided_among(order: Sequence[int], sizes: Mapping[str, int]) -> dict[int, l
     Of ranks with equal bytes the first one of `order` takes it. The small files are rank 0's.
     """
     small = [name for name, size in sizes.items() if size < SMALL]
+    large = sorted(sizes.keys() - set(small), key=lambda name: (-sizes[name], name))
     shares = {0: small}
-    own = sum(sizes[name] for name in small)
-    loads = [(own if rank == 0 else 0, place, rank) for place, rank in enumerate(order)]
-    heapq.heapify(loads)
-    for name in sorted(sizes.keys() - set(small), key=lambda name: (-sizes[name], name)):
-        load, place, rank = loads[0]
+    names = [*small, *large]
+    candidates = [[0]] * len(small) + [order] * len(large)
+    ranks = least_loaded([sizes[name] for name in names], candidates)
+    for name, rank in zip(large, ranks[len(small) :], strict=True):
         shares.setdefault(rank, []).append(name)
-        heapq.heapreplace(loads, (load + sizes[name], place, rank))
     return shares
 
 

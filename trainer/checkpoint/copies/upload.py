@@ -97,7 +97,7 @@ class Upload:
         self._lease.begin()
 
     def share(self, rank: int, world_size: int, store: Any) -> None:
-        """Have all ranks copy large files until `part`. Called on each; the first has the claim.
+        """Have all ranks copy large files until `stop_sharing`. Called on each, after the claim.
 
         `store`: PyTorch's store of all ranks, of which each thread makes a connection of its own.
         """
@@ -111,7 +111,7 @@ class Upload:
             else:
                 self._own_share = RankShare(own, rank, self._address, self._folder)
 
-    def part(self) -> None:
+    def stop_sharing(self) -> None:
         """Use the store no more, in no thread; what is being copied by several ranks fails."""
         for share in (self._shares, self._own_share):
             if share is not None:

@@ -102,14 +102,18 @@ def _by_rank(goes: torch.Tensor, total: int) -> RowCopies:
 
 
 def _computed(
-    forward: Callable[..., torch.Tensor], own: torch.Tensor, total: int, *given: torch.Tensor
+    forward: Callable[..., torch.Tensor],
+    own: torch.Tensor,
+    total: int,
+    hidden: torch.Tensor,
+    numbers: torch.Tensor,
+    weights: torch.Tensor,
 ) -> torch.Tensor:
-    """Return what this rank's experts add to the rows that were sent to it.
+    """Return what this rank's experts add to the rows that were sent to it: [rows, width].
 
-    `given`: the rows, the numbers of their experts and the weights of these. `own`: True for a
-    row's experts on this rank, [rows, experts of a token]; so it is `total` times.
+    `own`: True for a row's experts on this rank, [rows, experts of a token]; so it is `total`
+    times. `numbers` and `weights` are of the same experts, and have its shape.
     """
-    hidden, numbers, weights = given
     places = torch.arange(own.numel(), device=own.device)
     pairs = picked(places, own, total)
     copies = RowCopies(pairs // own.shape[1], places[:total], starts_of(own))

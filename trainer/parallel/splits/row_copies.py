@@ -27,11 +27,11 @@ class RowCopies(NamedTuple):
 
     def expand(self, rows: torch.Tensor) -> torch.Tensor:
         """Return a copy [copies, width] of each row [rows, width]."""
-        return _Expanded.apply(rows, *self)  # type: ignore[no-any-return]
+        return _Expanded.apply(rows, self)  # type: ignore[no-any-return]
 
     def sum(self, copies: torch.Tensor) -> torch.Tensor:
         """Return the sum of each row's copies, [rows, width] of [copies, width]."""
-        return _Summed.apply(copies, *self)  # type: ignore[no-any-return]
+        return _Summed.apply(copies, self)  # type: ignore[no-any-return]
 
 
 def starts_of(mask: torch.Tensor) -> torch.Tensor:
@@ -60,34 +60,26 @@ def _sum(copies: torch.Tensor, by_row: torch.Tensor, starts: torch.Tensor) -> to
 class _Expanded(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: _RowContext,
-        given: torch.Tensor,
-        rows: torch.Tensor,
-        by_row: torch.Tensor,
-        starts: torch.Tensor,
+        ctx: _RowContext, given: torch.Tensor, copies: RowCopies
     ) -> torch.Tensor:
-        ctx.save_for_backward(by_row, starts)
-        return given.index_select(0, rows)
+        ctx.save_for_backward(copies.by_row, copies.starts)
+        return given.index_select(0, copies.rows)
 
     @staticmethod
     @differentiable_once("copies of rows")
     def backward(ctx: _RowContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
-        return _sum(gradient, *ctx.saved_tensors), None, None, None
+        return _sum(gradient, *ctx.saved_tensors), None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: _RowContext,
-        given: torch.Tensor,
-        rows: torch.Tensor,
-        by_row: torch.Tensor,
-        starts: torch.Tensor,
+        ctx: _RowContext, given: torch.Tensor, copies: RowCopies
     ) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        return _sum(given, by_row, starts)
+        ctx.save_for_backward(copies.rows)
+        return _sum(given, copies.by_row, copies.starts)
 
     @staticmethod
     @differentiable_once("a sum of rows")
     def backward(ctx: _RowContext, gradient: torch.Tensor) -> object:  # type: ignore[override]
-        return gradient.index_select(0, ctx.saved_tensors[0]), None, None, None
+        return gradient.index_select(0, ctx.saved_tensors[0]), None

@@ -77,15 +77,15 @@ def _shardings(
 ) -> Iterator[dict[str, int]]:
     """Yield the fields of a layout that say how weights are shared out over `ranks`."""
     spread = {layout.expert, 1, *(EXPERTS if stage == 3 else ())}
-    seconds = {layout.secondary_shard, 1} if stage == 3 else {1}
+    usual = {layout.secondary_shard, 1} if stage == 3 else {1}
     for shard in sorted(_shards(layout, ranks, stage, cluster.devices // tensor)):
         on_several_nodes = stage == 3 and tensor == 1 and shard > cluster.devices
-        copies = {*seconds, cluster.devices} if on_several_nodes else seconds
-        for expert, second in product(sorted(spread), sorted(copies)):
+        copies = {*usual, cluster.devices} if on_several_nodes else usual
+        for expert, secondary in product(sorted(spread), sorted(copies)):
             divisors = math.gcd(shard * tensor, experts or 1, cluster.devices)
             if expert == layout.expert or divisors % expert == 0:
                 sharing = {"shard": shard, "replicate": ranks // shard, "expert": expert}
-                yield sharing | {"secondary_shard": second}
+                yield sharing | {"secondary_shard": secondary}
 
 
 def _micro_batches(layout: Layout, ranks: int) -> list[int]:

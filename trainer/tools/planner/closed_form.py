@@ -117,7 +117,7 @@ class ClosedForm:
         host = _host_bytes(layout) * self.learned / _model_ranks(layout) / layout.shard
         return time_of(layout, self.cluster.device, self.flops, traffic, 0.0, host).middle
 
-    def _met(self, ranks: int) -> float:
+    def _destinations(self, ranks: int) -> float:
         """Return how many other ranks a token is sent to in a block: once to each."""
         if ranks == 1:
             return 0.0
@@ -144,8 +144,10 @@ class ClosedForm:
             yield shard * tensor, rings * blocks, rings * weight * (shard - 1) / shard
             if few := layout.regathered:
                 yield few * tensor, rounds * blocks, rounds * weight * (few - 1) / few
-        if met := self._met(layout.expert):  # to the experts and back, forward and backward
-            yield layout.expert, 8 * blocks * rounds, 4 * blocks * hidden * met
+        if others := self._destinations(
+            layout.expert
+        ):  # to the experts and back, forward and backward
+            yield layout.expert, 8 * blocks * rounds, 4 * blocks * hidden * others
         if replicate > 1:
             size = 2 * weights / shard * (replicate - 1) / replicate
             yield shard * tensor * replicate, blocks, size
