@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.counted import count, workload
 from tests.support.layouts import HSDP, TWO_EXPERTS, UNTIED
@@ -198,6 +199,42 @@ def test_each_unit_is_gathered_and_reduced_no_more_often_than_it_has_to_be(engin
 def outside_blocks(model: dict[str, Any]) -> list[torch.nn.Parameter]:
     named = spec_of(model).build().named_parameters()
     return [p for name, p in named if ".layers." not in name]
+
+
+class Copied(TorchDispatchMode):
+    """Counts the float32 values that are copied from one flat buffer to another."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.copy_.default:
+            to, source = args[:2]
+            flat = to.ndim == source.ndim == 1 and to.dtype == source.dtype == torch.float32
+            self.count += source.numel() if flat and to.data_ptr() != source.data_ptr() else 0
+        return function(*args, **kwargs or {})
+
+
+def copied_as_reduced(case: Case) -> float:
+    """Return the values that a step copies, over the model's parameters. On each rank."""
+    import torch.distributed as dist
+
+    from tests.support.training import build, collated, shares, spec_in, task_of
+    from trainer.optim.lr_schedules import Update
+
+    engine = build(case, dist.get_rank())
+    batches = [collated(task_of(spec_in(case), case), rows) for rows in shares(case, 0, 0)]
+    with Copied() as copied:
+        engine.step(0, batches, Update(1e-2))
+    engine.close()
+    return copied.count / sum(p.numel() for p in spec_in(case).build().parameters())
+
+
+@pytest.mark.first("mesh-2")
+@pytest.mark.parametrize(("engine", "stage"), [("mesh", 2), ("mesh", 3), ("accelerate", 3)])
+def test_one_rank_does_not_copy_what_it_has_reduced(pools, engine, stage):
+    case = replace(MESH, engine=engine, world_size=1, zero_stage=stage, precision="bfloat16")
+    [copied] = pools[1].run(copied_as_reduced, case=case)
+    assert copied == 0
 
 
 LOW = {"communication_data_type": "bf16"}

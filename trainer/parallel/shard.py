@@ -6,13 +6,14 @@ what is left, with tables that are tied to the head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
@@ -155,9 +156,44 @@ def check_second_copies(spec: ModelSpec, layout: Layout) -> None:
 def put_back(modules: Iterable[nn.Module]) -> None:
     """Give FSDP's units their own shards, where a pass without a backward pass left others."""
     for module in modules:
-        for unit in module.modules():
-            if isinstance(unit, fsdp.FSDPModule):
-                unit.reshard()
+        for unit in _units(module):
+            unit.reshard()  # type: ignore[operator]
+
+
+class OneBuffer:
+    """The allocator of a unit's gradients on one rank: those to reduce are those reduced.
+
+    FSDP2 allocates the input and fills it, then allocates the output and copies the input to it: on
+    one rank 8 bytes a float32 gradient, and the gradients of a unit twice in memory.
+    """
+
+    def __init__(self) -> None:
+        self._filled: torch.Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Return a new buffer, and the same one at the next call."""
+        buffer = self._filled
+        if buffer is not None:
+            self._filled = None
+            return buffer
+        self._filled = torch.empty(size, dtype=dtype, device=device)
+        return self._filled
+
+    def __call__(self, *_: object, **__: object) -> None:
+        raise NumericsError(Problem("FSDP", "a unit of one rank sends its gradients", "none sent"))
+
+
+def reduce_in_one_buffer(units: Iterable[nn.Module], mesh: DeviceMesh | None) -> None:
+    """Let units that one rank shards alone reduce without a copy; `mesh`: the units', None: all."""
+    ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
+    for unit in units if ranks == 1 else ():
+        unit.set_custom_reduce_scatter(OneBuffer())  # type: ignore[operator]
+
+
+def _units(module: nn.Module) -> set[nn.Module]:
+    return {unit for unit in module.modules() if isinstance(unit, fsdp.FSDPModule)}
 
 
 def apply(
@@ -173,6 +209,7 @@ def apply(
     units of the blocks and of what is none by then.
     """
     check_bytes(module, options)
+    divided = _units(module)  # experts, over other ranks
     policy: fsdp.MixedPrecisionPolicy = options["mp_policy"]
     # the root's input is the batch, whose numbers (a reference, a margin) are not to be rounded
     of_root = {"mp_policy": replace(policy, cast_forward_inputs=False)}
@@ -189,6 +226,7 @@ def apply(
         cast = partial(_cast_inputs, policy.param_dtype)
         module.model.register_forward_pre_hook(cast, with_kwargs=True)
     check_units(module, spec)
+    reduce_in_one_buffer(_units(module) - divided, options["mesh"])
     root: Any = module
     root.set_reshard_after_forward(False, recurse=False)
     prefetch(module, spec, ends)

@@ -24,7 +24,7 @@ from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.patches import has_experts, replace_forward
-from trainer.parallel.shard import FsdpOptions, placement
+from trainer.parallel.shard import FsdpOptions, placement, reduce_in_one_buffer
 from trainer.parallel.splits.experts import Part, own_count, take_part
 from trainer.parallel.splits.row_copies import RowCopies, picked, starts_of
 
@@ -170,3 +170,4 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOp
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
         unit.set_force_sum_reduction_for_comms(shards > 1)
+        reduce_in_one_buffer([unit], own["mesh"])
