@@ -90,6 +90,9 @@ def test_what_cannot_have_it_is_refused() -> None:
         assert refusal(layout_of(CASE)) is None
         for case in (replace(CASE, zero_stage=0), replace(CASE, offload_optimizer="cpu")):
             assert "that ZeRO shards" in str(refusal(layout_of(case)))
+        split = replace(CASE, world_size=4, tensor=2)
+        assert "rowwise" in str(refusal(layout_of(split)))
+        assert refusal(layout_of(replace(split, float8="rowwise"))) is None
     assert "the mesh engine does" in str(DEEPSPEED.refusal(layout_of(CASE)))
 
 
@@ -103,12 +106,24 @@ def test_weights_that_ranks_share_unevenly_are_refused_where_they_are_gathered_i
         float8.check(spec, layout_of(CASE))
 
 
+SPLIT = "tensor_parallel.autotp_size=2", "trainer.model.config.attention_dropout=0"
+
+
 @needs_torchao
 @pytest.mark.more
-@pytest.mark.parametrize("kind", ["tensorwise", "rowwise"])
-def test_it_is_certified(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("tensorwise", ()),
+        ("rowwise", ()),
+        ("rowwise", SPLIT),
+        ("rowwise", (*SPLIT, "tensor_parallel.sequence_parallel=true")),
+    ],
+    ids=["tensorwise", "rowwise", "tensor", "sequence"],
+)
+def test_it_is_certified(tmp_path: Path, kind: str, words: tuple[str, ...]) -> None:
     """Beside torchao in one process; the tolerance is for a factor on the edge of a rounding."""
-    words = "--config", write_job(tmp_path), "trainer.engine=mesh", f"trainer.float8={kind}"
+    words = "--config", write_job(tmp_path), "trainer.engine=mesh", f"trainer.float8={kind}", *words
     result = run("meshloom", "verify", *words, "--output", tmp_path / "certificate.json")
     assert result.code == 0, result.output
     assert "float8 emulated" in result.output and f"float8 {kind}" in result.output
@@ -122,6 +137,11 @@ def test_a_model_without_large_layers_is_refused_and_small_ones_stay() -> None:
     with patch.object(float8, "LEAST", 16), pytest.raises(ConfigError, match="expected trained"):
         float8.check(spec_in(lora, None), layout_of(lora))
     with patch.object(float8, "LEAST", 32):
-        result = float8.layers(spec.build(), spec)
+        result = float8.layers(spec.build(), spec, layout_of(CASE))
     names = {name.rpartition(".")[2] for name in result}
     assert names == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    with patch.object(float8, "LEAST", 16):  # no part of another is a multiple
+        split = layout_of(replace(CASE, world_size=4, tensor=2, float8="rowwise"))
+        result = float8.layers(spec.build(), spec, split)
+    names = {name.rpartition(".")[2] for name in result}
+    assert names == {"q_proj", "o_proj"}

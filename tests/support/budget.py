@@ -473,6 +473,7 @@ ROWS: dict[int, list[dict[str, int]]] = {
     64: [
         dict(zero_stage=2, shard=64),
         dict(zero_stage=3, shard=64),
+        dict(zero_stage=3, shard=64, secondary_shard=8),
         dict(zero_stage=2, replicate=8, shard=8),
         dict(zero_stage=3, replicate=8, shard=8),
         dict(zero_stage=3, tensor=8, shard=8),
@@ -500,11 +501,13 @@ def _model(shape: str, blocks: int) -> dict[str, Any]:
 def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
     """Return the count, and the bytes that a rank sends by rings, of each kind of message.
 
-    Those of less than a kilobyte are left out: the targets, the norm.
+    Those of less than a kilobyte are left out: the targets, the norm. Those among the ranks of a
+    second copy (hpZ) have a name of their own.
     """
     results: dict[str, tuple[int, float]] = {}
-    for (name, axes, _), (count, size) in tally.items():
-        parts = {"rest": layout.shard // layout.expert}
+    for (kind, axes, _), (count, size) in tally.items():
+        name = f"{kind}{SECOND}" if axes == ("secondary",) else kind
+        parts = {"rest": layout.shard // layout.expert, "secondary": layout.regathered}
         ranks = math.prod(parts.get(axis) or getattr(layout, axis) for axis in axes)
         share = 1.0 if name == "send" else (ranks - 1) / ranks
         if name != "receive" and size > 1024:
@@ -515,6 +518,7 @@ def sent(layout: Layout, tally: Tally) -> dict[str, tuple[int, float]]:
 
 
 COLUMNS = ("all-gather", "reduce-scatter", "all-reduce", "send")
+SECOND = ", second copy"
 
 
 def table() -> str:
@@ -531,11 +535,13 @@ def table() -> str:
             for axes in layouts:
                 options = dict(accumulation=MICRO_BATCHES, precision="bfloat16")
                 layout = layout_of(**options, **axes)
-                before, after = (
-                    sent(layout, expected(layout, sizes, length=TOKENS, levers=levers))
-                    for levers in (BEFORE, AFTER)
-                )
+                plain = replace(layout, secondary_shard=1)  # the key had no effect then
+                was = expected(plain, sizes, length=TOKENS, levers=BEFORE)
+                before = sent(plain, was)
+                after = sent(layout, expected(layout, sizes, length=TOKENS, levers=AFTER))
                 cells = [_cell(before.get(kind), after.get(kind)) for kind in COLUMNS]
+                if second := after.get(f"all-gather{SECOND}"):
+                    cells[0] += f", and {_cell(second, second)} among {layout.regathered}"
                 line = [shape, f"{ranks:,}", described(layout), *cells]
                 lines.append(f"| {' | '.join(line)} |")
     return "\n".join([*lines, END])
@@ -562,7 +568,8 @@ def described(layout: Layout) -> str:
     """Describe a layout of the table."""
     axes = [f"{name} {getattr(layout, name)}" for name in AXES if getattr(layout, name) > 1]
     zero = f", ZeRO-{layout.zero_stage}" if layout.zero_stage else ""
-    return " x ".join(axes) + zero
+    second = f", hpZ {layout.regathered}" if layout.regathered else ""
+    return " x ".join(axes) + zero + second
 
 
 LONG_PAGE, LONG = PAGE.with_name("context.md"), 131_072

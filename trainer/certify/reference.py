@@ -85,7 +85,7 @@ class Reference(ABC):
         self.model = own.model.to(device)
         self.published = own.published
         if in_float8:
-            multiply_in_float8(self.model, spec.blocks, self._layout.float8)
+            multiply_in_float8(self.model, spec, self._layout)
         self._named = dict(self.model.named_parameters())
         self.frozen = {
             name for name, parameter in self._named.items() if not parameter.requires_grad

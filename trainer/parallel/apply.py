@@ -3,8 +3,9 @@
 1. the task turns the head into one that returns the loss: later steps wrap modules, which have
    their final class by then; biases of routers that are to move become buffers, which no step
    below divides or rounds;
-2. expert parallelism divides experts, tensor parallelism splits matrices: FSDP then shards what
-   each of their ranks has, and a recomputed block runs its collectives again;
+2. large linear layers become float8 ones; expert parallelism divides experts, tensor parallelism
+   splits matrices, in float8 or not: FSDP then shards what each of their ranks has, and a
+   recomputed block runs its collectives again;
 3. MLPs compute in tiles of tokens, inside the hooks that join rows for the split matrices; then
    activation checkpointing wraps the forward of blocks: outside both, inside the hooks of dropout
    and FSDP, so that recomputing gathers and seeds nothing twice;
@@ -13,9 +14,8 @@
 5. dropout's hooks seed each block by its place in the model: outside the recomputed forward, which
    restores the generators;
 6. the cut keeps a pipeline stage's own blocks, with all that was done to them;
-7. large linear layers become float8 ones, whose weights FSDP gathers in float8; FSDP shards block
-   by block, then embedding and head, then the rest: on the meta device, so that no rank ever holds
-   the whole model;
+7. FSDP shards block by block, then embedding and head, then the rest: on the meta device, so that
+   no rank ever holds the whole model;
 8. values: each rank makes or reads its shard alone.
 
 DDP comes last, since it sends real values. DeepSpeed replaces 7 and 8, and 2 for matrices: its
@@ -36,7 +36,7 @@ from trainer.layout import Layout
 from trainer.models.cut import cut
 from trainer.models.materialise import Placement, materialise
 from trainer.models.spec import ModelSpec
-from trainer.parallel import compilation, partition
+from trainer.parallel import compilation, float8, partition
 from trainer.parallel.forward_backward import Dropout
 from trainer.parallel.parallel_mesh import ParallelMesh
 from trainer.parallel.pipeline import Stage
@@ -62,12 +62,15 @@ def wrap_blocks(
 ) -> tuple[nn.Module, Dropout]:
     """Return the model on the meta device after steps 1 to 5, and its dropout.
 
-    Tensor parallelism, step 2, needs `mesh`, and the blocks of this `stage`, if they are not all.
+    Step 2 needs `mesh`, and tensor parallelism the blocks of this `stage`, if they are not all.
     `say` is called with a line for each step that is taken.
     """
     model = task.prepare(spec.build())
     if layout.router_bias_rate:
         expert_loads.hold(model, spec)
+    if mesh is not None and layout.float8 != "none":
+        float8.apply(model, spec, layout, mesh.device_mesh.device_type)
+        say(f"float8 ({layout.float8}) to large linear layers")
     if mesh is not None and layout.expert > 1:
         expert_ranks.apply(model, spec, mesh)
         say(f"expert parallelism over expert={layout.expert}")

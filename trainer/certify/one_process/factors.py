@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
+from trainer.layout import Layout
+from trainer.models.spec import ModelSpec
 from trainer.storage import imported
 
 MULTIPLE = 16
@@ -18,30 +22,86 @@ SHAKEN = 1e-5
 hundreds to another float8 number, which is more than float32 arithmetic in another order does."""
 
 
-def layers_of(model: nn.Module, blocks: Sequence[str]) -> list[str]:
-    """List the trained linear layers of the blocks whose dimensions are multiples of MULTIPLE."""
+class Parts(NamedTuple):
+    """The tensor ranks, of which each multiplies by a part of a matrix, with scales of its own."""
+
+    ranks: int
+    plan: Mapping[str, str]
+    """How layers are split, by transformers' names; others are whole."""
+
+    def dimension(self, name: str) -> int | None:
+        """Return the dimension along which a layer's matrix is split; None for a whole one."""
+        kind = self.plan.get(name, "").partition("_")[0] if self.ranks > 1 else ""
+        return {"colwise": 0, "rowwise": 1}.get(kind)
+
+
+class InParts(nn.Linear):
+    """A linear layer whose product is made of those with the parts of its matrix."""
+
+    def __init__(self, layer: nn.Linear, part: nn.Module, dimension: int, count: int) -> None:
+        nn.Module.__init__(self)
+        self.in_features = layer.in_features
+        self.out_features = layer.out_features
+        self.weight = layer.weight
+        self.bias = layer.bias
+        self._part = (part,)  # not a child, whose parameters would be the model's
+        self._dimension = dimension
+        self._count = count
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return the product, [..., outputs], of `input`, [..., inputs]."""
+        matrices = self.weight.chunk(self._count, self._dimension)
+        rows = [input] * self._count if self._dimension == 0 else input.chunk(self._count, -1)
+        results = [
+            functional_call(self._part[0], {"weight": matrix}, (row,))
+            for matrix, row in zip(matrices, rows, strict=True)
+        ]
+        whole = torch.cat(results, -1) if self._dimension == 0 else sum(results[1:], results[0])
+        return whole if self.bias is None else whole + self.bias
+
+
+def layers_of(model: nn.Module, blocks: Sequence[str], parts: Parts) -> list[str]:
+    """List the trained linear layers of the blocks that are multiplied by in float8.
+
+    Both dimensions of a rank's part are multiples of MULTIPLE.
+    """
     layers = []
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
             if isinstance(module, nn.Linear) and module.weight.requires_grad:
-                rows, columns = module.weight.shape
-                if rows % MULTIPLE == 0 and columns % MULTIPLE == 0:
+                sizes = list(module.weight.shape)
+                dimension = parts.dimension(name)
+                unit = [MULTIPLE, MULTIPLE]
+                if dimension is not None:
+                    unit[dimension] *= parts.ranks
+                if not any(size % least for size, least in zip(sizes, unit, strict=True)):
                     layers.append(name)
     return layers
 
 
-def multiply_in_float8(model: nn.Module, blocks: Sequence[str], kind: str) -> None:
+def multiply_in_float8(model: nn.Module, spec: ModelSpec, layout: Layout) -> None:
     """Replace those layers by torchao's, in place, and emulate float8.
 
-    `kind` is "tensorwise", a scale for each matrix, or "rowwise", one for each row. Raises
+    Factors have a scale for each matrix, or one for each row, as the layout says. Raises
     ConfigError if torchao can't be imported.
     """
     float8 = imported("torchao.float8", "trainer.float8")
-    config = replace(float8.Float8LinearConfig.from_recipe_name(kind), emulate=True)
-    layers = set(layers_of(model, blocks))
+    config = replace(float8.Float8LinearConfig.from_recipe_name(layout.float8), emulate=True)
+    parts = Parts(layout.tensor, spec.language.tensor_plan)
+    layers = layers_of(model, spec.blocks, parts)
+    whole = {name for name in layers if parts.dimension(name) is None}
     float8.convert_to_float8_training(
-        model, config=config, module_filter_fn=lambda module, name: name in layers
+        model, config=config, module_filter_fn=lambda module, name: name in whole
     )
+    shell = float8.convert_to_float8_training(
+        nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta")), config=config
+    )[0]
+    for name in layers:
+        dimension = parts.dimension(name)
+        if dimension is not None:
+            layer = model.get_submodule(name)
+            assert isinstance(layer, nn.Linear)
+            model.set_submodule(name, InParts(layer, shell, dimension, parts.ranks))
 
 
 def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:

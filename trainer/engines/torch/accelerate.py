@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.optim.builders import in_torch
-from trainer.parallel import float8, shard
+from trainer.parallel import shard
 from trainer.parallel.apply import give_values, sharding_of, wrap_blocks
 from trainer.parallel.forward_backward import GradientAccumulation
 from trainer.parallel.parallel_mesh import check_replicas
@@ -54,8 +54,7 @@ def build(job: Job) -> TorchEngine:
     device = job.machine.device
     mesh = mesh_of(job)
     say = job.machine.signs.applied
-    model, dropout = wrap_blocks(spec, job.task, layout, say=say)
-    float8.apply(model, spec, layout, device)
+    model, dropout = wrap_blocks(spec, job.task, layout, mesh, say=say)
     module: Any = ModelWithLoss(model, job.task)
     accelerator = _accelerator(job)
     ends, noted = job.machine.ranks.on_first(lambda: fsdp_units.ends_of(spec, layout))

@@ -118,9 +118,6 @@ def build(job: Job) -> TorchEngine:
 
     def finish(module: ModelWithLoss, spec: ModelSpec) -> None:
         if layout.zero_stage > 0:
-            float8.apply(module.model, spec, layout, device)
-            if layout.float8 != "none":
-                say(f"float8 ({layout.float8}) to large linear layers")
             base = shard.kept_whole(module.model, spec, layout)
             options = shard.options_of(layout, mesh.fsdp, device.type, job.reduction, base)
             with resharding_over(mesh.secondary):

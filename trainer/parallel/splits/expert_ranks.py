@@ -157,9 +157,10 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOp
     assert mesh.experts is not None
     replicated = mesh.layout.replicate > 1
     axes = ("replicate", "expert_shard") if replicated else "expert_shard"
+    over = mesh.experts[axes]
     shards = mesh.experts["expert_shard"].size()
     own = {
-        "mesh": mesh.experts[axes],
+        "mesh": over,
         "shard_placement_fn": partial(placement, shards),
         # FSDP2 divides no DTensor again (hpZ)
         "reshard_after_forward": bool(options["reshard_after_forward"]),
@@ -170,4 +171,4 @@ def shard(model: nn.Module, spec: ModelSpec, mesh: ParallelMesh, options: FsdpOp
         unit.set_gradient_divide_factor(float(mesh.layout.averaging_ranks))
         # gloo can't divide; a unit of one shard divides before
         unit.set_force_sum_reduction_for_comms(shards > 1)
-        reduce_in_one_buffer([unit], own["mesh"])
+        reduce_in_one_buffer([unit], over)

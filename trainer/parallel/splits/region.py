@@ -26,6 +26,7 @@ from trainer.distributed.autograd import differentiable_once
 from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import Exchange
 from trainer.models.finetuning.quantised.quantised_base import QuantisedLinear
+from trainer.parallel import float8
 from trainer.parallel.splits.sequence import TokenParts, with_first
 
 Linear: TypeAlias = nn.Linear | Conv1D | QuantisedLinear
@@ -41,6 +42,8 @@ def product(layer: Linear, given: torch.Tensor, bias: torch.Tensor | None = None
     """Return x W^T + b by this rank's part of W."""
     if isinstance(layer, QuantisedLinear):
         return layer.product(given, bias)
+    if float8.converted(layer):
+        return float8.product(layer, given, bias)
     return F.linear(given, matrix_of(layer), bias)
 
 
@@ -105,7 +108,8 @@ class Region:
         if torch.compiler.is_compiling():  # the compiler has an order of its own
             return []
         trained = [layer for layer in self.layers if layer.weight.requires_grad]
-        return [layer for layer in trained if not isinstance(layer, QuantisedLinear)]
+        plain = [layer for layer in trained if not isinstance(layer, QuantisedLinear)]
+        return [layer for layer in plain if not float8.converted(layer)]
 
     def _overlap(self, hidden: torch.Tensor, layers: list[nn.Linear | Conv1D]) -> torch.Tensor:
         length = None if self.sequence is None else self.sequence.length
