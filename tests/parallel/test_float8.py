@@ -82,6 +82,19 @@ def test_a_checkpoint_goes_on_bit_for_bit(pools, tmp_path: Path) -> None:
         assert all(torch.equal(weights[0][key], weights[1][key]) for key in weights[1])
 
 
+@needs_torchao
+@pytest.mark.more
+@pytest.mark.parametrize("sequence", [False, True])
+def test_split_layers_compute_the_same_compiled(pools, sequence):
+    more = {"tensor_parallel": {"sequence_parallel": True}} if sequence else {}
+    model = LLAMA | {"attention_dropout": 0.0, "num_hidden_layers": 1}
+    split = replace(CASE, float8="rowwise", tensor=2, zero_stage=2, model=model, more=more)
+    cases = split, replace(split, compile="blocks"), replace(split, float8="none")
+    here, compiled, plain = (pools[2].run(small, run=train_by_engine, case=case) for case in cases)
+    assert here[0].losses != plain[0].losses
+    assert_same(compiled[0], here[0], 2e-3)
+
+
 def test_what_cannot_have_it_is_refused() -> None:
     assert refusal(layout_of(replace(CASE, float8="none"))) is None
     with patch.object(float8, "installed", lambda package: False):
