@@ -93,7 +93,7 @@ def test_the_shipped_configs_are_short_and_complete() -> None:
     for path in SHIPPED:
         config = load(path)
         assert len(path.read_text().splitlines()) < 40 and not config.notes
-        assert (config.trainer.steps, config.trainer.generate.prompt) == (1650, "auto")
+        assert (config.trainer.steps, config.trainer.generate.prompt) == (1450, "auto")
 
 
 def test_what_deepspeed_swallows_is_rejected_all_at_once(tmp_path: Path) -> None:
@@ -1162,7 +1162,7 @@ def test_keys_and_texts_of_half_a_megabyte_cost_no_memory_or_time_each(tmp_path:
 def test_a_shipped_config_takes_epochs_from_the_command_line(path: Path) -> None:
     config = load(path, ["trainer.epochs=1"])
     assert (config.trainer.steps, config.trainer.epochs) == (None, 1)
-    shows_each(config.notes, ("trainer.steps 1650 in", "gives way", "trainer.epochs"))
+    shows_each(config.notes, ("trainer.steps 1450 in", "gives way", "trainer.epochs"))
 
 
 @pytest.mark.parametrize(
