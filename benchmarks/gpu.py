@@ -18,7 +18,8 @@ differs by is noise. A step's time is the median after the warm-up, of steps tha
 for; beside it as many steps in one interval, by the step. MFU is by `flops_per_token`, which counts
 attention to earlier tokens alone, and by the rule that counts all, as torchtitan's. Memory: what
 `meshloom plan` predicts of this JSON (blocks are planned uncompiled), and the most that torch
-allocated on a GPU. Of "mesh, compiled" a line under the table has a step's kernels in eight classes
+allocated on a GPU. A row of our engines names the certificate of its config, if gpu_certificates.py
+has made one. Of "mesh, compiled" a line under the table has a step's kernels in eight classes
 (gpu_profile.py). "mesh, saving" times a save and a load, the raw write of as many bytes to the same
 folder, and how long the loop waits for a save in the background, the first time and when its
 buffers are there. The bare loop is plain PyTorch with the same units and the same recomputation;
@@ -57,6 +58,7 @@ from benchmarks.gpu_arms import (
     SEQUENCE,
     SHAPES,
     USUAL,
+    certified,
     in_order,
     json_of,
     missing,
@@ -177,6 +179,7 @@ def measured(
         if predicted:
             config["trainer"]["data"] |= {"sequence_length": predicted}
         (Path(folder) / "config.json").write_text(json.dumps(config))
+        proof = certified(config) if ARMS[arm].own else {}
         command = [sys.executable, __file__, "--work", arm, folder, *["--smoke"][:smoke]]
         port = free_port()
         started = time.monotonic()
@@ -200,7 +203,7 @@ def measured(
             process.kill()
             process.wait()
         path = Path(f"{folder}/result.json")
-        result = dict(json.loads(path.read_text())) if path.is_file() else {}
+        result = proof | (json.loads(path.read_text()) if path.is_file() else {})
         if any(codes):
             first = next(rank for rank, code in enumerate(codes) if code)
             logs[first].seek(0)

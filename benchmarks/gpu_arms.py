@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -56,6 +57,8 @@ MICRO_BATCH = 2
 SEQUENCE = 8192
 """Tokens."""
 RECOMPUTE = "selective"
+RESULTS = Path(__file__).resolve().parent / "results" / "gpu_certificates.json"
+"""The certificates of configs, by their digests (gpu_certificates.py)."""
 PLANNING = 50
 """Seconds that the plans of all arms have, at once."""
 PREDICTING = 400
@@ -157,6 +160,26 @@ def own_json(arm: str, shared: dict[str, Any], folder: Path) -> dict[str, Any]:
         (base / "config.json").write_text(json.dumps(described))
         own["model"] = {"name_or_path": str(base)}
     return {**shared, **ARMS[arm].keys, "trainer": own}
+
+
+def digest_of(config: Mapping[str, Any]) -> str:
+    """Return a digest of a config, wherever the folder of its base is."""
+    model = config["trainer"]["model"]
+    if "name_or_path" in model:
+        path = Path(model["name_or_path"]) / "config.json"
+        model = {"config": json.loads(path.read_text())}
+    same = {**config, "trainer": {**config["trainer"], "model": model}}
+    return hashlib.sha256(json.dumps(same, sort_keys=True).encode()).hexdigest()
+
+
+def certified(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the certificate of a config, for its row; nothing if there is none."""
+    known = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    result = known.get(digest_of(config))
+    if result is None:
+        return {}
+    verdict = "PASS" if result["passed"] else "FAIL"
+    return {"certified": f"{verdict} at {result['commit']}"}
 
 
 def missing(arm: str) -> str | None:

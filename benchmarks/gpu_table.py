@@ -19,6 +19,7 @@ COLUMNS = (
     "MFU, causal / full",
     "planned (GiB)",
     "peak (GiB)",
+    "certified",
     "besides",
 )
 
@@ -48,6 +49,7 @@ def line(row: Row) -> str:
         cells["of the ceiling"] = f"{row['share']:.1%}" if "share" in row else "-"
         cells["MFU, causal / full"] = " / ".join(f"{part:.1%}" for part in row["mfu"]) or "-"
         cells["peak (GiB)"] = f"{row['memory']:.2f}"
+    cells["certified"] = row.get("certified", "-")
     rest = [row["note"]] if "note" in row else []
     rest += [*of_save(row), *of_lengths(row), *of_rates(row)]
     cells["besides"] = "; ".join(rest)
@@ -133,7 +135,7 @@ def report(rows: Sequence[Row], count: int, words: Sequence[str]) -> str:
         made + ".",
         "",
         f"| {' | '.join(COLUMNS)} |",
-        f"| --- | --- |{' ---: |' * (len(COLUMNS) - 3)} --- |",
+        f"| --- | --- |{' ---: |' * (len(COLUMNS) - 4)} --- | --- |",
     ]
     rest = dict.fromkeys(text for row in rows for text in below(row))
     return "\n".join([*head, *map(line, rows), "", *rest]).rstrip() + "\n"

@@ -577,6 +577,13 @@ ELSEWHERE: dict[str, str] = {
         "test_from_deepspeed.py::test_a_run_goes_on_from_it"
     ),
     "python examples/planted_bug.py": "test_verify.py::test_the_example_of_a_planted_bug_names_it",
+    **dict.fromkeys(
+        (
+            "python benchmarks/gpu_certificates.py",
+            'python benchmarks/gpu_certificates.py --shapes 1B --arms mesh "mesh, compiled"',
+        ),
+        "test_gpu_benchmark.py::test_a_config_of_the_kit_is_certified",
+    ),
     "python -m tests.support.conformance.sweep": "families/test_families.py::test_a_sampled_row_is_so",
     "python -m tests.support.whole_table": (
         "test_whole.py::test_the_page_of_families_says_what_comes_back"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -63,6 +64,32 @@ def test_a_row_after_the_ceilings_has_its_share_of_them(tmp_path):
     rows = smoke(tmp_path / "gpu.md", "mesh", "ceilings")
     assert [*rows] == ["ceilings", "mesh"]
     assert rows["mesh"]["of the ceiling"].endswith("%")
+
+
+def test_a_row_has_the_certificate_of_exactly_its_config(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_arms, "RESULTS", tmp_path / "certificates.json")
+    shared = gpu_arms.json_of("tiny", 1, smoke=False)
+    configs = []
+    for name in ("here", "there"):  # an adapter's base is in another folder in each run
+        (tmp_path / name).mkdir()
+        configs.append(gpu_arms.own_json("mesh, LoRA", shared, tmp_path / name))
+    assert gpu_arms.certified(configs[0]) == {}
+    digest = gpu_arms.digest_of(configs[0])
+    found = {digest: {"passed": True, "commit": "0123abcd"}}
+    gpu_arms.RESULTS.write_text(json.dumps(found))
+    proof = gpu_arms.certified(configs[1])
+    line = gpu_table.line({"shape": "tiny", "arm": "mesh, LoRA", **proof})
+    assert "PASS" in line and "0123abcd" in line
+    assert gpu_arms.certified({**configs[1], "gradient_clipping": 0.5}) == {}
+
+
+@pytest.mark.more
+def test_a_config_of_the_kit_is_certified(tmp_path):
+    from benchmarks.gpu_certificates import certify
+
+    config = gpu_arms.own_json("mesh", gpu_arms.json_of("tiny", 1, smoke=True), tmp_path)
+    result = certify(config, 1, tmp_path)
+    assert result["passed"] and "ZeRO-1" in str(result["layout"])
 
 
 def test_a_shape_takes_ten_minutes_by_default():
