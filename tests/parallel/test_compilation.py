@@ -30,6 +30,7 @@ LAID_OUT = {
         *("pipeline, Interleaved1F1B", "pipeline x zero3", "tensor", "tensor, qwen3"),
         *("tensor x zero2, gpt_neox, selective", "tensor x zero3, qwen3, full"),
         *("pipeline x tensor", "tensor x zero2, sequence, qwen3, selective", "context"),
+        *("experts, shared", "experts over four, full", "context x experts", "pipeline x experts"),
     )
 }
 LAID_OUT["context, selective"] = replace(LAYOUTS["context"], recompute="selective")
@@ -49,7 +50,7 @@ KERNELS = {
     )
     for name in (
         *("zero3, gpt2, full", "zero3, gpt2, selective", "tensor", "context"),
-        "tensor x zero2, sequence, qwen3, selective",
+        *("tensor x zero2, sequence, qwen3, selective", "experts, shared"),
     )
 }
 KERNELS["deepspeed-zero2, kernels"] = replace(
@@ -64,6 +65,36 @@ def test_compiled_blocks_train_as_one_process_does(pools, name):
     reference = train_plainly(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)
+
+
+def parts_that_run_compiled(case: Case) -> list[str]:
+    """Return the compiled parts of the first block after a step. Runs on each rank of a pool."""
+    import torch.distributed as dist
+
+    from tests.support.training import build, collated, data_rank_of, shares, spec_in, task_of
+    from trainer.optim.lr_schedules import Update
+
+    rank = dist.get_rank()
+    engine = build(case, rank)
+    rows = shares(case, 0, data_rank_of(case, rank))
+    engine.step(0, [collated(task_of(spec_in(case), case), row) for row in rows], Update(1e-2))
+    named = [pair for module in engine.modules for pair in module.named_modules()]
+    forwards = {name: vars(module).get("forward") for name, module in named}
+    engine.close()
+    return [
+        name.partition("layers.0.")[2]
+        for name, forward in forwards.items()
+        if isinstance(forward, compilation._Compiled)
+        and "layers.0" in name
+        and forward._run is not forward._function
+    ]
+
+
+def test_a_block_is_compiled_around_the_experts_that_ranks_divide(pools):
+    case = replace(LAYOUTS["experts, shared"], engine="mesh", compile="blocks")
+    for names in pools[case.world_size].run(parts_that_run_compiled, case=case):
+        assert {"self_attn", "input_layernorm", "mlp.shared_expert"} < set(names)
+        assert "mlp" not in names and "mlp.experts" not in names
 
 
 def test_a_compiled_loss_trains_as_one_process_does(pools):
@@ -87,6 +118,9 @@ def test_a_compiled_loss_trains_as_one_process_does(pools):
             replace(LAYOUTS["pipeline, InterleavedZeroBubble"], compile="blocks"),
             "gradients of weights apart",
         ),
+        ("mesh", replace(LAYOUTS["experts, hsdp, selective"], compile="blocks"), "selective"),
+        ("mesh", replace(LAYOUTS["tensor x experts"], compile="blocks"), "tensor"),
+        ("deepspeed", replace(LAYOUTS["experts"], compile="blocks"), "expert parallelism"),
     ],
 )
 def test_what_is_not_compiled_is_refused_in_a_sentence(engine, case, words):

@@ -1,9 +1,13 @@
-"""Blocks and the loss by `torch.compile`: one graph for all blocks that are alike."""
+"""Blocks and the loss by `torch.compile`: one graph for all blocks that are alike.
+
+Where ranks divide a block's experts, the host reads how many tokens go to which rank: the graphs
+are those of its parts without experts (attention, norms, the router, shared experts).
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from traceback import FrameSummary
 from typing import Any
 
@@ -12,6 +16,7 @@ from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
 from trainer.layout import Layout
+from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
 from trainer.supervise.process import Machine
@@ -57,12 +62,26 @@ def apply(
         )
         return graph if trial else _Compiled(function, graph)
 
+    divided = layout is not None and layout.expert > 1
+    stacks = expert_stacks(model, spec.blocks) if divided else []
     for name in spec.blocks if blocks else ():
-        block = model.get_submodule(name)
-        patches.replace_forward(block, compiled(block.forward))
+        for part in around(name, model.get_submodule(name), stacks):
+            patches.replace_forward(part, compiled(part.forward))
     for module in model.modules():
         if (compute_chunks_by := getattr(module, "compute_chunks_by", None)) is not None:
             compute_chunks_by(compiled)
+
+
+def around(name: str, module: nn.Module, stacks: Sequence[str]) -> Iterator[nn.Module]:
+    """Return a module by its name, or its largest parts with parameters and without `stacks`."""
+    if any(stack == name for stack in stacks):
+        return
+    if not any(stack.startswith(f"{name}.") for stack in stacks):
+        yield module
+        return
+    for own, child in module.named_children():
+        if next(child.parameters(), None) is not None:
+            yield from around(f"{name}.{own}", child, stacks)
 
 
 class _Compiled:
@@ -98,8 +117,11 @@ def refusal(layout: Layout) -> str | None:
         key = "trainer.activation_checkpointing offload"
         moved = f"Blocks whose activations are moved to the host ({key})"
         return f"{moved} can't be compiled. Use full or selective."
-    if layout.expert > 1:
-        return "How many tokens go to which rank's experts (expert_parallel) is read on the host."
+    selective = layout.recompute.mode == "selective"
+    if layout.expert > 1 and (layout.tensor > 1 or selective):
+        key = "selective recomputation" if selective else "tensor parallelism"
+        host = "how many tokens go to which rank's experts is read on the host"
+        return f"With {key} a block is compiled as a whole, and {host} (expert_parallel)."
     if layout.pipeline > 1 and layout.schedule.splits_backward:
         block = "a compiled block computes all of its gradients at once"
         apart = f"{layout.schedule.name} computes gradients of weights apart, and {block}"

@@ -75,10 +75,9 @@ def _compile_refusal(layout: Layout) -> str | None:
     if layout.zero_stage == 3:
         others = "the other engines have none there."
         return f"The hooks of DeepSpeed's ZeRO-3 inside blocks can't be compiled; {others}"
-    if layout.pipeline * layout.tensor > 1:
-        return (
-            "DeepSpeed's pipelines and tensor parallelism are not compiled; the mesh engine's are."
-        )
+    if layout.pipeline * layout.tensor * layout.expert > 1:
+        parallel = "pipelines, tensor and expert parallelism"
+        return f"DeepSpeed's {parallel} are not compiled; the mesh engine's are."
     return None
 
 

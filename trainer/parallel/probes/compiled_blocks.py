@@ -45,7 +45,8 @@ def decided(
     waits = "which the first steps wait for"
     folder = f"kept in {cache_dir()} (TORCHINDUCTOR_CACHE_DIR)"
     if reason is None:
-        note = f"blocks and loss are compiled, {waits}; {folder}"
+        blocks = "blocks, around their experts," if layout.expert > 1 else "blocks"
+        note = f"{blocks} and loss are compiled, {waits}; {folder}"
         return replace(layout, compile="blocks"), (note,)
     if lacks or machine.device.type == "cpu":
         return plain, (uncompiled,)
