@@ -485,6 +485,9 @@ ELSEWHERE: dict[str, str] = {
         f"meshloom push{more}": "test_hub.py::test_parts_of_an_earlier_push_go_and_other_files_stay"
         for more in ("", " runs/NAME", " runs/NAME --repository me/my-model")
     },
+    "meshloom push runs/NAME --to FOLDER": (
+        "test_hub.py::test_a_folder_gets_what_the_hub_would_get"
+    ),
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --nnodes 2:4 --nproc-per-node 8 --max-restarts "
     "20 --shutdown-timeout 540 --rdzv-backend c10d --rdzv-endpoint HEAD:29500 "
     f"{TRAIN} my.json train_batch_size=1024 train_micro_batch_size_per_gpu=2 "

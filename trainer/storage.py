@@ -75,6 +75,13 @@ def ensure_writable(folder: Path, needed_bytes: int = 0) -> None:
         raise DiskError(Problem(str(folder), actual, expected, hint))
 
 
+def check_new(folder: Path) -> None:
+    """Raise ConfigError unless a folder that is to be written is not there yet, or empty."""
+    empty = folder.is_dir() and not any(folder.iterdir())
+    if folder.exists() and not empty:
+        raise ConfigError(Problem(str(folder), "it is there already", "a new or an empty folder"))
+
+
 @contextmanager
 def disk_errors(path: Path, needed_bytes: int = 0) -> Iterator[None]:
     """Turn an OSError inside into a DiskError with the place, and what is free and needed there."""

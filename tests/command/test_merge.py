@@ -96,6 +96,7 @@ def test_a_run_and_another_base_are_named(tmp_path: Path) -> None:
     saved(tmp_path, *CASES["lora"])
     (tmp_path / "run").mkdir()
     (tmp_path / "adapter").rename(tmp_path / "run" / "final")
+    (tmp_path / "out").mkdir()
     base = (tmp_path / "base").rename(tmp_path / "moved")
     assert merged(tmp_path / "run", tmp_path / "out", "--base", base) == 0
     assert (tmp_path / "out" / "model.safetensors").exists()
@@ -193,7 +194,10 @@ WRONG: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "more than layers": (changed(lora_bias=True), ("lora_bias true",)),
     "no such module": (changed(target_modules=["other"]), ("other",)),
     "other shapes": (another_shape, ("an adapter", "this base")),
-    "a folder that is there": (lambda folder: (folder / "out").mkdir(), ("it is there already",)),
+    "a folder that is there": (
+        lambda folder: (folder / "out" / "notes").mkdir(parents=True),
+        ("it is there already",),
+    ),
 }
 
 

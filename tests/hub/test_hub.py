@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import re
@@ -184,6 +185,46 @@ def test_what_can_not_be_pushed_is_one_sentence(
     assert len(lines) == 2, lines
     shows(lines[1], *keys)
     assert {len(result.commits) for result in hub.repositories.values()} == {1}
+
+
+def test_a_folder_gets_what_the_hub_would_get(hub: Hub, base: Path, tmp_path: Path, capsys) -> None:
+    assert pushed(base, "--repository", "me/tiny", "--checkpoints") == 0
+    hub.requests.clear()
+    target = tmp_path / "me" / "tiny"
+    words = (base, "--to", target, "--checkpoints", "--repository", "me/tiny")
+    capsys.readouterr()
+    assert pushed(*words) == 0 and hub.requests == []
+    shows(capsys.readouterr().out, "written: ", "hf upload")
+    files = dict(hub.repositories["me/tiny"].files)
+    del files[".gitattributes"]
+    written = {str(one.relative_to(target)): one for one in target.rglob("*") if one.is_file()}
+    assert {name: path.read_bytes() for name, path in written.items()} == files
+    assert [path.name for path in target.parent.iterdir()] == ["tiny"]
+    assert pushed(*words) == 64
+    shows(capsys.readouterr().err, str(target), "already")
+
+
+def test_a_folder_needs_no_name_and_is_whole_or_not_there(
+    base: Path, tmp_path: Path, monkeypatch, capsys
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    target = tmp_path / "card"
+    target.mkdir()
+
+    def full(source: Path, copy: Path) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "copyfile", full)
+        assert pushed(base, "--to", target) == 74
+    assert list(target.iterdir()) == [] and list(tmp_path.iterdir()) == [target]
+    assert pushed(base, "--to", target, "--certificate", "no.json") == 64
+    assert list(target.iterdir()) == []
+    assert pushed(base, "--to", target) == 0
+    card = (target / CARD).read_text()
+    assert 'from_pretrained("card")' in card
+    final = {path.name for path in (base / "final").iterdir()}
+    assert {path.name for path in target.iterdir()} == final | {CARD}
 
 
 def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, capsys) -> None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from trainer.command import parser_of, reporting
 from trainer.errors import ConfigError, Problem
+from trainer.storage import check_new
 
 if TYPE_CHECKING:
     from trainer.config.sections.adapter import QuantizeSection
@@ -28,14 +29,13 @@ def main(arguments: Sequence[str], name: str) -> int:
     parser = parser_of(name, DESCRIPTION, EPILOG)
     text = "a run's folder, runs/NAME, a checkpoint, or a folder with adapter_config.json"
     parser.add_argument("adapter", type=Path, metavar="RUN|ADAPTER", help=text)
-    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, a new one")
+    parser.add_argument("out", type=Path, metavar="OUT", help="the folder to write, new or empty")
     text = "the base's folder or hub id (default: the one that the adapter names)"
     parser.add_argument("--base", metavar="DIR", help=text)
     text = "add it to the quantised base, dequantised: the model that was trained"
     parser.add_argument("--quantised-base", action="store_true", help=text)
     options = parser.parse_intermixed_args(arguments)
-    if options.out.exists():
-        raise ConfigError(Problem(str(options.out), "it is there already", "a new folder"))
+    check_new(options.out)
     from trainer.models.door import check_folder
     from trainer.run.start.folder import model_in
 

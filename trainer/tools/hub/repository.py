@@ -11,11 +11,11 @@ from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, co
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session, set_client_factory
 
-from trainer import checkpoint
 from trainer.config.sections.trainer import HubSection
 from trainer.errors import ConfigError, HubError, Problem
 from trainer.run.start.folder import not_pushed, note_pushed
-from trainer.tools.hub.card import CARD, card_of, read_certificate
+from trainer.tools.hub.card import CARD, read_certificate
+from trainer.tools.hub.repository_files import files_of
 
 MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_|quantization_)?config\.json"
 """Files that an earlier push may have left, and that would be read as parts of the new model."""
@@ -68,11 +68,7 @@ def push(section: HubSection, name: str, folder: Path) -> str:
     can't be written.
     """
     try:
-        files: dict[str, Path | bytes] = {CARD: card_of(folder, name, section.certificate)}
-        files |= {path.name: path for path in (folder / "final").iterdir()}
-        for path in checkpoint.published(folder / "checkpoints") if section.checkpoints else ():
-            inner = (file for file in path.rglob("*") if file.is_file())
-            files |= {str(file.relative_to(folder)): file for file in inner}
+        files = files_of(folder, name, section.certificate, section.checkpoints)
         earlier = re.compile(f"{MODEL}|checkpoints/.*" if section.checkpoints else MODEL)
         old = {file for file in HfApi().list_repo_files(name) if earlier.fullmatch(file)}
         operations: list[CommitOperationAdd | CommitOperationDelete] = [
