@@ -24,7 +24,7 @@ from huggingface_hub.utils._http import default_client_factory
 import trainer
 from tests.support.command.own_module import OWN, config
 from tests.support.commands import TRAIN, run, start, write_job
-from tests.support.hub import Hub, Repository, serving
+from tests.support.hub import Handler, Hub, Repository, serving
 from tests.support.marked import MARK, ended, processes, sweep
 from tests.support.messages import shows
 from trainer.certify.certificate import Certificate, write
@@ -228,12 +228,35 @@ def test_a_folder_needs_no_name_and_is_whole_or_not_there(
 
 
 def test_without_a_hub_it_is_another_code(hub: Hub, base: Path, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "ENDPOINT", "http://me:secret@127.0.0.1:9")
     assert pushed(base, "--repository", "me/tiny") == 69
-    assert "ConnectError" in capsys.readouterr().err
+    line = shows(capsys.readouterr().err, "ConnectError", "http://127.0.0.1:9", "--to FOLDER")
+    assert "you may write" not in line and "secret" not in line
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert pushed(base, "--repository", "me/tiny") == 64
-    assert "HF_HUB_OFFLINE is set" in capsys.readouterr().err
+    shows(capsys.readouterr().err, "HF_HUB_OFFLINE is set", "--to FOLDER")
+
+
+@pytest.mark.parametrize(
+    ("status", "content", "kind", "keys"),
+    [
+        (503, "busy", "text/plain", ("503, busy",)),
+        (200, "<html></html>", "text/html", ("not as a Hub",)),
+        (200, "{}", "application/json", ("not as a Hub",)),
+        (404, "<html></html>", "text/html; charset=utf-8", ("404", "HTML")),
+    ],
+)
+def test_a_server_that_is_no_hub_is_no_lack_of_rights(
+    hub: Hub, base: Path, monkeypatch, capsys, status, content, kind, keys
+) -> None:
+    def other(handler: Handler) -> None:
+        handler.send(status, content.encode(), {"Content-Type": kind})
+
+    for method in ("do_GET", "do_POST"):
+        monkeypatch.setattr(Handler, method, other)
+    assert pushed(base, "--repository", "me/tiny") == 69
+    line = shows(capsys.readouterr().err, hub.url, "HF_ENDPOINT", "HTTPS_PROXY", *keys)
+    assert "you may write" not in line
 
 
 @pytest.mark.more

@@ -21,6 +21,12 @@ MODEL = r"[^/]+\.safetensors(\.index\.json)?|(adapter_|generation_|quantization_
 """Files that an earlier push may have left, and that would be read as parts of the new model."""
 SILENCE = 300.0
 """The timeout of a request to the Hub, in seconds, unless its client has one."""
+NO_HUB = (
+    "Without a Hub, leave out trainer.hub: `meshloom push RUN --to FOLDER` writes a finished run's "
+    "model and card to a folder"
+)
+NO_ANSWER = f"HF_ENDPOINT names another Hub, HTTPS_PROXY a proxy. {NO_HUB}"
+"""The hints for a Hub that may not be used, and for one that does not answer."""
 
 
 def open_hub(section: HubSection) -> Callable[[Path], str]:
@@ -34,8 +40,8 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
     problem = partial(Problem, f"trainer.hub: {section.repository}")
     expected = "a repository on the Hub that you may write"
     if constants.HF_HUB_OFFLINE:
-        hint = "Unset it; or leave out trainer.hub, and push with `meshloom push` later"
-        raise ConfigError(problem("HF_HUB_OFFLINE is set", expected, hint))
+        hint = f"Unset it. {NO_HUB}"
+        raise ConfigError(problem("HF_HUB_OFFLINE is set", hint=hint))
     if section.certificate is not None:
         read_certificate(Path(section.certificate))
     try:
@@ -50,9 +56,8 @@ def open_hub(section: HubSection) -> Callable[[Path], str]:
         # so small a file is not uploaded, but the Hub rejects a user who may not write
         api.preupload_lfs_files(name, [CommitOperationAdd(CARD, b"# A model\n")])
     except Exception as error:  # the Hub's, its client's or the network's
-        status = error.response.status_code if isinstance(error, HfHubHTTPError) else 0
-        if not isinstance(error, HFValidationError) and status not in (400, 401, 403, 404):
-            raise HubError(problem(_shown(error), expected)) from error
+        if not isinstance(error, HFValidationError) and not _refuses(error):
+            raise HubError(problem(_unanswered(error), hint=NO_ANSWER)) from error
         hint = "`hf auth login` or the variable HF_TOKEN gives a token that may write"
         raise ConfigError(problem(_shown(error), expected, hint)) from error
     if public and section.private:
@@ -86,7 +91,35 @@ def push(section: HubSection, name: str, folder: Path) -> str:
     return address
 
 
+def _refuses(error: Exception) -> bool:
+    """Return True if a Hub has answered that the token, the name or the permission is wrong."""
+    if not isinstance(error, HfHubHTTPError) or _is_page(error):
+        return False
+    return error.response.status_code in (400, 401, 403, 404)
+
+
+def _unanswered(error: Exception) -> str:
+    """Return the text, with the Hub's address, of an error that says nothing of a user's rights."""
+    if isinstance(error, HfHubHTTPError):
+        return _shown(error)
+    if isinstance(error, ValueError | LookupError):  # of JSON, or of a key that is missing there
+        return f"{_address()} answers, but not as a Hub does ({_shown(error)})"
+    return f"no answer from {_address()} ({_shown(error)})"
+
+
+def _is_page(error: HfHubHTTPError) -> bool:
+    """Return True if the answer is a page for people, as those of proxies and other servers."""
+    return "html" in error.response.headers.get("content-type", "")
+
+
 def _shown(error: BaseException) -> str:
-    if isinstance(error, HfHubHTTPError) and error.server_message:
-        return f"the Hub answers {error.response.status_code}, {error.server_message}"[:300]
+    if isinstance(error, HfHubHTTPError):
+        text = error.server_message or error.response.reason_phrase
+        text = "a page of HTML, as no Hub does" if _is_page(error) else text
+        return f"{_address()} answers {error.response.status_code}, {text}"[:300].rstrip(".")
     return " ".join(f"{type(error).__name__}: {error}".split())[:300].rstrip(".")
+
+
+def _address() -> str:
+    """Return the address of the Hub, without a password."""
+    return re.sub("//[^/]*@", "//", constants.ENDPOINT)
