@@ -384,7 +384,7 @@ BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "no folder": (
         lambda folder, target: target / "none",
         64,
-        ("none: a folder", "without a model"),
+        ("none: no such folder",),
     ),
     "an empty folder": (lambda folder, target: target, 64, ("a folder without a model",)),
     "no tokenizer": (without, 65, ("the tokenizer's files",)),
@@ -394,7 +394,7 @@ BAD: dict[str, tuple[Any, int, tuple[str, ...]]] = {
     "a run that saved nothing": (
         a_run_that_saved_nothing,
         64,
-        ("final: a folder", "without a model"),
+        ("final: no such folder",),
     ),
     "half a checkpoint": (half_a_checkpoint, 74, ("meshloom checkpoint verify",)),
     "a vision model of transformers": (a_transformers_vision_model, 64, ("ViTConfig",)),

@@ -164,12 +164,15 @@ def test_a_hub_id_that_the_hub_does_not_know(monkeypatch: pytest.MonkeyPatch) ->
 WANTED = "glob or a hub id"
 
 
-def test_paths_that_match_nothing(tmp_path: Path) -> None:
+def test_paths_that_match_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing, glob = tmp_path / "missing", str(tmp_path / "*.jsonl")
     shows(message(str(missing)), f"{missing}", "such file", WANTED)
     shows(message("missing.jsonl"), "missing.jsonl", "such file", WANTED)
     shows(message(glob), f"{glob}: matches", WANTED)
     shows(message([]), "trainer.data", "glob")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "texts").mkdir()
+    shows(message("texts/missing"), "texts/missing: no such file", "format=hub")
     shows(message(str(tmp_path)), f"{tmp_path}", "arrow", "trainer.data")
 
 

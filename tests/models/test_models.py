@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from tests.support.messages import raises, shows
 from tests.support.models.families import FAMILIES, family, real
 from tests.support.training import GPT2, LLAMA, VOCABULARY, spec_of
 from trainer.config.sections.model_and_data import ModelSection
-from trainer.errors import ConfigError
+from trainer.data.text import tokenizer
+from trainer.errors import ConfigError, DataError
 from trainer.models import huggingface
 from trainer.models.flops import flops_per_token
 from trainer.models.language import model_config
@@ -163,6 +165,50 @@ def test_a_config_that_names_no_model(config, keys):
 def test_a_model_without_a_language_head():
     with raises(ConfigError, "causal language model head"):
         huggingface.spec_of(model_config.read_config(options({"model_type": "vit"})), options({}))
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("nowhere.json", ("no such folder",)),
+        ("./nowhere", ("no such folder",)),
+        ("two words", ("no such folder",)),
+        ("runs/nome", ("no such folder", "runs/name")),
+        ("job.json", ("a file", "folder")),
+    ],
+)
+def test_a_name_that_can_not_be_one_of_the_hub_is_not_looked_for_there(
+    tmp_path, monkeypatch, name, keys
+):
+    def reached(*arguments, **more):
+        raise AssertionError("the Hub was tried")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", reached)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", reached)
+    (tmp_path / "job.json").write_text("{}")
+    (tmp_path / "runs" / "name").mkdir(parents=True)
+    (tmp_path / "runs" / "name" / "environment.json").write_text("{}")
+    with raises(ConfigError, f"trainer.model.name_or_path: {name}: ", *keys):
+        model_config.read_config(options(path=name))
+    if name != "job.json":
+        with raises(DataError, name, "no such folder"):
+            tokenizer.load_any_tokenizer(name)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "owner/nowhere", "owner/Nowhere-3.1"])
+def test_a_name_that_may_be_one_of_the_hub_says_that_it_is_no_folder(tmp_path, monkeypatch, name):
+    def unreachable(*arguments, **more):
+        raise OSError("We couldn't connect to the Hub")
+
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", unreachable)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", unreachable)
+    with raises(ConfigError, "no such folder here", "couldn't connect", "HF_ENDPOINT"):
+        model_config.read_config(options(path=name))
+    with raises(DataError, "no such folder here", "couldn't connect", "HF_ENDPOINT"):
+        tokenizer.load_any_tokenizer(name)
 
 
 def test_a_folder_that_is_not_a_model(tmp_path):

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from trainer.errors import ConfigError, Problem, refused
+from trainer.errors import ConfigError, Problem, refused, suggestion
 from trainer.storage import REFUSED_PICKLE, Json, check_regular, parse_json, read_file, size
 
 LONGEST = 1 << 18
@@ -39,6 +39,12 @@ Kimi's trillion parameters take a few seconds.
 """
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 """The endings of weight files, which may have any size."""
+NOT_ON_HUB = (*WEIGHTS, ".json", ".jsonl", ".yaml", ".yml", ".txt")
+"""The endings of files, which no model on the Hub has in its name."""
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+HUB_TRIED = "no such folder here, and the Hub, which was tried then: "
+"""The begin of an error for a name that may be one on the Hub."""
+CHECK_PATH = "Correct the path, or reach the Hub (HF_ENDPOINT, HTTPS_PROXY)"
 LARGEST = 1 << 28
 """The most bytes of any other file: the largest tokenizers have 35 MB."""
 MOST_MODULES = 10_000
@@ -49,6 +55,29 @@ OBJECTS = ("config.json", "generation_config.json", "tokenizer_config.json", "ad
 _INDEX = ".index.json"
 _MODULES = re.compile(r"(n|num)_(\w+_)?(layers?|blocks?|experts?)|(encoder|decoder)_layers")
 """The keys of a config that count modules, each of which is built."""
+
+
+def may_be_on_hub(name: str) -> bool:
+    """Return True if a model's name is that of no folder or file here, and may be one on the Hub.
+
+    A name in a folder of runs, such as runs/NAME, is that of a run.
+    """
+    path = Path(name)
+    if path.exists() or not HUB_ID.fullmatch(name) or path.suffix.lower() in NOT_ON_HUB:
+        return False
+    return "/" not in name or not any(path.parent.glob("*/environment.json"))
+
+
+def check_name(name: str, place: str) -> None:
+    """Raise ConfigError at once for a name that is no folder here, nor may be one on the Hub."""
+    path = Path(name)
+    expected = "a folder that save_pretrained wrote"
+    if path.is_file():
+        raise ConfigError(Problem(place, "a file", expected, "Name the folder that it is in"))
+    if not path.is_dir() and not may_be_on_hub(name):
+        beside = [str(one) for one in path.parent.glob("*") if one.is_dir()]
+        hint = suggestion(name, beside)
+        raise ConfigError(Problem(place, "no such folder", f"{expected}, or a hub id", hint))
 
 
 def check_folder(folder: Path) -> None:
@@ -133,12 +162,15 @@ def check_size(folder: Path, parameters: int, place: str) -> None:
 
 
 @contextmanager
-def opening(place: str, expected: str) -> Iterator[None]:
-    """Turn whatever a library raises for a model's folder into a ConfigError with the place."""
+def opening(place: str, expected: str, start: str = "", hint: str = "") -> Iterator[None]:
+    """Turn whatever a library raises for a model's folder into a ConfigError with the place.
+
+    `start` and `hint` are as for `refused`.
+    """
     from pickle import UnpicklingError
 
     try:
-        with refused(place, expected, named=True):
+        with refused(place, expected, named=True, start=start, hint=hint):
             yield
     except ConfigError as error:
         cause = error.__cause__

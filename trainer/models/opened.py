@@ -49,7 +49,8 @@ def opened(
     check_folder(folder)
     files = (classifiers.DESCRIPTION, "adapter_config.json", "config.json")
     if (kind := next((name for name in files if (folder / name).exists()), None)) is None:
-        raise ConfigError(Problem(place, "a folder without a model", EXPECTED))
+        actual = "a folder without a model" if folder.is_dir() else "no such folder"
+        raise ConfigError(Problem(place, actual, EXPECTED))
     if kind != classifiers.DESCRIPTION:
         if build is not None:
             actual = "model=, and a folder that says it"

@@ -20,6 +20,7 @@ from trainer.data.sources.formats import (
     suffix_of,
 )
 from trainer.errors import DataError, Problem, refused
+from trainer.models.door import check_name
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
     if path is None:
         return Location()
     names = [path] if isinstance(path, str) else list(path)
-    if format == "hub" or (format == "auto" and len(names) == 1 and may_be_hub_id(names[0])):
+    alone = format == "auto" and len(names) == 1
+    if format == "hub" or (alone and may_be_hub_id(names[0]) and not _in_folder(names[0])):
         return Location(hub=names[0])
     files = tuple(dict.fromkeys(file for name in names for file in _matching(name, format)))
     if not files:
@@ -69,12 +71,19 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
 
 
 def check_paths(section: TrainerSection) -> None:
-    """Raise DataError if text files that the config names are missing; needs no torch."""
+    """Check that the text files and models that the config names may exist; needs no torch.
+
+    Raises DataError, ConfigError.
+    """
     from trainer.config.own_keys import honoured  # `train --help` reads no config
 
     data = section.data
     reads_text = honoured("trainer.data.records", section.task)
-    if not reads_text or (data.path is None and not data.sources):
+    if not reads_text:
+        return
+    if (model := section.model.name_or_path) is not None:
+        check_name(model, f"trainer.model.name_or_path: {model}")
+    if data.path is None and not data.sources:
         return
     held_out = data.evaluation_path
     paths = held_out.values() if isinstance(held_out, dict) else [held_out]
@@ -135,6 +144,11 @@ def may_be_hub_id(name: str) -> bool:
     return not Path(name).exists() and suffix_of(name) not in SUFFIXES
 
 
+def _in_folder(name: str) -> bool:
+    """Return True if a name begins with that of a folder here, as "texts/a" does."""
+    return "/" in name and Path(name).parent.is_dir()
+
+
 def _matching(name: str, format: str) -> list[Path]:
     path = Path(name).expanduser()
     if path.is_file():
@@ -161,7 +175,10 @@ def _matching(name: str, format: str) -> list[Path]:
         actual = "matches no file" if _GLOB & set(name) else "no such file or folder"
         expected = WANTED
     if not matching:
-        raise DataError(Problem(name, actual, expected, "Correct the path in trainer.data"))
+        hint = "Correct the path in trainer.data"
+        if may_be_hub_id(name):
+            hint += ", or set trainer.data.format=hub"
+        raise DataError(Problem(name, actual, expected, hint))
     return matching
 
 

@@ -12,7 +12,7 @@ from trainer.data.cache import cached_folder
 from trainer.data.progress import QUIET, Progress
 from trainer.data.text import corpus
 from trainer.errors import DataError, Problem, refused
-from trainer.models.door import check_folder
+from trainer.models.door import CHECK_PATH, HUB_TRIED, check_folder, may_be_on_hub
 from trainer.supervise.process import cache_folder
 
 if TYPE_CHECKING:
@@ -65,7 +65,13 @@ def load_any_tokenizer(
     expected = "a folder with a tokenizer, or a hub id"
     start = "no tokenizer could be loaded: "
     hint = "Set trainer.data.tokenizer, or copy the tokenizer's files into the folder"
-    check_folder(Path(name_or_path))
+    folder = Path(name_or_path)
+    check_folder(folder)
+    if not folder.exists():
+        if not may_be_on_hub(name_or_path):
+            raise DataError(Problem(name_or_path, "no such folder", expected, "Correct the path"))
+        start += HUB_TRIED
+        hint = CHECK_PATH
     # a dozen libraries raise what they like
     with refused(name_or_path, expected, start=start, hint=hint, raises=DataError):
         return AutoTokenizer.from_pretrained(name_or_path, **options)  # type: ignore[no-any-return]

@@ -12,9 +12,12 @@ from trainer.errors import ConfigError, Problem, refused
 from trainer.models.door import (
     BUILD_MEMORY,
     BUILD_SECONDS,
+    CHECK_PATH,
+    HUB_TRIED,
     bounded,
     check_counts,
     check_folder,
+    check_name,
     opening,
 )
 from trainer.models.pretrained import quantised
@@ -109,10 +112,8 @@ def pretrained_config(options: ModelSection) -> PreTrainedConfig:
     place = f"trainer.model.name_or_path: {options.name_or_path}"
     folder = Path(name)
     expected = "a folder that save_pretrained wrote"
+    check_name(name, place)
     check_folder(folder)
-    looks_local = name.startswith(("/", ".", "~")) or name.count("/") > 1
-    if not folder.is_dir() and looks_local:
-        raise ConfigError(Problem(place, "no such folder", f"{expected}, or a hub id"))
     if folder.is_dir() and not (folder / "config.json").is_file():
         actual = "no config.json in it"
         hint = ""
@@ -122,7 +123,9 @@ def pretrained_config(options: ModelSection) -> PreTrainedConfig:
         raise ConfigError(Problem(place, actual, expected, hint))
     # network, JSON and value errors alike
     expected = "a folder or hub id that transformers opens"
-    with opening(place, expected), bounded(BUILD_MEMORY, BUILD_SECONDS):
+    start = "" if folder.is_dir() else HUB_TRIED
+    hint = "" if folder.is_dir() else CHECK_PATH
+    with opening(place, expected, start, hint), bounded(BUILD_MEMORY, BUILD_SECONDS):
         config = AutoConfig.from_pretrained(name, **_source(options))
     check_kernels(config, place)
     return config
