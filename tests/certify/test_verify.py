@@ -266,6 +266,8 @@ def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
         assert first == planted.check, table
         where = f"at step {planted.step}, on rank {planted.rank}: {planted.check}"
         assert f"FAIL: first differs {where}" in table, table
+        row = rf"^{planted.check} .*FAIL +{planted.step}\b.*{re.escape(planted.where)}"
+        assert re.search(row, table, re.MULTILINE), table
         assert planted.where in table.splitlines()[-1], table
 
 

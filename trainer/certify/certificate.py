@@ -38,7 +38,10 @@ WIDTH = 52
 
 @dataclass(frozen=True)
 class Certificate:
-    """The worst finding of each check, and the first that failed."""
+    """A finding of each check, and the first that failed.
+
+    A check that failed is shown by its first finding that is too large, any other by its worst.
+    """
 
     layout: str
     engine: str
@@ -121,7 +124,7 @@ def table(certificate: Certificate) -> str:
     """Format the certificate as a table for the user."""
     lines = [f"{certificate.layout} (engine {certificate.engine})"]
     lines += [f"  {change}" for change in certificate.changes]
-    lines.append(f"{'check':<16}{'largest relative error':>24}{'tolerance':>11}        step  where")
+    lines.append(f"{'check':<16}{'relative error':>24}{'tolerance':>11}        step  where")
     for finding in certificate.findings:
         verdict = "ok" if finding.passed else "FAIL"
         numbers = f"{finding.error:>24.1e}{finding.tolerance:>11.0e}"

@@ -20,7 +20,7 @@ from trainer.certify.comparisons.steps import (
     compare_step,
     compare_update,
 )
-from trainer.certify.finding import TOLERANCES, CheckResult, Order, worst_of
+from trainer.certify.finding import TOLERANCES, CheckResult, Order, shown_of
 from trainer.certify.one_process.edges import Edge
 from trainer.certify.one_process.expected import Expected, MicroBatch
 from trainer.certify.one_process.options import Option, share_of, share_of_precision
@@ -53,8 +53,8 @@ class Comparison:
     ) -> tuple[tuple[CheckResult, ...], CheckResult | None]:
         """Compare every rank's recordings of the run and of the resumed run with one process.
 
-        Collective; the first rank runs the one process. Returns the worst finding of each check,
-        one finding for each option, and the first that failed, or None.
+        Collective; the first rank runs the one process. Returns a finding of each check and
+        each option, as `shown_of` does, and the first that failed, or None.
         """
         ranks = self.machine.ranks
         self.machine.watch.at(Phase.FINISHING)
@@ -68,7 +68,7 @@ class Comparison:
         sequence = {check: index for index, check in enumerate(TOLERANCES)}
         failures = (finding for finding in findings if not finding.passed)
         first = min(failures, key=lambda f: (f.step, sequence[f.check], f.rank), default=None)
-        return worst_of(findings), first
+        return shown_of(findings), first
 
     def _steps(self, run: Recording, expected: list[Expected], order: Order) -> list[CheckResult]:
         """Compare each step as this rank recorded it."""

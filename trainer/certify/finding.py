@@ -74,12 +74,25 @@ class Order:
         return next((block for block in self.blocks if name.startswith(f"{block}.")), "")
 
 
-def worst_of(findings: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
-    """Return the worst finding of each check, and of each option, in the order of a step."""
+def shown_of(findings: Sequence[CheckResult]) -> tuple[CheckResult, ...]:
+    """Return a finding of each check, and of each option, in the order of a step.
+
+    It is the first that failed, by step and rank, as that of the verdict is; of a check that
+    passed, the worst.
+    """
     sequence = list(TOLERANCES)
-    worst = dict[tuple[str, str], CheckResult]()
+    shown = dict[tuple[str, str], CheckResult]()
     for finding in sorted(findings, key=lambda finding: sequence.index(finding.check)):
         each = finding.check, finding.where if finding.check == OPTION else ""
-        if each not in worst or finding.severity > worst[each].severity:
-            worst[each] = finding
-    return tuple(worst.values())
+        if each not in shown or _comes_before(finding, shown[each]):
+            shown[each] = finding
+    return tuple(shown.values())
+
+
+def _comes_before(one: CheckResult, other: CheckResult) -> bool:
+    """Return True if `one` is shown for a check in the place of `other`."""
+    if one.passed and other.passed:
+        return one.severity > other.severity
+    if one.passed or other.passed:
+        return other.passed
+    return (one.step, one.rank) < (other.step, other.rank)
