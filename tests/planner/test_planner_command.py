@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import nn
 
 from tests.support.commands import run, write_job
 from tests.support.messages import shows
+from trainer.command import plan as command
+from trainer.supervise import output
 
 TINY = {
     "model_type": "llama",
@@ -89,6 +92,20 @@ def test_it_says_what_each_rank_takes_and_sends(tmp_path):
         assert word in result.output, result.output
     assert len(result.lines) < 30
     assert max(map(len, result.lines)) < 400
+
+
+def test_what_takes_a_moment_has_a_line_on_standard_error(monkeypatch, capsys):
+    """Without a terminal too; a program, which asks for JSON, gets none."""
+    monkeypatch.setattr(output, "_MOMENT", 0.05)
+    with command._sign_of_life(quiet=False):
+        shown = ""
+        while "\n" not in shown:
+            time.sleep(0.05)
+            shown += capsys.readouterr().err
+    assert "planning" in shown and shown.count("\n") == 1
+    with command._sign_of_life(quiet=True):
+        time.sleep(0.3)
+    assert capsys.readouterr() == ("", "")
 
 
 @pytest.mark.more

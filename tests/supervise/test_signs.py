@@ -64,6 +64,31 @@ def test_in_a_pipe_what_takes_a_while_has_a_line_and_then_another() -> None:
     assert len(lines) >= 3 and "nothing" not in message.getvalue()
 
 
+def test_in_a_pipe_a_line_comes_again_after_ten_minutes_and_not_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    message = io.StringIO()
+    later = 0.0
+    looks: list[float] = []
+
+    def clock() -> float:
+        looks.append(later)
+        return time.monotonic() + later
+
+    monkeypatch.setattr(output, "time", SimpleNamespace(monotonic=clock))
+    monkeypatch.setattr(output, "_MOMENT", 0.05)
+    shown = Signs(Terminal(file=message))
+    shown.at("long")
+    assert len(until(message, 1)) == 1
+    later = 500.0
+    while looks.count(later) < 3:  # the thread has looked
+        time.sleep(0.01)
+    assert message.getvalue().count("\n") == 1
+    later = 700.0
+    assert len(until(message, 2)) == 2
+    shown.close()
+
+
 def test_a_quiet_rank_says_nothing() -> None:
     message = io.StringIO()
     with patch.multiple(output, _MOMENT=0.05, _BETWEEN=0.05):

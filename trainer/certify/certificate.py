@@ -30,6 +30,7 @@ from trainer.probes.question import Probed
 from trainer.recipe import HandedIn, of_recipe, recipe_of
 from trainer.run.describe import versions
 from trainer.storage import Json
+from trainer.supervise.output import Signs
 from trainer.supervise.stall import Phase
 
 WIDTH = 52
@@ -67,6 +68,8 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
     """
     section = small.config.trainer
     ranks = machine.ranks
+    signs = machine.signs
+    machine = replace(machine, signs=Signs())  # a run's own phases would hide these
     handed_in = HandedIn.by_task(section, handed_in)
     with shared_folder(ranks) as folder, constant(float8, "LEAST", float8.MULTIPLE):
         case = _case_of(section, handed_in, small, machine, folder)
@@ -80,9 +83,11 @@ def certify(small: Tiny, machine: Machine, handed_in: HandedIn | None = None) ->
         # a copy, because an engine sets this rank's place in the task itself
         about = Probed(subject.spec, copy(subject.probed), small.layout, packed=subject.packed)
         trained = subject.trained(spec, small.config.trainer)
+        signs.at("training some steps of a small copy under the layout")
         recorded = record(small, trained, sources, machine, folder, case.edges)
         answered = _answers(about, machine)
         options = case.options(small)
+        signs.at("computing the same steps in one process, and comparing them")
         comparison = Comparison(small, spec, machine, options, case.edges, reference)
         findings, first = comparison.findings(recorded.whole, recorded.resumed)
         layout = small.layout.describe()

@@ -66,8 +66,9 @@ def verify(small: Tiny, world: World, device: str, certificate_path: Path, outpu
         waits = world.world_size > 1
         signs.at(f"waiting for {world.world_size} ranks" if waits else "making ready")
         machine = met(small, device, output.say)
-        machine = replace(machine, watch=ending.start_watch(small.config, machine.ranks))
-        signs.at("some steps of a small copy under the layout, and in one process")
+        watch = ending.start_watch(small.config, machine.ranks)
+        machine = replace(machine, watch=watch, signs=signs)
+        signs.at("making a small copy of the model, and trying it")
         if device == "cuda":
             # a resumed run is compared bit for bit; some kernels sum in any order by default
             torch.use_deterministic_algorithms(True, warn_only=True)

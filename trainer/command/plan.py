@@ -6,7 +6,7 @@ import argparse
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,22 +36,32 @@ def main(arguments: Sequence[str], name: str) -> int:
     from trainer.supervise.world import NO_GPUS
 
     os.environ.update(NO_GPUS)
-    from trainer.supervise.process import unheard
+    with _sign_of_life(quiet=options.json):
+        from trainer.supervise.process import unheard
 
-    terminal = unheard()
-    with _sign_of_life():
+        terminal = unheard()
         text, code = _planned(options)
     os.write(terminal, f"{text}\n".encode())
     return code
 
 
-def _sign_of_life() -> AbstractContextManager[object]:
-    """Show a moving line on a terminal during the work; standard output has the plan alone."""
+@contextmanager
+def _sign_of_life(quiet: bool) -> Iterator[None]:
+    """Show on standard error that a plan is computed: standard output has the plan alone.
+
+    On a terminal it is a moving line, elsewhere one line, after two seconds. `quiet`: neither, as
+    for programs.
+    """
     from rich.console import Console
 
-    console = Console(stderr=True)
-    line = "planning: engines run on tensors without values"
-    return console.status(line) if console.is_terminal else nullcontext()
+    from trainer.supervise.output import Signs
+
+    signs = Signs(Console(stderr=True, quiet=quiet))
+    signs.at("planning: engines run on tensors without values")
+    try:
+        yield
+    finally:
+        signs.close()
 
 
 def _options(arguments: Sequence[str], name: str) -> argparse.Namespace:

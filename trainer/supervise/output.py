@@ -20,8 +20,8 @@ from trainer.storage import Unfailing, disk_errors, opened_at_once
 from trainer.supervise.stall import Phase
 
 _MOMENT = 2.0
-_BETWEEN = 10.0
-"""Seconds after which a phase has a line without a terminal, and seconds between such lines."""
+_BETWEEN = 600.0
+"""Seconds after which a phase has a line without a terminal, and seconds until it has another."""
 UNSEEN = Console(quiet=True)
 
 
@@ -29,8 +29,9 @@ class Signs:
     """A display of what the run is doing, with its seconds.
 
     On a terminal it is one live line below all other output; elsewhere a line for each phase that
-    takes a while before the first step. `hide` makes room for another live display (rich shows one
-    at a time), until the next phase. On a quiet terminal, which is the default, nothing is shown.
+    takes a while before the first step, and another every ten minutes. `hide` makes room for
+    another live display (rich shows one at a time), until the next phase. On a quiet terminal,
+    which is the default, nothing is shown.
     """
 
     def __init__(self, terminal: Console = UNSEEN) -> None:
