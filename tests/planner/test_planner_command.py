@@ -151,14 +151,12 @@ def test_what_does_not_fit_says_by_how_much(tmp_path):
 
 @pytest.mark.more
 def test_a_terminal_is_told_that_it_works(capsys, monkeypatch):
-    """And nothing else is: a pipe of standard error stays empty."""
-    from trainer.command.plan import _sign_of_life
-
-    with _sign_of_life():
+    """And nothing else is at once: a pipe of standard error stays empty for two seconds."""
+    with command._sign_of_life(quiet=False):
         pass
     assert capsys.readouterr() == ("", "")
     monkeypatch.setenv("FORCE_COLOR", "1")  # what rich takes for a terminal
-    with _sign_of_life():
+    with command._sign_of_life(quiet=False):
         pass
     assert "planning" in capsys.readouterr().err
 
