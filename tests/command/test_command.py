@@ -183,6 +183,39 @@ def test_a_model_with_its_initial_values_has_no_note_on_loaded_weights():
     assert "weights are loaded" in notes(Loaded())[0]
 
 
+@pytest.mark.parametrize(
+    ("learned", "spared", "shown"),
+    [(90, 10, "on 80 of 90 parameters"), (8, 0, "on all trained parameters"), (8, 2, "but 2")],
+)
+def test_how_many_values_an_adapter_has_is_not_said_of_its_update(learned, spared, shown):
+    from types import SimpleNamespace
+
+    from trainer.run.describe import _update_line
+
+    optimizer = SimpleNamespace(type="AdamW", params={"weight_decay": 0.1})
+    section = SimpleNamespace(weight_decay_excludes="nothing")
+    prepared: Any = SimpleNamespace(
+        config=SimpleNamespace(optimizer=optimizer, trainer=section),
+        subject=SimpleNamespace(spec=SimpleNamespace(parameters=90)),
+        learned=learned,
+        undecayed={"norm": spared},
+    )
+    line = _update_line(prepared)
+    assert shown in line and ("90" in line) is (learned == 90)
+
+
+def test_the_help_lists_each_command_once(monkeypatch, capsys):
+    from trainer.command import __main__ as command
+
+    monkeypatch.setattr(sys, "argv", ["meshloom", "--help"])
+    with pytest.raises(SystemExit):
+        command.main()
+    words = re.findall(r"[a-z]+", capsys.readouterr().out)
+    others = " ".join(command.COMMANDS.values())
+    once = [name for name in command.COMMANDS if name not in others]
+    assert len(once) > 3 and all(words.count(name) == 1 for name in once)
+
+
 @pytest.mark.more
 def test_compiling_promises_no_minute(monkeypatch):
     from types import SimpleNamespace

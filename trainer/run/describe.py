@@ -79,13 +79,19 @@ def preview_lines(prepared: Prepared, count: int) -> Iterator[str]:
 
 def _update_line(prepared: Prepared) -> str:
     optimizer = prepared.config.optimizer
-    whole = prepared.subject.spec.parameters
     if not (decay := optimizer.params["weight_decay"]):
         return f"{optimizer.type} without weight decay"
     excludes = show(prepared.config.trainer.weight_decay_excludes)
-    decayed = f"{prepared.learned - sum(prepared.undecayed.values()):,} of {whole:,} parameters"
     excluded = f"(trainer.weight_decay_excludes: {excludes})"
-    return f"{optimizer.type}, weight decay {decay:g} on {decayed} {excluded}"
+    return f"{optimizer.type}, weight decay {decay:g} on {_decayed(prepared)} {excluded}"
+
+
+def _decayed(prepared: Prepared) -> str:
+    """Return which parameters have weight decay. How many are trained is said elsewhere, once."""
+    spared = sum(prepared.undecayed.values())
+    if prepared.learned == (whole := prepared.subject.spec.parameters):
+        return f"{whole - spared:,} of {whole:,} parameters"
+    return "all trained parameters" + (f" but {spared:,}" if spared else "")
 
 
 def _rate_notes(prepared: Prepared) -> list[str]:
