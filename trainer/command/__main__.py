@@ -20,7 +20,7 @@ COMMANDS = {
     "evaluate": "evaluate a trained model on tasks of lm-eval",
     "checkpoint": "list, verify, show and import checkpoints",
     "merge": "merge a LoRA adapter into its base",
-    "push": "push a run to the Hugging Face Hub",
+    "push": "push a run to the Hugging Face Hub, or write it to a folder",
     "import": "write a config from Axolotl's, LLaMA-Factory's or the Trainer's",
     "schema": "print the JSON Schema of a config, for editors",
 }
@@ -33,7 +33,8 @@ EPILOG = "".join(f"\n  meshloom {name:<13} {text}" for name, text in COMMANDS.it
 def main() -> NoReturn:
     epilog = f"{EPILOG}\n\nEach of them has its own --help.\n"
     parser = parser_of("meshloom", "Trains transformers from a DeepSpeed JSON config.", epilog)
-    parser.add_argument("command", choices=COMMANDS, help="one of those below")
+    text = "one of those below"
+    parser.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=text)
     text = "print the completion script for bash"
     script = COMPLETION.read_text()
     parser.add_argument("--print-completion", action="version", version=script, help=text)
