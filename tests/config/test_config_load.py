@@ -432,6 +432,10 @@ CONFLICTS = [
         {"trainer": {"activation_checkpointing": "every:0"}},
         ('trainer.activation_checkpointing: saw "every:0"', '"none"', '"every:N"'),
     ),
+    (
+        {"trainer": {"evaluation": {"every": 0}}},
+        ("trainer.evaluation.every: saw 0", "off", "trainer.data.evaluation_fraction"),
+    ),
     *(
         (
             {

@@ -177,6 +177,14 @@ def evaluated_at(saves: float, evaluates: float | None) -> bool:
     return saves % evaluates == 0
 
 
+OFF = {
+    "trainer.evaluation.every": (
+        "To switch evaluation off, set trainer.data.evaluation_fraction=0, without evaluation_path"
+    )
+}
+"""Keys for which a value is tried that would switch something off -> what does that."""
+
+
 def _problems(error: ValidationError) -> list[Problem]:
     """Return one problem for each place; the branches of a union are joined by "or"."""
     expected: dict[str, list[str]] = {}
@@ -203,7 +211,8 @@ def _problems(error: ValidationError) -> list[Problem]:
             expected.setdefault(place, []).append(_expectation(dict(item)))
             actual[place] = item["input"]
     texts = {place: " or ".join(dict.fromkeys(branches)) for place, branches in expected.items()}
-    strange += [Problem(place, f"saw {show(actual[place])}", texts[place]) for place in texts]
+    for place, text in texts.items():
+        strange.append(Problem(place, f"saw {show(actual[place])}", text, OFF.get(place, "")))
     return strange
 
 

@@ -57,7 +57,7 @@ def _interval(value: Any) -> int | float:
         0 < value < 1 or (1 <= value <= 1e9 and value == int(value))
     ):
         return value if value < 1 else int(value)
-    raise ValueError("a whole number of at least 1, or a share of all steps below 1")
+    raise ValueError("a whole number of at least 1, a share of all steps below 1, or null: the end")
 
 
 _STEPS = {"type": "number", "exclusiveMinimum": 0, "maximum": 1_000_000_000}
