@@ -55,6 +55,18 @@ KEPT = {
 """The kinds of the tensors that these files keep instead, by file and operator.
 
 Those of offload.py are on the host."""
+MADE = {
+    "_to_copy": "casts to another dtype",
+    "constant_pad_nd": "padded tensors",
+    "empty": "buffers",
+    "empty_like": "buffers",
+    "empty_strided": "buffers",
+    "mm": "matrix products",
+    "ones_like": "tensors of ones",
+    "zeros": "tensors that begin as zeros",
+    "zeros_like": "tensors that begin as zeros",
+}
+"""Operators of PyTorch -> what they make, for the report; the names of others say it."""
 FRAMES = 12
 """The number of callers that are searched for such a file."""
 
@@ -99,7 +111,7 @@ class Peak:
     """Bytes."""
     by_kind: dict[str, int]
     by_consumer: dict[str, int]
-    """Bytes by kind and module, blocks counted together."""
+    """Bytes by kind and module, blocks counted together; outside modules by what was made."""
     rounding: int
     """Bytes that an allocator's rounding adds."""
 
@@ -282,6 +294,7 @@ def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
     rounding = 0
     for line in live:
         kinds[line.kind] += line.size
-        consumers[f"{line.kind} of {pattern_of(line.module) or line.operator}"] += line.size
+        made = pattern_of(line.module) or MADE.get(line.operator, line.operator)
+        consumers[f"{line.kind} of {made}"] += line.size
         rounding += line.rounded - line.size
     return Peak(phase, sum(kinds.values()), dict(kinds), dict(consumers), rounding)
