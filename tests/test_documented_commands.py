@@ -337,6 +337,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "torchrun --nproc-per-node 2 benchmarks/checkpoints.py": (
         "torchrun --nproc-per-node 2 benchmarks/checkpoints.py --smoke --folder {out}",
     ),
+    "python benchmarks/loads.py --rounds 5": ("python benchmarks/loads.py --smoke --folder {out}",),
     "python benchmarks/ends.py overhead": ("python benchmarks/ends.py overhead --smoke",),
     "python benchmarks/ends.py faults": ("python benchmarks/ends.py faults --smoke",),
     "python benchmarks/guide.py 3": ("python benchmarks/guide.py 3",),

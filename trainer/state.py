@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     import torch
@@ -43,6 +43,16 @@ class Part:
         return whole.as_strided(self.value.shape, self.strides, self.offset)
 
 
+class Reader(Protocol):
+    """Reads one state tensor from where it is stored, a part at a time."""
+
+    def fill(self, part: Part) -> None:
+        """Replace the values of a part, on any device, by those at its place in the whole.
+
+        Raises DiskError if they can't be read.
+        """
+
+
 class FileTensor(NamedTuple):
     """A tensor in a file, of consecutive bytes of a state tensor: one expert of all."""
 
@@ -55,8 +65,7 @@ class StateTensor:
     """One named tensor of the training state.
 
     `parts()` returns what this rank writes of it: over all ranks each value once. `write` is
-    collective: every rank calls it with the whole tensor, for all state tensors in the same order,
-    and each keeps its shard.
+    collective: every rank calls it, for all state tensors in the same order, and reads its shard.
     """
 
     name: str
@@ -68,7 +77,7 @@ class StateTensor:
     owner: int
     """The rank with the tensor's file, which also writes what several ranks hold."""
     parts: Callable[[], list[Part]]
-    write: Callable[[torch.Tensor], None]
+    write: Callable[[Reader], None]
     keep: Callable[[Mapping[str, tuple[int, ...]]], list[StateTensor]] | None = None
     """Makes the optimizer keep state for this weight as a checkpoint does; None if the weight is
     not trained. `keep(shapes)`, by key: all keys or, if empty, none. Returns the state tensors to

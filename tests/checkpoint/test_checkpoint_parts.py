@@ -89,14 +89,14 @@ def written(
     with Messages(rank) as messages:
         path = save(folder, STATE, entries, DESCRIPTION, replace(MODEL_FOLDER, form=form), ranks)
     assert verify(path, ranks) == []
-    results: dict[str, torch.Tensor] = {}
-    back = [
-        StateTensor(
-            entry.name, entry.key, entry.shape, entry.dtype, 0, list,
-            lambda value, name=f"{entry.name}.{entry.key}": results.update({name: value}),
-        )
+    results = {
+        f"{entry.name}.{entry.key}": torch.zeros(entry.shape, dtype=entry.dtype)
         for entry in entries
-    ]  # fmt: skip
+    }
+    back = [
+        replace(entry, write=lambda stored, value=value: stored.fill(Part(value)))
+        for entry, value in zip(entries, results.values(), strict=True)
+    ]
     load(path, back, ranks)
     for entry in entries:
         value = wanted[entry.name] if entry.shape else torch.tensor(3.0)

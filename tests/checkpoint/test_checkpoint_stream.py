@@ -23,7 +23,7 @@ from trainer.checkpoint.safetensors_stream import (
     TensorType,
     header_of,
     on_host,
-    read_types,
+    read_places,
 )
 from trainer.errors import ConfigError
 
@@ -65,7 +65,11 @@ def test_the_library_reads_what_we_write(
         # one rank wrote it from end to end, so that it has one hash
         assert writer.finish() == [(span(0, size), hashlib.sha256(content).hexdigest())]
         assert int.from_bytes(content[:8], "little") % 8 == 0
-        assert read_types(path) == types
+        places = read_places(path)
+        assert {name: kind for name, (kind, _) in places.items()} == types
+        for name, (kind, start) in places.items():
+            values = on_host(name, tensors[name], kind.dtype)
+            assert content[start : start + kind.size] == bytes(values)
         with safe_open(path, framework="pt") as opened:
             assert opened.metadata() == {"format": "pt"}
             assert set(opened.keys()) == set(types)

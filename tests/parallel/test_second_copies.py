@@ -87,6 +87,7 @@ def loss_of_other_weights(case: Case) -> list[float]:
     """Evaluate, write zeros to all weights, evaluate again. Runs on each rank."""
     import torch.distributed as dist
 
+    from tests.support.checkpoint_pieces import InMemory
     from tests.support.training import build, collated, data_rank_of, shares, task_of
 
     rank = dist.get_rank()
@@ -97,7 +98,7 @@ def loss_of_other_weights(case: Case) -> list[float]:
         sums, targets = engine.evaluate(batches)
         losses.append(float(sums[0] / targets))
         for entry in engine.state_tensors():
-            entry.write(torch.zeros(entry.shape, dtype=entry.dtype))
+            entry.write(InMemory(torch.zeros(entry.shape, dtype=entry.dtype)))
     engine.close()
     return losses
 

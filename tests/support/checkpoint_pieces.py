@@ -11,11 +11,21 @@ from trainer.checkpoint.file_records import PARTS, FileRecord
 from trainer.checkpoint.manifest import read_manifest
 from trainer.checkpoint.parts_file import with_parts
 from trainer.distributed.ranks import Ranks
-from trainer.state import WEIGHT, Part, RunState, StateTensor
+from trainer.state import WEIGHT, Part, Reader, RunState, StateTensor
 
 ALONE = Ranks()
 DESCRIPTION = {"seed": 7, "config": {"trainer": {"steps": 9}}}
 STATE = RunState(step=100, samples=3200, tokens=51_000, engine={"optimizer_step": 100.0})
+
+
+class InMemory:
+    """A whole tensor that is read as those of a checkpoint are."""
+
+    def __init__(self, whole: torch.Tensor) -> None:
+        self._whole = whole
+
+    def fill(self, part: Part) -> None:
+        part.value.detach().copy_(part.within(self._whole))
 
 
 class Live:
@@ -45,9 +55,10 @@ class Live:
             rows = tensor.tensor_split(self._ranks.world_size)[self._ranks.rank]
             return [Part(rows, rows.storage_offset(), rows.stride())]
 
-        return StateTensor(
-            name, part, tuple(tensor.shape), tensor.dtype, owner, parts, tensor.copy_
-        )
+        def write(stored: Reader) -> None:
+            stored.fill(Part(tensor))
+
+        return StateTensor(name, part, tuple(tensor.shape), tensor.dtype, owner, parts, write)
 
 
 def live(ranks: Ranks = ALONE, seed: int = 0) -> Live:

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
-
-from safetensors import safe_open
 
 from trainer.checkpoint import manifest
 from trainer.checkpoint.manifest import ALL, HINT_OPTIMIZER, WEIGHTS_ALONE
-from trainer.checkpoint.safetensors_stream import read_types
+from trainer.checkpoint.safetensors_stream import read_places
 from trainer.checkpoint.slots import MODEL, OPTIMIZER, optimizer_name
+from trainer.checkpoint.span_reader import PartReader, SavedTensor, SpanReader
 from trainer.distributed.ranks import Ranks
 from trainer.errors import ConfigError, DiskError, Problem, listed
 from trainer.state import MASTER, STEP, WEIGHT, RunState, StateTensor
 
-Stored = dict[tuple[str, str], tuple[str, tuple[int, ...]]]
-"""File and shape of each tensor of a checkpoint, by (model or optimizer, name)."""
+Stored = dict[tuple[str, str], SavedTensor]
+"""Each tensor of a checkpoint, by (model or optimizer, name)."""
 
 
 def load(
@@ -25,12 +23,13 @@ def load(
 ) -> RunState:
     """Read the verified checkpoint at `path` into `entries`, and return its position. Collective.
 
-    Tensors are read one at a time. The optimizer then has the state that the checkpoint has, and no
-    other. A float32 run reads the float32 masters of a 16-bit one as its weights, and a 16-bit run
-    reads float32 weights as its masters. `weights_only` reads the model's files alone, and leaves
-    the optimizer's state unchanged. Raises DiskError if a file is missing or cut off or optimizer
-    state is missing, and ConfigError if names or shapes differ from those of `entries`: on every
-    rank, before any value is replaced.
+    Tensors are read one at a time, and of each only this rank's shard. The optimizer then has the
+    state that the checkpoint has, and no other. A float32 run reads the float32 masters of a 16-bit
+    one as its weights, and a 16-bit run reads float32 weights as its masters. `weights_only` reads
+    the model's files alone, and leaves the optimizer's state unchanged. Raises DiskError if a file
+    is missing or cut off or optimizer state is missing, and ConfigError if names or shapes differ
+    from those of `entries`: on every rank, before any value is replaced. Raises DiskError on this
+    rank alone if a file can no longer be read after that.
     """
     below = WEIGHTS_ALONE if weights_only else ALL
 
@@ -53,14 +52,9 @@ def load(
     if not weights_only:
         wanted = _kept(wanted, stored, position)
     ranks.on_each(check)
-    with ExitStack() as files:
-        opened: dict[str, safe_open] = {}
+    with SpanReader(path) as files:
         for entry in wanted:
-            location = _location(entry, stored)
-            name, _ = stored[location]
-            if name not in opened:
-                opened[name] = files.enter_context(safe_open(path / name, framework="pt"))
-            entry.write(opened[name].get_tensor(location[1]).to(entry.dtype))
+            entry.write(PartReader(files, stored[_location(entry, stored)]))
     return position
 
 
@@ -88,10 +82,10 @@ def _lost(
 def _kept(entries: Sequence[StateTensor], stored: Stored, position: RunState) -> list[StateTensor]:
     """Return the state tensors to read, after the optimizer was given the checkpoint's state."""
     states: dict[str, dict[str, tuple[int, ...]]] = {}
-    for (location, name), (_, shape) in stored.items():
+    for (location, name), saved in stored.items():
         owner, _, key = name.rpartition(".")
         if location == OPTIMIZER and key not in (WEIGHT, MASTER):
-            states.setdefault(owner, {})[key] = shape
+            states.setdefault(owner, {})[key] = saved.type.shape
     # one parameter may lack state; if all do after a step of the optimizer, that is an error
     lost = dict[str, tuple[int, ...]]()
     if not states and position.engine.get("optimizer_step"):
@@ -108,9 +102,9 @@ def _stored(path: Path, below: tuple[str, ...]) -> Stored:
     names = (name for name in manifest.read_manifest(path) if name.startswith(below))
     files = [name for name in names if name.endswith(".safetensors")]
     return {
-        (file.partition("/")[0], name): (file, kind.shape)
+        (file.partition("/")[0], name): SavedTensor(file, *place)
         for file in files
-        for name, kind in read_types(path / file).items()
+        for name, place in read_places(path / file).items()
     }
 
 
@@ -142,9 +136,9 @@ def _misfits(path: Path, entries: Sequence[StateTensor], stored: Stored) -> list
             f"{location}: {name}" for location, name in stored if (location, name) not in known
         ],
         "of another shape": [
-            f"{location[0]}: {location[1]} {list(stored[location][1])}, here {list(entry.shape)}"
+            f"{': '.join(location)} {list(stored[location].type.shape)}, here {list(entry.shape)}"
             for location, entry in locations.items()
-            if location in stored and stored[location][1] != entry.shape
+            if location in stored and stored[location].type.shape != entry.shape
         ],
     }
     hint = "Resume with the model and the optimizer that it was saved with"

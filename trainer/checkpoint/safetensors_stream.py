@@ -181,6 +181,7 @@ def spans_of(part: Part, kind: TensorType, start: int) -> list[Span]:
 def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """Return dtype (`float32`), shape and size in bytes of each tensor of a file, without torch.
 
+    They come in the order of their bytes, which have no gaps: the library checks that.
     Raises OSError, and ValueError for a file that is not whole or has an unknown dtype.
     """
     entries = {}
@@ -196,14 +197,20 @@ def read_header(path: Path) -> dict[str, tuple[str, tuple[int, ...], int]]:
     return entries
 
 
-def read_types(path: Path) -> dict[str, TensorType]:
-    """Return the types of a file's tensors, from its header. Raises as `read_header` does."""
+def read_places(path: Path) -> dict[str, tuple[TensorType, int]]:
+    """Return the type of each tensor of a file, and the byte at which its values begin.
+
+    Reads the header alone. Raises as `read_header` does.
+    """
     import torch
 
-    return {
-        name: TensorType(shape, getattr(torch, dtype))
-        for name, (dtype, shape, _) in read_header(path).items()
-    }
+    with path.open("rb") as file:
+        end = 8 + int.from_bytes(file.read(8), "little")
+    places = {}
+    for name, (dtype, shape, size) in read_header(path).items():
+        places[name] = TensorType(shape, getattr(torch, dtype)), end
+        end += size
+    return places
 
 
 def header_of(types: Iterable[tuple[str, TensorType]]) -> bytes:

@@ -70,6 +70,11 @@ def own_position(like: DTensor, owner: int) -> tuple[int, tuple[int, ...]] | Non
         return None
     if any(not hasattr(p, "dim") and own[a] != at[a] for a, p in enumerate(like.placements)):
         return None
+    return shard_place(like)
+
+
+def shard_place(like: DTensor) -> tuple[int, tuple[int, ...]]:
+    """Return where this process's part begins in the whole, and the whole's strides, in values."""
     part = own_shard(torch.empty(like.shape, device="meta"), like)
     return int(part.storage_offset()), part.stride()
 

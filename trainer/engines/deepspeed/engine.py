@@ -178,7 +178,7 @@ def _whole(job: Job, config: Json) -> AccumulatedStep:
 
     options: Json = {}
     if layout.zero_stage == 3:  # each unit is partitioned once it has values
-        from trainer.engines.deepspeed.state import rows_of_partition
+        from trainer.engines.deepspeed.partitions import rows_of_partition
 
         init = deepspeed.zero.Init(nn.Module(), config_dict_or_path=config, dtype=dtype)
 

@@ -8,17 +8,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as functional
 from deepspeed import utils
 from deepspeed.runtime.swap_tensor.partitioned_param_swapper import PartitionedParamStatus
 from deepspeed.runtime.zero import GatheredParameters
-from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from trainer.distributed.dtensor import coordinate_in, own_rows, rows_of
 from trainer.distributed.ranks import Ranks
 from trainer.engines.deepspeed import patches
+from trainer.engines.deepspeed.partitions import (
+    ZeroParameter,
+    is_apart,
+    padded,
+    partition_of,
+    rows_of_partition,
+    start_of,
+)
 from trainer.engines.deepspeed.tensor import Split, ranges
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere, fresh_state
@@ -27,14 +32,11 @@ from trainer.errors import ConfigError, Problem
 from trainer.models.materialise import materialise
 from trainer.models.spec import ModelSpec
 from trainer.parallel.parallel_mesh import REDUCTIONS, ParallelMesh
-from trainer.state import MASTER, STEP, WEIGHT, Part, StateTensor
+from trainer.state import MASTER, STEP, WEIGHT, Part, Reader, StateTensor
 from trainer.tasks.task import bare_name
 
 if TYPE_CHECKING:
     from deepspeed.runtime.engine import DeepSpeedEngine
-
-ZeroParameter = Any
-"""A parameter, to which ZeRO-3 has added `ds_tensor`, its partition, and more."""
 
 
 class MasterState:
@@ -86,7 +88,8 @@ class MasterState:
             names = {parameter: name for name, parameter in blank.named_parameters()}
             for parameter in parameters:
                 if (name := names[parameter]) in learned:
-                    self._write(name, learned[name], MASTER, parameter.detach())
+                    own = self._split.own(learned[name], parameter.detach())
+                    self._write_flat(learned[name], own, None)
                 parameter.data = torch.empty(0)
 
         materialise(blank, spec, seed=seed, after_unit=take, rows=rows)
@@ -131,7 +134,7 @@ class MasterState:
         saved = {key: scalars[f"scaler.{key}"] for key in known if f"scaler.{key}" in scalars}
         patches.set_loss_scaler(self._scaler, saved)
 
-    # Reading and writing one tensor
+    # One state tensor
 
     def _state_tensor(
         self, kind: Kind, states: torch.Tensor | None, is_source: bool, owner: int
@@ -141,11 +144,11 @@ class MasterState:
         def parts() -> list[Part]:
             return [] if states is None or not is_source else self._parts(states, key, owner)
 
-        def write(value: torch.Tensor) -> None:
+        def write(stored: Reader) -> None:
             if isinstance(states, nn.Parameter):
-                self._write(name, states, key, value)
+                self._read(kind, states, stored)
             elif states is not None:
-                _copy(states, value)
+                stored.fill(Part(states))
 
         still = states is not None and not states.requires_grad
         keep = partial(self._keep, name, states) if key == WEIGHT and not still else None
@@ -165,14 +168,15 @@ class MasterState:
             self._optimizer._lazy_init_hp_params_optimizer_state()
         entries = []
         for key, value in self._states.of(tensors[0]).items():
-            write = partial(self._write, name, parameter, key)
             shape = self._split.shape(parameter) if value.ndim else ()
             if shapes and key == STEP and key not in shapes:
-                write(torch.tensor(self._states.common_step))
+                self._put(name, parameter, key, torch.tensor(self._states.common_step))
             elif shapes or self._states.from_start:
-                entries.append(StateTensor(name, key, shape, value.dtype, 0, list, write))
+                kind = (name, key, shape, value.dtype)
+                entries.append(StateTensor(*kind, 0, list, partial(self._read, kind, parameter)))
             elif value.ndim:
-                write(torch.zeros(shape))
+                own = self._split.own(parameter, torch.zeros(shape))
+                self._write_flat(parameter, own, key)
         return entries
 
     def _parts(self, states: ZeroParameter, key: str, owner: int) -> list[Part]:
@@ -187,6 +191,14 @@ class MasterState:
         for axis, *places in zip(along.mesh_dim_names or (), at, own, strict=True):
             if axis not in others and places[0] != places[1]:
                 return []
+        return self._placed(states, value, start)
+
+    def _placed(self, states: ZeroParameter, value: torch.Tensor, start: int | None) -> list[Part]:
+        """Return this rank's values of a parameter or its state as parts of the whole.
+
+        `value`, `start`: as of `_own`.
+        """
+        split = self._split if value.ndim and states in self._split else None
         place = split.place(states) if split else (0, None)
         return [Part(value, *place)] if start is None else ranges(value, start, states, *place)
 
@@ -199,7 +211,7 @@ class MasterState:
             if self._flat is None or not value.ndim:
                 return value, None
         if self._partitioned:
-            start = states.ds_tensor.ds_numel * dist.get_rank(states.ds_process_group)
+            start = start_of(states)
             return self._partition(states, key).detach()[: max(0, states.ds_numel - start)], start
         if (fragment := states._hp_mapping) is None:
             return torch.empty(0), 0
@@ -219,34 +231,54 @@ class MasterState:
         # the buffer of what is on a disk is the next tensor's
         return value.clone() if self._optimizer.swap_optimizer else value
 
-    def _write(self, name: str, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
-        in_state = key not in (WEIGHT, MASTER)
-        if in_state and not self._states.of(self._updated(parameter)[0])[key].ndim:
-            return self._put(name, parameter, key, value)
-        value = self._split.own(parameter, value)
+    def _read(self, kind: Kind, parameter: ZeroParameter, stored: Reader) -> None:
+        """Read this rank's values of a parameter or of its state."""
+        name, key, _, dtype = kind
         if key == WEIGHT:
-            self._write_weight(parameter, value)
-        elif key == MASTER or self._flat is not None:
-            self._write_flat(parameter, value, None if key == MASTER else key)
+            self._read_weight(parameter, stored)
+        elif key != MASTER and not self._states.of(self._updated(parameter)[0])[key].ndim:
+            scalar = torch.empty((), dtype=dtype)
+            stored.fill(Part(scalar))
+            self._put(name, parameter, key, scalar)
+        elif self._partitioned:  # what DeepSpeed's getters return may be a copy
+            own = torch.zeros(parameter.ds_tensor.ds_numel, device=parameter.device)
+            start = start_of(parameter)
+            self._fill(parameter, own[: max(0, parameter.ds_numel - start)], start, stored)
+            self._optimizer.set_local_hp_param(own, parameter, None if key == MASTER else key)
         else:
-            _copy(self._inner.state[parameter][key], value)
+            self._fill(parameter, *self._own(parameter, key), stored)
 
-    def _write_weight(self, parameter: ZeroParameter, value: torch.Tensor) -> None:
+    def _read_weight(self, parameter: ZeroParameter, stored: Reader) -> None:
+        """Read this rank's part of a weight, also into its float32 partition if it has the same."""
         if not self._partitioned:
-            _copy(parameter, value)
-        elif _is_apart(parameter):
-            _copy(parameter.ds_tensor, _partition_of(parameter, value))
+            self._fill(parameter, parameter.detach(), None, stored)
+        elif is_apart(parameter):
+            value, start = self._own(parameter, WEIGHT)
+            self._fill(parameter, value, start, stored)
+            parameter.ds_tensor[len(value) :].zero_()
         else:
             with GatheredParameters([parameter], modifier_rank=0):
                 if dist.get_rank(parameter.ds_process_group) == 0:
-                    _copy(parameter, value)
-        if not self.low_precision and self._flat is not None and parameter.requires_grad:
-            self._write_flat(parameter, value, None)
+                    self._fill(parameter, parameter.detach(), None, stored)
+        if self.low_precision or self._flat is None or not parameter.requires_grad:
+            return
+        if self._partitioned:
+            own = padded(parameter, self._own(parameter, WEIGHT)[0])
+            self._optimizer.set_local_hp_param(own, parameter)
+        else:
+            self._write_flat(parameter, parameter.detach(), None)
+
+    def _fill(
+        self, states: ZeroParameter, value: torch.Tensor, start: int | None, stored: Reader
+    ) -> None:
+        """Read this rank's values; `value`, `start`: as of `_own`."""
+        for part in self._placed(states, value, start):
+            stored.fill(part)
 
     def _write_flat(self, parameter: torch.Tensor, value: torch.Tensor, key: str | None) -> None:
         """Write the float32 weight, or a part of the optimizer state, into the partitions."""
         if self._partitioned:  # DeepSpeed's own setter requires a size that the ranks divide evenly
-            self._optimizer.set_local_hp_param(_partition_of(parameter, value), parameter, key)
+            self._optimizer.set_local_hp_param(partition_of(parameter, value), parameter, key)
         elif key is None:
             utils.safe_set_full_fp32_param(parameter, value.flatten())
         else:
@@ -283,41 +315,3 @@ _FLAT = (
     "fp32_groups_flat_partition",
 )
 _SCALER_KEYS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-
-
-def _is_apart(parameter: ZeroParameter) -> bool:
-    """Return True if each rank has its partition alone, in memory, and not quantized."""
-    own = parameter.ds_tensor
-    apart = parameter.ds_status == ZeroParamStatus.NOT_AVAILABLE
-    here = own.status == PartitionedParamStatus.AVAILABLE
-    return apart and here and not hasattr(own, "ds_quant_scale")
-
-
-def _partition_of(parameter: ZeroParameter, value: torch.Tensor) -> torch.Tensor:
-    """Return this rank's partition under ZeRO-3 of whole values, in float32, zeros at its end.
-
-    Of a mapped file only that part is read.
-    """
-    own: int = parameter.ds_tensor.ds_numel
-    start = own * dist.get_rank(parameter.ds_process_group)
-    part = value.flatten()[start : start + own].to(parameter.device, torch.float32)
-    return functional.pad(part, (0, own - len(part)))
-
-
-def rows_of_partition(like: torch.Tensor) -> range:
-    """Return the rows of a parameter in which this rank's partition under ZeRO-3 is.
-
-    Of a DTensor, that of experts over several ranks, the rows of this rank's experts.
-    """
-    if isinstance(like, DTensor) or not like.numel():
-        return own_rows(like)
-    own = -(-like.numel() // dist.get_world_size())
-    each = like[0].numel()
-    start = own * dist.get_rank()
-    length = len(like)
-    return range(min(start // each, length), min(-(-(start + own) // each), length))
-
-
-def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
-    with torch.no_grad():
-        target.copy_(value)

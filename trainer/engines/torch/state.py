@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from trainer.distributed.dtensor import local, own_position, own_shard
+from trainer.distributed.dtensor import local, own_position, shard_place
 from trainer.distributed.ranks import Ranks
 from trainer.engines.engine import Observer
 from trainer.engines.optimizer_state import OptimizerState, elsewhere
 from trainer.engines.owners import Kind, persistent_buffers, report, state_tensors_of
 from trainer.parallel.parallel_mesh import ParallelMesh
-from trainer.state import STEP, WEIGHT, Part, StateTensor
+from trainer.state import STEP, WEIGHT, Part, Reader, StateTensor
 from trainer.tasks.task import bare_name
 
 
@@ -69,9 +69,9 @@ class TorchState:
         def parts() -> list[Part]:
             return _parts(local[0], owner, self._ranks.rank) if is_source else []
 
-        def write(value: torch.Tensor) -> None:
+        def write(stored: Reader) -> None:
             for tensor in local:
-                _copy_shard(tensor, value)
+                _read_shard(tensor, stored)
 
         still = bool(local) and not local[0].requires_grad
         keep = partial(self._keep, kind[0]) if kind[1] == WEIGHT and not still else None
@@ -86,12 +86,14 @@ class TorchState:
         entries = []
         for key, first in states[0].items():
 
-            def write(value: torch.Tensor, key: str = key) -> None:
-                if value.ndim == 0:
-                    self._optimizer.put(parameters, key, value)
+            def write(stored: Reader, key: str = key, first: torch.Tensor = first) -> None:
+                if first.ndim == 0:
+                    scalar = torch.empty((), dtype=first.dtype)
+                    stored.fill(Part(scalar))
+                    self._optimizer.put(parameters, key, scalar)
                 else:
                     for state in states:
-                        _copy_shard(state[key], value)
+                        _read_shard(state[key], stored)
 
             if key == STEP and key not in shapes:
                 self._optimizer.put(parameters, key, self._optimizer.common_step)
@@ -122,9 +124,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return on_device.full_tensor()
 
 
-def _copy_shard(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Copy this rank's shard of `value`, which every rank has whole, into `tensor`."""
-    with torch.no_grad():
-        if isinstance(tensor, DTensor):
-            value = own_shard(value, tensor)
-        local(tensor).copy_(value)
+def _read_shard(tensor: torch.Tensor, stored: Reader) -> None:
+    """Read this rank's shard of a stored tensor into `tensor`, and no more of it."""
+    place = shard_place(tensor) if isinstance(tensor, DTensor) else ()
+    stored.fill(Part(local(tensor).detach(), *place))
