@@ -337,7 +337,7 @@ SMALL: dict[str, tuple[str, ...]] = {
     "torchrun --nproc-per-node 2 benchmarks/checkpoints.py": (
         "torchrun --nproc-per-node 2 benchmarks/checkpoints.py --smoke --folder {out}",
     ),
-    "python benchmarks/loads.py --rounds 5": ("python benchmarks/loads.py --smoke --folder {out}",),
+    "python benchmarks/loads.py": ("python benchmarks/loads.py --smoke --folder {out}",),
     "python benchmarks/ends.py overhead": ("python benchmarks/ends.py overhead --smoke",),
     "python benchmarks/ends.py faults": ("python benchmarks/ends.py faults --smoke",),
     "python benchmarks/guide.py 3": ("python benchmarks/guide.py 3",),
@@ -412,6 +412,7 @@ SAME: dict[str, str] = {
     "torchrun --nproc-per-node 2 benchmarks/checkpoints.py --rounds 5": (
         "torchrun --nproc-per-node 2 benchmarks/checkpoints.py"
     ),
+    "python benchmarks/loads.py --rounds 5": "python benchmarks/loads.py",
     "torchrun --nproc-per-node 4 benchmarks/checkpoints.py --rounds 5 --blocks 2": (
         "torchrun --nproc-per-node 2 benchmarks/checkpoints.py"
     ),
