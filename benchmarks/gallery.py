@@ -4,6 +4,7 @@ says it.
 
 python benchmarks/gallery.py                # plans every family, and writes the page's tables
 python benchmarks/gallery.py llama3-8b      # plans this one; the other rows stay as they are
+python benchmarks/gallery.py --missing      # plans rows that are not there, or lack the longest
 python benchmarks/gallery.py --check mistral-7b lora 8      # plans one row, and compares it
 """
 
@@ -14,6 +15,7 @@ import logging
 import os
 import sys
 import warnings
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -30,6 +32,7 @@ ROWS = ROOT / "benchmarks" / "results" / "gallery.json"
 CERTIFIED = ROOT / "tests" / "support" / "conformance" / "table.json"
 FAMILIES = {
     "llama3-8b": "Llama 3.1 8B",
+    "llama3-70b": "Llama 3.1 70B",
     "qwen3-8b": "Qwen3 8B",
     "qwen3_5-9b": "Qwen3.5 9B",
     "gemma3-4b": "Gemma 3 4B",
@@ -41,6 +44,8 @@ FAMILIES = {
     "smollm3-3b": "SmolLM3 3B",
     "mixtral-8x7b": "Mixtral 8x7B",
 }
+MIXTURES = ("gpt-oss-20b", "deepseek-v3", "mixtral-8x7b")
+"""The families with experts."""
 KINDS = ("full", "lora")
 NODES = {1: (1, 1), 8: (1, 8), 64: (8, 8)}
 """The nodes and the devices of each, by the number of devices."""
@@ -48,11 +53,17 @@ OFFLOAD = (
     "trainer.engine=deepspeed",
     "zero_optimization.offload_optimizer.device=cpu",
 )
+HSDP = ("trainer.mesh.replicate=-1", "trainer.mesh.shard=node")
+OVER_ALL = ("trainer.mesh.replicate=1", "trainer.mesh.shard=-1")
+EXPERTS = ("expert_parallel.enabled=true", "expert_parallel.autoep_size=8")
 LAYOUTS: dict[str, tuple[str, ...]] = {
     "one device": (),
     "ZeRO-3": (),
-    "HSDP": ("trainer.mesh.replicate=-1", "trainer.mesh.shard=node"),
-    "ZeRO-3 over all": ("trainer.mesh.replicate=1", "trainer.mesh.shard=-1"),
+    "HSDP": HSDP,
+    "ZeRO-3 over all": OVER_ALL,
+    "ZeRO-3, experts": EXPERTS,
+    "HSDP, experts": (*HSDP, *EXPERTS),
+    "ZeRO-3 over all, experts": (*OVER_ALL, *EXPERTS),
     "ZeRO-2, offload": (*OFFLOAD, "zero_optimization.stage=2"),
     "ZeRO-3, offload": (*OFFLOAD, "zero_optimization.offload_param.device=cpu"),
 }
@@ -66,6 +77,8 @@ TRIED = {
     ("lora", 64): ("HSDP", "ZeRO-3 over all"),
 }
 """The layouts that are planned, in turn, until one fits."""
+DIVIDED = {1: (), 8: ("ZeRO-3, experts",), 64: ("HSDP, experts", "ZeRO-3 over all, experts")}
+"""Those that are planned before these for mixtures, by the number of devices."""
 SHORTEST, LONGEST = 4096, 2**20
 """The sequence of the column of memory, and the longest that is tried."""
 
@@ -126,7 +139,8 @@ def longest(family: str, kind: str, devices: int, layout: str, least: float) -> 
 
 def row(family: str, kind: str, devices: int, search: bool = True) -> Row:
     """Plan the layouts of a row until one fits."""
-    for layout in TRIED[kind, devices]:
+    divided = DIVIDED[devices] if family in MIXTURES else ()
+    for layout in (*divided, *TRIED[kind, devices]):
         one = plan(family, kind, devices, layout, SHORTEST)
         if one.fits:
             break
@@ -207,21 +221,22 @@ def page(found: list[Row]) -> str:
 
 def save(done: dict[tuple[str, str, int], Row]) -> None:
     """Write the rows in order, and the page."""
-    keys = ((family, kind, at) for family in FAMILIES for kind in KINDS for at in NODES)
+    keys = product(FAMILIES, KINDS, NODES)
     order = [done[key] for key in keys if key in done]
     ROWS.write_text("[\n" + ",\n".join(json.dumps(one) for one in order) + "\n]\n")
     PAGE.write_text(page(order))
 
 
-def measure(families: list[str]) -> None:
-    """Plan the rows of these families, and write each as it is done."""
+def measure(families: list[str], missing: bool) -> None:
+    """Plan the rows of these families, or the missing ones, and write each as it is done."""
     done = {one[:3]: one for one in rows()}
-    for family in families:
-        for kind in KINDS:
-            for devices in NODES:
-                done[family, kind, devices] = row(family, kind, devices)
-                print(*done[family, kind, devices], flush=True)
-                save(done)
+    whole = {key for key, one in done.items() if missing and (one.longest or not one.fits)}
+    for key in product(families, KINDS, NODES):
+        if key in whole:
+            continue
+        done[key] = row(*key)
+        print(*done[key], flush=True)
+        save(done)
 
 
 def main() -> int:
@@ -229,7 +244,8 @@ def main() -> int:
     logging.disable(logging.WARNING)
     words = sys.argv[1:]
     if words[:1] != ["--check"]:
-        measure(words or [*FAMILIES])
+        families = [word for word in words if word != "--missing"]
+        measure(families or [*FAMILIES], missing="--missing" in words)
         return 0
     family, kind, devices = words[1], words[2], int(words[3])
     [written] = [one for one in rows() if one[:3] == (family, kind, devices)]

@@ -211,6 +211,11 @@ SMALL: dict[str, tuple[str, ...]] = {
         "zero_optimization.stage=1 tensor_parallel.autotp_size=2 "
         f"tensor_parallel.sequence_parallel=true {FULL}",
     ),
+    "meshloom plan --config examples/gallery/full.json --nodes 8 --gpus 8 "
+    "trainer.model.name_or_path=examples/gallery/llama3-70b": (
+        "meshloom plan --config examples/gallery/full.json --nodes 8 --gpus 8 "
+        "trainer.model.name_or_path=examples/gallery/llama3-70b trainer.data.sequence_length=128",
+    ),
     "meshloom plan --config examples/gallery/lora.json --gpus 1 zero_optimization.stage=1 "
     "trainer.data.sequence_length=4096 trainer.activation_checkpointing=selective": (
         "meshloom plan --config examples/gallery/lora.json --gpus 1 zero_optimization.stage=1 "
@@ -511,6 +516,7 @@ ELSEWHERE: dict[str, str] = {
         (
             "python benchmarks/gallery.py",
             "python benchmarks/gallery.py llama3-8b",
+            "python benchmarks/gallery.py --missing",
             "python benchmarks/gallery.py --check mistral-7b lora 8",
         ),
         "test_gallery.py::test_a_row_is_planned_again",

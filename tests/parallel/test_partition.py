@@ -18,6 +18,7 @@ from tests.support.training import LLAMA, spec_of
 from trainer.engines.owners import owners
 from trainer.layout import PIPELINE_SCHEDULES, Partition, PipelineSchedule
 from trainer.models.cut import cut
+from trainer.parallel import partition
 from trainer.parallel.partition import block_ranges, divide
 from trainer.probes.questions.stages import check_cut
 
@@ -63,6 +64,12 @@ def test_a_dear_head_leaves_the_last_stage_fewer_blocks():
         3,
         3,
     ]  # the tied table is on both
+
+
+def test_one_stage_has_all_blocks_and_nothing_is_counted(monkeypatch):
+    spec = spec_of(LLAMA | {"num_hidden_layers": 6})
+    monkeypatch.setattr(partition, "counted", lambda spec: pytest.fail("counted"))
+    assert block_ranges(spec.build(), spec, rule("best"), 1) == [range(6)]
 
 
 def test_experts_that_a_token_is_not_routed_to_are_no_work():

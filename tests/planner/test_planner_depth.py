@@ -8,12 +8,17 @@ from typing import Any
 
 import pytest
 
+from tests.support import bases
+from tests.support.certify.certifying import DEEPSEEK
+from tests.support.models.stateful import STATEFUL
+from tests.support.training import spec_of
 from trainer.config import load
 from trainer.engines.devices import DEVICES
 from trainer.models.tiny import LARGEST
 from trainer.probes.questions import stages
 from trainer.tools.planner import extrapolate as planner
 from trainer.tools.planner.cluster import Cluster
+from trainer.tools.planner.depths import are_first, repetition
 from trainer.tools.planner.fakes.ledger import Ledger
 from trainer.tools.planner.from_config import model_on, planned
 
@@ -65,6 +70,74 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
         assert [(s.name, s.axes, s.count, s.size) for s in line.sent] == [
             (s.name, s.axes, pytest.approx(s.count), pytest.approx(s.size)) for s in exact.sent
         ]
+
+
+@pytest.mark.parametrize(
+    ("kinds", "repeats"),
+    [
+        ("aaaa", (0, 1)),
+        ("aabaabaab", (0, 3)),
+        ("ddeeee", (2, 1)),
+        ("daabaab", (1, 3)),
+        ("abcd", (0, 4)),
+    ],
+)
+def test_where_blocks_repeat(kinds, repeats):
+    assert repetition([((kind, (2, 2), True),) for kind in kinds]) == repeats
+
+
+GROUPS = {
+    "groups of three": STATEFUL["lfm2"]
+    | {"num_hidden_layers": 18, "layer_types": ["conv", "conv", "full_attention"] * 6}
+    | {"hidden_size": 512, "intermediate_size": 1536},
+    "dense ones first": DEEPSEEK
+    | {"num_hidden_layers": 17, "first_k_dense_replace": 2, "vocab_size": 61},
+}
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_line_through_repetitions(monkeypatch, name):
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "trainer": {
+            "steps": 100,
+            "activation_checkpointing": "full",
+            "data": {"sequence_length": 64},
+            "model": {"config": GROUPS[name]},
+        },
+    }
+    simulated: list[int] = []
+    plain = planner.simulate_all
+
+    def counted(jobs: Any, devices: int) -> Any:
+        simulated.extend(len(workload.spec.blocks) for workload, _ in jobs)
+        return plain(jobs, devices)
+
+    monkeypatch.setattr(planner, "simulate_all", counted)
+    cluster = Cluster(1, 4, DEVICES["h100-80gb"])
+    drawn = planned(load(config), cluster)
+    monkeypatch.setattr(planner, "depths_of", lambda *_: None)
+    whole = planned(load(config), cluster)
+    few, more, every = simulated
+    assert few < more and few + more < every
+    for line, exact in zip(drawn.roles, whole.roles, strict=True):
+        assert line.peak.size == pytest.approx(exact.peak.size, rel=1e-3)
+        assert line.sent == exact.sent
+
+
+def test_all_blocks_are_simulated_if_others_come_with_them():
+    """Each block of Gemma 4 has a part of a row of one table."""
+    gemma = bases.FAMILIES["gemma4"]["text_config"] | {"hidden_size_per_layer_input": 8}
+    for config, expected in ((gemma | {"model_type": "gemma4_text"}, False), (MODEL, True)):
+        spec = spec_of(config | {"num_hidden_layers": 4})
+        assert spec.tiny.first_blocks is not None
+        few = spec.tiny.first_blocks(2)
+        assert are_first(few, spec, spec.build()) is expected
 
 
 def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):

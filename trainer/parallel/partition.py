@@ -63,6 +63,8 @@ def block_ranges(
     parameter in blocks and head, but for those of experts that it is not routed to, and attention
     over rows of `schedule.row` tokens; a look-up is free.
     """
+    if stages == 1:
+        return [range(len(spec.blocks))]
     partition = schedule.partition
     head = spec.language.head.parameters
     if partition == "uniform":

@@ -1,14 +1,14 @@
 """The plan of a run: memory and messages of each kind of rank, and an estimate of a step's time.
 
 Ranks at one place in the pipeline do the same, so one of them is simulated, and of the middle
-places only some. If all blocks are alike, a few are simulated at two depths and the rest is
-extrapolated linearly; so is the number of micro-batches.
+places only some. If blocks repeat, a few are simulated at two depths and the rest is extrapolated
+linearly; so is the number of micro-batches.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -16,8 +16,8 @@ from torch import nn
 
 from trainer.layout import Layout
 from trainer.models.names import units
-from trainer.models.spec import ModelSpec
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
+from trainer.tools.planner.depths import are_first, depths_of
 from trainer.tools.planner.fakes.ledger import Peak
 from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace, Workload, simulate_all
@@ -168,7 +168,9 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     layout = full.layout
     model = full.spec.build()
     blocks_of = blocks_per_rank(full)
-    depths = depths_of(full, model, blocks_of) or (None,)
+    depths = depths_of(full, model, blocks_of)
+    if depths is None or not are_first(make(depths[0], 0).spec, full.spec, model):
+        depths = [None]
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]
     workloads = [make(*point) for point in grid]
     places = representatives(layout)
@@ -220,30 +222,6 @@ def loaded_at_once(workload: Workload, model: nn.Module) -> float:
         for unit in units(model, workload.spec.blocks)
     )
     return 4.0 * max(sizes)
-
-
-def depths_of(workload: Workload, model: nn.Module, blocks_of: Sequence[int]) -> list[int] | None:
-    """Choose two numbers of blocks per stage to extrapolate from; None to simulate all blocks.
-
-    All are simulated if they differ, if no rank has more than both depths together, or if the model
-    can't be built with fewer.
-    """
-    spec = workload.spec
-    layout = workload.layout
-    step = layout.recompute.every
-    # whole groups of blocks recomputed together; more of them where FSDP2 prefetches
-    whole = [-(-least // step) * step for least in (4, 2)]
-    few, more = (2 * step, step) if layout.pipeline > 1 else whole
-    depths = [few, few + more]
-    gains = max(blocks_of) > sum(depths) * layout.stages_per_rank
-    return depths if gains and spec.tiny.first_blocks is not None and alike(spec, model) else None
-
-
-def alike(spec: ModelSpec, model: nn.Module) -> bool:
-    """Return True if all blocks have the same parameters."""
-    blocks = [model.get_submodule(block).named_parameters() for block in spec.blocks]
-    shapes = [sorted((name, tuple(p.shape), p.requires_grad) for name, p in ps) for ps in blocks]
-    return all(shape == shapes[0] for shape in shapes[1:])
 
 
 def micro_batches_of(layout: Layout) -> list[int]:
