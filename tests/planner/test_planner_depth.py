@@ -164,6 +164,22 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
     assert values and max(values) <= LARGEST
 
 
+def test_whole_parameters_are_on_the_host_while_the_model_is_built():
+    config = {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "trainer": {
+            **{"steps": 100, "engine": "mesh", "data": {"sequence_length": 64}},
+            "model": {"config": MODEL | {"hidden_size": 512, "num_hidden_layers": 1}},
+        },
+    }
+    plan = planned(load(config), Cluster(8, 8, DEVICES["h100-80gb"]))
+    built = next(peak for peak in plan.fullest.peaks if peak.phase == "build")
+    assert 0 < built.size < plan.loaded
+
+
 @pytest.mark.more
 def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
     """DeepSpeed's ZeRO-3 makes a view of each rank's part of each parameter: minutes for a thousand

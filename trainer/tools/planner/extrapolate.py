@@ -8,7 +8,7 @@ linearly; so is the number of micro-batches.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
@@ -168,7 +168,7 @@ def plan_of(make: Callable[[int | None, int], Workload], cluster: Cluster) -> Pl
     layout = full.layout
     model = full.spec.build()
     blocks_of = blocks_per_rank(full)
-    depths = depths_of(full, model, blocks_of)
+    depths: Sequence[int | None] | None = depths_of(full, model, blocks_of)
     if depths is None or not are_first(make(depths[0], 0).spec, full.spec, model):
         depths = [None]
     grid: list[Point] = [(depth, micro) for micro in micro_batches_of(layout) for depth in depths]

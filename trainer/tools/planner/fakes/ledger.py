@@ -67,6 +67,10 @@ MADE = {
     "zeros_like": "tensors that begin as zeros",
 }
 """Operators of PyTorch -> what they make, for the report; the names of others say it."""
+WHOLE = ("models", "materialise.py", "empty")
+"""Folder and file of the function that makes parameters whole, on the host, and its operator."""
+INITIAL = "initial values"
+"""The kind of these: a rank's part of them goes to its device."""
 FRAMES = 12
 """The number of callers that are searched for such a file."""
 
@@ -232,6 +236,8 @@ class Ledger(TorchDispatchMode):
             if frame is None:
                 break
             folder, name = _place(frame.f_code.co_filename)
+            if (folder, name, operator) == WHOLE:
+                return INITIAL
             if name in COMMUNICATING.get(folder, ()):
                 return KEPT.get((name, operator), "communication")
             frame = frame.f_back
@@ -258,9 +264,15 @@ class Ledger(TorchDispatchMode):
                 largest[name] = peak
         return list(largest.values())
 
+    def _on_host(self, line: Allocation) -> bool:
+        """Return True for a whole parameter that was freed while the engine was built."""
+        built = next((tick for phase, tick in self.phases if phase != BUILD), self._tick)
+        return line.kind == INITIAL and line.died is not None and line.died <= built
+
     def _peak(self, phase: str, start: int, end: int) -> Peak:
         changes: Counter[int] = Counter()
-        for line in self.allocations:
+        lines = [line for line in self.allocations if not self._on_host(line)]
+        for line in lines:
             died = self._tick + 1 if line.died is None else line.died
             if line.born < end and died >= start:
                 changes[max(line.born, start)] += line.size
@@ -272,7 +284,7 @@ class Ledger(TorchDispatchMode):
             if size > most:
                 most = size
                 when = tick
-        return peak_of(phase, [line for line in self.allocations if line.lives(when)])
+        return peak_of(phase, [line for line in lines if line.lives(when)])
 
 
 @cache
