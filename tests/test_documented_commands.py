@@ -211,9 +211,9 @@ SMALL: dict[str, tuple[str, ...]] = {
         "zero_optimization.stage=1 tensor_parallel.autotp_size=2 "
         f"tensor_parallel.sequence_parallel=true {FULL}",
     ),
-    "meshloom plan --config examples/gallery/full.json --nodes 8 --gpus 8 "
+    "meshloom plan --config examples/gallery/lora.json --gpus 8 "
     "trainer.model.name_or_path=examples/gallery/llama3-70b": (
-        "meshloom plan --config examples/gallery/full.json --nodes 8 --gpus 8 "
+        "meshloom plan --config examples/gallery/lora.json --gpus 8 "
         "trainer.model.name_or_path=examples/gallery/llama3-70b trainer.data.sequence_length=128",
     ),
     "meshloom plan --config examples/gallery/lora.json --gpus 1 zero_optimization.stage=1 "
