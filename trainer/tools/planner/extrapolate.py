@@ -20,7 +20,7 @@ from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time
 from trainer.tools.planner.depths import are_first, depths_of
 from trainer.tools.planner.fakes.ledger import Peak
 from trainer.tools.planner.fakes.messages import Message
-from trainer.tools.planner.simulate import Trace, Workload, simulate_all
+from trainer.tools.planner.simulate import Trace, Workload, simulate_all, step_name
 
 STEADY = "step 2"
 STATE = ("weights", "gradients", "optimizer")
@@ -243,7 +243,11 @@ def micro_batches_of(layout: Layout) -> list[int]:
 
 
 def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
-    """Extrapolate each phase's peak to the blocks and micro-batches in `goal`."""
+    """Extrapolate each phase's peak to the blocks and micro-batches in `goal`.
+
+    All that lives at a moment of the first step lives in the second, too, beside the optimizer's
+    state. A larger peak of the first was drawn through two different moments, and is left out.
+    """
     peaks = []
     for phase in [peak.phase for peak in next(iter(points.values())).peaks]:
         at = {point: trace.peak(phase) for point, trace in points.items()}
@@ -254,7 +258,11 @@ def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak
             consumers[name] = min(size, kinds[name.partition(" of ")[0]])
         rounding = round(_plane({point: peak.rounding for point, peak in at.items()}, goal))
         peaks.append(Peak(phase, sum(kinds.values()), kinds, consumers, rounding))
-    return tuple(peaks)
+    sizes = {peak.phase: peak.size for peak in peaks}
+    first, second = (step_name(step) for step in range(2))
+    grows = all(trace.peak(first).size <= trace.peak(second).size for trace in points.values())
+    drop = grows and sizes[first] > sizes[second]
+    return tuple(peak for peak in peaks if not (drop and peak.phase == first))
 
 
 def _each(values: Mapping[Point, Mapping[str, float]], goal: tuple[float, int]) -> dict[str, int]:

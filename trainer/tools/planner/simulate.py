@@ -172,7 +172,7 @@ def recorded(
         _weights(ledger, modules)
         with ledger.watching(modules), _optimizers(ledger, modules):
             for step in range(STEPS):
-                begin(f"step {step + 1}")
+                begin(step_name(step))
                 batches = [workload.batch(layout.micro_batch) for _ in range(layout.accumulation)]
                 for batch in batches:
                     for tensor in batch.values():
@@ -187,6 +187,11 @@ def recorded(
         begin("end")
         engine.close()
     return ledger, copied
+
+
+def step_name(step: int) -> str:
+    """Return the phase of a step, which begin at 0."""
+    return f"step {step + 1}"
 
 
 def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
