@@ -21,7 +21,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_arms import ARMS, RESULTS, SHAPES, digest_of, json_of, missing, own_json
+from benchmarks.gpu_arms import (
+    ARMS,
+    RESULTS,
+    SEQUENCE,
+    SHAPES,
+    digest_of,
+    json_of,
+    missing,
+    own_json,
+)
 
 CERTIFIED = [name for name, arm in ARMS.items() if arm.own and not arm.memory]
 """The arms that are our engines; those of the longest sequences change theirs as they run."""
@@ -34,6 +43,7 @@ def main() -> int:
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["1B", "Qwen3-0.6B", "8B"])
     parser.add_argument("--arms", nargs="+", choices=CERTIFIED, default=CERTIFIED)
     parser.add_argument("--gpus", type=int, default=1, help="those of gpu.py's machine, up to 8")
+    parser.add_argument("--sequence", type=int, default=SEQUENCE, help="that of gpu.py's run")
     parser.add_argument("--output", type=Path, default=RESULTS)
     options = parser.parse_args()
     results = json.loads(options.output.read_text()) if options.output.exists() else {}
@@ -44,11 +54,13 @@ def main() -> int:
                 print(f"{shape}, {arm}: {reason}")
                 continue
             with tempfile.TemporaryDirectory() as folder:
-                config = own_json(arm, json_of(shape, options.gpus, smoke=False), Path(folder))
+                shared = json_of(shape, options.gpus, smoke=False, sequence=options.sequence)
+                config = own_json(arm, shared, Path(folder))
                 result = certify(config, options.gpus, Path(folder))
+                digest = digest_of(config)
             failed += not result["passed"]
             print(f"{shape}, {arm}: {result}", flush=True)
-            results[digest_of(config)] = {"shape": shape, "arm": arm, **result}
+            results[digest] = {"shape": shape, "arm": arm, **result}
             options.output.write_text(json.dumps(results, indent=1) + "\n")
     return min(failed, 1)
 
