@@ -124,16 +124,23 @@ def issues_one_more(monkeypatch):
 
 
 def swaps_two(monkeypatch):
+    """The count of the targets comes after the norm."""
     from trainer.parallel.parallel_mesh import ParallelMesh
 
+    def begin(self: Any, tensor: torch.Tensor, what: str) -> Any:
+        if faulty(3):
+            plain(self, torch.zeros((), dtype=torch.float32), what)
+            return lambda: tensor
+        return plain_begin(self, tensor, what)
+
     def total(self: Any, tensor: torch.Tensor, what: str) -> torch.Tensor:
-        if faulty(3):  # the count of the targets after the norm
-            swapped = torch.zeros((), dtype=torch.float32 if what == "loss" else torch.int64)
-            plain(self, swapped, what)
+        if faulty(3):
+            plain_begin(self, torch.zeros((), dtype=torch.int64), what)
             return tensor
         return plain(self, tensor, what)
 
-    plain = ParallelMesh.sum
+    plain_begin, plain = ParallelMesh.begin_sum, ParallelMesh.sum
+    monkeypatch.setattr(ParallelMesh, "begin_sum", begin)
     monkeypatch.setattr(ParallelMesh, "sum", total)
 
 
