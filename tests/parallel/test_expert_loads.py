@@ -61,6 +61,7 @@ LAYOUTS = {
     "context x zero3, full": replace(FOUR, context=2, zero_stage=3, recompute="full"),
     "experts": replace(TWO, expert=2),
     "experts over four, full": replace(FOUR, expert=4, zero_stage=3, recompute="full"),
+    "experts, compiled": replace(TWO, expert=2, compile="blocks"),
     "tensor x experts": replace(FOUR, tensor=2, expert=2),
     "tensor x experts, sequence": replace(FOUR, tensor=2, expert=4, more=PARTS),
     "context x experts": replace(FOUR, context=2, expert=2, zero_stage=3),
