@@ -347,8 +347,9 @@ def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:
 
     def traces(jobs, devices):
         simulated.append(sum(len(workload.spec.blocks) for workload, _ in jobs))
-        peak = Peak("step 2", needed, {"activations": needed}, {}, 0)
-        return [Trace(rank, (peak,), ()) for _, rank in jobs]
+        steps = ("step 1", "step 2")
+        peaks = tuple(Peak(step, needed, {"activations": needed}, {}, 0) for step in steps)
+        return [Trace(rank, peaks, ()) for _, rank in jobs]
 
     monkeypatch.setattr(extrapolate, "simulate_all", traces)
     return plan(raw, where)
