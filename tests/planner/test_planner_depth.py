@@ -37,28 +37,35 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+def config_of(model: dict[str, Any], **trainer: Any) -> dict[str, Any]:
+    """A run of a model under ZeRO-3, with these keys of the section `trainer`."""
+    return {
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "trainer": {
+            "steps": 100,
+            "data": {"sequence_length": 64},
+            "model": {"config": model},
+            **trainer,
+        },
+    }
+
+
 @pytest.mark.more
 @pytest.mark.parametrize("name", CASES)
 def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     case = CASES[name]
     blocks = case.get("blocks", 12)
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": 1,
+    model = MODEL | {"num_hidden_layers": blocks, "tie_word_embeddings": False}
+    recompute = case.get("recompute", "none")
+    config = config_of(model, engine=case["engine"], activation_checkpointing=recompute)
+    config |= {
         "gradient_accumulation_steps": case.get("accumulation", 2),
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": case["stage"]},
         **({"pipeline": {"stages": case["stages"]}} if "stages" in case else {}),
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "trainer": {
-            "steps": 100,
-            "engine": case["engine"],
-            "activation_checkpointing": case.get("recompute", "none"),
-            "data": {"sequence_length": 64},
-            "model": {
-                "config": MODEL | {"num_hidden_layers": blocks, "tie_word_embeddings": False}
-            },
-        },
     }
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
@@ -103,19 +110,8 @@ GROUPS = {
 @pytest.mark.more
 @pytest.mark.parametrize("name", GROUPS)
 def test_a_line_through_repetitions(monkeypatch, name):
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": 1,
-        "bf16": {"enabled": True},
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "trainer": {
-            "steps": 100,
-            "activation_checkpointing": "full",
-            "data": {"sequence_length": 64},
-            "model": {"config": GROUPS[name]},
-        },
-    }
+    config = config_of(GROUPS[name], activation_checkpointing="full")
+    config["bf16"] = {"enabled": True}
     simulated: list[int] = []
     plain = planner.simulate_all
 
@@ -156,31 +152,16 @@ def test_what_a_plan_tries_with_values_is_tiny(monkeypatch):
 
     monkeypatch.setattr(stages, "materialise", counted)
     large = MODEL | {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 32}
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 4,
-        "pipeline": {"stages": 2},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "trainer": {"steps": 100, "data": {"sequence_length": 64}, "model": {"config": large}},
-    }
+    config = config_of(large) | {"gradient_accumulation_steps": 4, "pipeline": {"stages": 2}}
+    del config["zero_optimization"]
     source = model_on(load(config), Cluster(1, 4, DEVICES["h100-80gb"]))
     stages.check_cut(source.with_blocks(2, 2).spec, 2)
     assert values and max(values) <= LARGEST
 
 
 def test_whole_parameters_are_on_the_host_while_the_model_is_built():
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "trainer": {
-            **{"steps": 100, "engine": "mesh", "data": {"sequence_length": 64}},
-            "model": {"config": MODEL | {"hidden_size": 512, "num_hidden_layers": 1}},
-        },
-    }
-    plan = planned(load(config), Cluster(8, 8, DEVICES["h100-80gb"]))
+    model = MODEL | {"hidden_size": 512, "num_hidden_layers": 1}
+    plan = planned(load(config_of(model, engine="mesh")), Cluster(8, 8, DEVICES["h100-80gb"]))
     built = next(peak for peak in plan.fullest.peaks if peak.phase == "build")
     assert 0 < built.size < plan.loaded
 
@@ -192,16 +173,7 @@ def test_what_is_simulated_does_not_grow_with_the_ranks(tmp_path, monkeypatch):
     """
     counts = multiprocessing.Array("q", 2)
     plain = Ledger.__torch_dispatch__
-    config = {
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": 1,
-        "zero_optimization": {"stage": 3},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "trainer": {
-            **{"steps": 100, "engine": "deepspeed", "data": {"sequence_length": 64}},
-            "model": {"config": MODEL | {"num_hidden_layers": 2}},
-        },
-    }
+    config = config_of(MODEL | {"num_hidden_layers": 2}, engine="deepspeed")
     for number, nodes in enumerate((1, 64)):
 
         def counted(self: Any, *arguments: Any, number: int = number) -> Any:

@@ -40,21 +40,21 @@ def main(arguments: Sequence[str], name: str) -> int:
     options = vars(parser.parse_intermixed_args(arguments))
     folder = options.pop("run")
     target = options.pop("to")
-    if target is not None:
-        check_new(target)
-        options["repository"] = options["repository"] or target.absolute().name
-    section = _section_of(folder, options)
-    if target is not None:
-        from trainer.tools.hub.repository_files import files_of, write_folder
+    if target is None:
+        section = _section_of(folder, options)
+        from trainer.tools.hub.repository import open_hub
 
-        files = files_of(folder, section.repository, section.certificate, section.checkpoints)
-        write_folder(target, files)
-        command = f"hf upload owner/name {quote(str(target))}"
-        print(f"written: {target}, with its card README.md. `{command}` uploads it")
+        print(f"pushed: {open_hub(section)(folder)}")
         return 0
-    from trainer.tools.hub.repository import open_hub
+    check_new(target)
+    options["repository"] = options["repository"] or target.absolute().name
+    section = _section_of(folder, options)
+    from trainer.tools.hub.repository_files import files_of, write_folder
 
-    print(f"pushed: {open_hub(section)(folder)}")
+    files = files_of(folder, section.repository, section.certificate, section.checkpoints)
+    write_folder(target, files)
+    command = f"hf upload owner/name {quote(str(target))}"
+    print(f"written: {target}, with its card README.md. `{command}` uploads it")
     return 0
 
 

@@ -65,23 +65,26 @@ def apply(
     divided = layout is not None and layout.expert > 1
     stacks = expert_stacks(model, spec.blocks) if divided else []
     for name in spec.blocks if blocks else ():
-        for part in around(name, model.get_submodule(name), stacks):
+        for part in without_experts(name, model.get_submodule(name), stacks):
             patches.replace_forward(part, compiled(part.forward))
     for module in model.modules():
         if (compute_chunks_by := getattr(module, "compute_chunks_by", None)) is not None:
             compute_chunks_by(compiled)
 
 
-def around(name: str, module: nn.Module, stacks: Sequence[str]) -> Iterator[nn.Module]:
-    """Return a module by its name, or its largest parts with parameters and without `stacks`."""
-    if any(stack == name for stack in stacks):
+def without_experts(name: str, module: nn.Module, stacks: Sequence[str]) -> Iterator[nn.Module]:
+    """Return the parts of a module, as large as can be, that have parameters and no experts.
+
+    That is the module itself if it has none. `stacks`: the names of the modules of experts.
+    """
+    if name in stacks:
         return
     if not any(stack.startswith(f"{name}.") for stack in stacks):
         yield module
         return
     for own, child in module.named_children():
         if next(child.parameters(), None) is not None:
-            yield from around(f"{name}.{own}", child, stacks)
+            yield from without_experts(f"{name}.{own}", child, stacks)
 
 
 class _Compiled:

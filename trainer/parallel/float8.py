@@ -47,13 +47,14 @@ def layers(model: nn.Module, spec: ModelSpec, layout: Layout) -> list[str]:
         if type(module) is nn.Linear
         and name.startswith(blocks)
         and module.weight.requires_grad
-        and all(
-            size >= LEAST * ranks and size % (MULTIPLE * ranks) == 0
-            for size, ranks in zip(
-                module.weight.shape, _ranks_of_sizes(name, spec, layout), strict=True
-            )
-        )
+        and _gains(module.weight, _ranks_of_sizes(name, spec, layout))
     ]
+
+
+def _gains(matrix: torch.Tensor, ranks: tuple[int, int]) -> bool:
+    """Return True if both sizes of a part are large enough, of those that the ranks divide."""
+    sizes = zip(matrix.shape, ranks, strict=True)
+    return all(size >= LEAST * count and size % (MULTIPLE * count) == 0 for size, count in sizes)
 
 
 def _ranks_of_sizes(name: str, spec: ModelSpec, layout: Layout) -> tuple[int, int]:

@@ -188,7 +188,9 @@ class OneBuffer:
 def reduce_in_one_buffer(units: Iterable[nn.Module], mesh: DeviceMesh | None) -> None:
     """Let units that one rank shards alone reduce without a copy; `mesh`: the units', None: all."""
     ranks = dist.get_world_size() if mesh is None else mesh.size(mesh.ndim - 1)
-    for unit in units if ranks == 1 else ():
+    if ranks > 1:
+        return
+    for unit in units:
         unit.set_custom_reduce_scatter(OneBuffer())  # type: ignore[operator]
 
 

@@ -34,6 +34,14 @@ class Parts(NamedTuple):
         kind = self.plan.get(name, "").partition("_")[0] if self.ranks > 1 else ""
         return {"colwise": 0, "rowwise": 1}.get(kind)
 
+    def multiplies(self, name: str, matrix: torch.Tensor) -> bool:
+        """Return True if both dimensions of a rank's part are multiples of MULTIPLE."""
+        least = [MULTIPLE, MULTIPLE]
+        dimension = self.dimension(name)
+        if dimension is not None:
+            least[dimension] *= self.ranks
+        return all(size % of == 0 for size, of in zip(matrix.shape, least, strict=True))
+
 
 class InParts(nn.Linear):
     """A linear layer whose product is made of those with the parts of its matrix."""
@@ -61,21 +69,14 @@ class InParts(nn.Linear):
 
 
 def layers_of(model: nn.Module, blocks: Sequence[str], parts: Parts) -> list[str]:
-    """List the trained linear layers of the blocks that are multiplied by in float8.
-
-    Both dimensions of a rank's part are multiples of MULTIPLE.
-    """
+    """List the trained linear layers of the blocks that multiply in float8."""
     layers = []
     for block in blocks:
         for name, module in model.get_submodule(block).named_modules(prefix=block):
-            if isinstance(module, nn.Linear) and module.weight.requires_grad:
-                sizes = list(module.weight.shape)
-                dimension = parts.dimension(name)
-                unit = [MULTIPLE, MULTIPLE]
-                if dimension is not None:
-                    unit[dimension] *= parts.ranks
-                if not any(size % least for size, least in zip(sizes, unit, strict=True)):
-                    layers.append(name)
+            if not isinstance(module, nn.Linear) or not module.weight.requires_grad:
+                continue
+            if parts.multiplies(name, module.weight):
+                layers.append(name)
     return layers
 
 

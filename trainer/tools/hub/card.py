@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from pathlib import Path
 
@@ -11,6 +10,7 @@ from huggingface_hub import ModelCard, ModelCardData
 from trainer import checkpoint
 from trainer.data.sources.location import may_be_hub_id
 from trainer.errors import ConfigError, Problem, listed, refused
+from trainer.models.door import HUB_ID
 from trainer.run.start.changes import differences, without_place
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
@@ -67,7 +67,7 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
 
 
 def _is_hub_id(name: object) -> bool:
-    if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", name):
+    if not isinstance(name, str) or "/" not in name or not HUB_ID.fullmatch(name):
         return False
     return may_be_hub_id(name)
 

@@ -243,11 +243,7 @@ def micro_batches_of(layout: Layout) -> list[int]:
 
 
 def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
-    """Extrapolate each phase's peak to the blocks and micro-batches in `goal`.
-
-    All that lives at a moment of the first step lives in the second, too, beside the optimizer's
-    state. A larger peak of the first was drawn through two different moments, and is left out.
-    """
+    """Extrapolate each phase's peak to the blocks and micro-batches in `goal`."""
     peaks = []
     for phase in [peak.phase for peak in next(iter(points.values())).peaks]:
         at = {point: trace.peak(phase) for point, trace in points.items()}
@@ -258,11 +254,20 @@ def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak
             consumers[name] = min(size, kinds[name.partition(" of ")[0]])
         rounding = round(_plane({point: peak.rounding for point, peak in at.items()}, goal))
         peaks.append(Peak(phase, sum(kinds.values()), kinds, consumers, rounding))
-    sizes = {peak.phase: peak.size for peak in peaks}
-    first, second = (step_name(step) for step in range(2))
-    grows = all(trace.peak(first).size <= trace.peak(second).size for trace in points.values())
-    drop = grows and sizes[first] > sizes[second]
-    return tuple(peak for peak in peaks if not (drop and peak.phase == first))
+    return _without_false_start(points, peaks)
+
+
+def _without_false_start(points: Mapping[Point, Trace], peaks: Sequence[Peak]) -> tuple[Peak, ...]:
+    """Leave out the first step if it is extrapolated to more memory than the second.
+
+    All that is there in the first step is there in the second, too, beside the optimizer's state.
+    If the simulated steps say so, such a peak was drawn through two different moments of the step.
+    """
+    first = step_name(0)
+    second = step_name(1)
+    known = all(trace.peak(first).size <= trace.peak(second).size for trace in points.values())
+    most = next(peak.size for peak in peaks if peak.phase == second)
+    return tuple(peak for peak in peaks if not known or peak.phase != first or peak.size <= most)
 
 
 def _each(values: Mapping[Point, Mapping[str, float]], goal: tuple[float, int]) -> dict[str, int]:
