@@ -81,8 +81,19 @@ class ClosedForm:
     def _block(self, layout: Layout) -> float:
         """Return the bytes of a block's weights on a tensor rank."""
         alike = self.parameters - self.routed
-        per_rank = alike / layout.tensor + self.routed / max(layout.tensor, layout.expert)
+        per_rank = alike / layout.tensor + self.routed / _parts_of_experts(layout)
         return _value(layout) * per_rank / self.blocks
+
+    def _ring(self, layout: Layout, ranks: int) -> float:
+        """Return the bytes that a rank sends for a block gathered from `ranks` shards.
+
+        Ranks that divide the experts gather them only from those who have the same ones.
+        """
+        alike = (self.parameters - self.routed) / layout.tensor * (ranks - 1) / ranks
+        parts = _parts_of_experts(layout)
+        same = max(1.0, ranks * layout.tensor / parts)
+        routed = self.routed / parts * (same - 1) / same
+        return _value(layout) * (alike + routed) / self.blocks
 
     def _state(self, layout: Layout) -> float:
         """Sum the bytes of weights, gradients and optimizer (ZeRO, arXiv 1910.02054, section 3)."""
@@ -140,10 +151,9 @@ class ClosedForm:
             gathers = 2 * rounds if layout.zero_stage == 3 else 1
             gathers -= rounds if layout.regathered else 0
             rings = gathers + (rounds if layout.zero_stage >= 2 else 1)
-            weight = self._block(layout) * blocks
-            yield shard * tensor, rings * blocks, rings * weight * (shard - 1) / shard
+            yield shard * tensor, rings * blocks, rings * blocks * self._ring(layout, shard)
             if few := layout.regathered:
-                yield few * tensor, rounds * blocks, rounds * weight * (few - 1) / few
+                yield few * tensor, rounds * blocks, rounds * blocks * self._ring(layout, few)
         if others := self._destinations(
             layout.expert
         ):  # to the experts and back, forward and backward
@@ -171,6 +181,11 @@ def _host_bytes(layout: Layout) -> int:
     if layout.offload_param != "none":
         return 16
     return 12 if layout.offloads else 0
+
+
+def _parts_of_experts(layout: Layout) -> int:
+    """Return the number of ranks over which a block's routed experts are divided."""
+    return layout.expert if layout.expert > 1 else layout.tensor
 
 
 def _model_ranks(layout: Layout) -> int:
