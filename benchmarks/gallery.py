@@ -78,7 +78,7 @@ TRIED = {
 }
 """The layouts that are planned, in turn, until one fits."""
 DIVIDED = {1: (), 8: ("ZeRO-3, experts",), 64: ("HSDP, experts", "ZeRO-3 over all, experts")}
-"""Those that are planned for mixtures where none of these fits, by the number of devices."""
+"""Those that are planned for mixtures before these, by the number of devices."""
 SHORTEST, LONGEST = 4096, 2**20
 """The sequence of the column of memory, and the longest that is tried."""
 
@@ -140,7 +140,7 @@ def longest(family: str, kind: str, devices: int, layout: str, least: float) -> 
 def row(family: str, kind: str, devices: int, search: bool = True) -> Row:
     """Plan the layouts of a row until one fits."""
     divided = DIVIDED[devices] if family in MIXTURES else ()
-    for layout in (*TRIED[kind, devices], *divided):
+    for layout in (*divided, *TRIED[kind, devices]):
         one = plan(family, kind, devices, layout, SHORTEST)
         if one.fits:
             break

@@ -291,6 +291,13 @@ def test_the_host_waits_for_no_value(jobs, name):
     assert reads_of(jobs.steps[name]) == wanted
 
 
+@pytest.mark.parametrize("name", ["mesh zero3, 1", "SGD", "RMSprop", "Muon"])
+def test_fused_kernels_clip_the_gradients_that_they_read(jobs, name):
+    """Others need a pass over all gradients before them."""
+    names = [event.name for event in jobs.steps[name].events]
+    assert names.count("aten._foreach_mul_") == (name in ("RMSprop", "Muon"))
+
+
 def first(step: Step, what: str, during: str, block: int) -> int:
     """Return the place in the step of the first operator or message of a block's pass."""
     return next(

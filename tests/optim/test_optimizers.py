@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 from trainer.config import RuntimeFacts, load, resolve
 from trainer.optim import patches
 from trainer.optim.lr_schedules import schedule_of
+from trainer.optim.on_shards import on_shards
+from trainer.optim.optimizer import scaling_in_kernel
 
 rates = st.floats(1e-6, 1e-1)
 steps = st.integers(1, 12)
@@ -146,3 +148,22 @@ def test_a_fused_kernel_skips_a_step_that_is_not_finite_by_its_flag_alone(kind, 
         patches.set_found_inf(optimizer, torch.ones(()))
     optimizer.step()
     assert bool(weight.isfinite().all()) == patched
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "Adagrad"])
+def test_a_fused_kernel_scales_gradients_as_clipping_does(kind):
+    first, second = (torch.ones(3, requires_grad=True) for _ in range(2))
+    factor = torch.tensor(0.25)
+    for weight, scale in ((first, 1.0), (second, factor)):
+        params = {"lr": 0.1, "weight_decay": 0.01, "fused": True}
+        optimizer = on_shards(f"torch.optim.{kind}", params)([weight], **params)
+        for step in range(3):
+            weight.grad = torch.tensor([1.0, -2.0, 3.0]) * (step + 1) * scale
+            if weight is first:
+                scaling_in_kernel(optimizer)([weight.grad], factor)
+            optimizer.step()
+    torch.testing.assert_close(first, second)
+    assert scaling_in_kernel(torch.optim.AdamW([first], foreach=True)) is None
+    half = torch.ones(3, dtype=torch.bfloat16, requires_grad=True)
+    kernel = on_shards("torch.optim.AdamW", {})([half], **{"fused": True})
+    assert scaling_in_kernel(kernel) is None

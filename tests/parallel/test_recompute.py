@@ -159,6 +159,23 @@ def test_a_block_may_write_over_what_is_kept(layer: Any, every: int) -> None:
     assert written == {chosen: {"topk"}, adapted: {"add"}}.get(layer, {"mm"})
 
 
+@pytest.mark.parametrize("scale", [torch.max, lambda values: values.amax(-1, keepdim=True)])
+def test_scales_of_float8_are_kept(scale: Any) -> None:
+    """They are small, and each costs a pass over a large tensor."""
+    rows, matrix = torch.randn(3, 8, requires_grad=True), torch.randn(8, 8, requires_grad=True)
+
+    def block(values: Any) -> Any:
+        values = torch.tanh(values)
+        return (values / scale(values.detach().abs())) @ matrix
+
+    result = activation_checkpointing._recomputed(block, Recompute("selective"), False, set(), rows)
+    with Counted() as counted:
+        mine = torch.autograd.grad(result.sum(), [rows, matrix])
+    assert counted.found["tanh"] == 1  # it is recomputed
+    assert not counted.found["max"] + counted.found["amax"]
+    torch.testing.assert_close(mine, torch.autograd.grad(block(rows).sum(), [rows, matrix]))
+
+
 @pytest.mark.parametrize("schedule", ["InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
 def test_halves_of_a_backward_pass_do_not_share_what_is_kept(schedule: str) -> None:
     """It was PyTorch's error in the first step."""

@@ -99,6 +99,8 @@ class Iteration:
 class Muon(OnShards, torch.optim.AdamW):
     """AdamW, and Muon in the groups whose `muon` is True. Collective over `shared`."""
 
+    kernels_read_all = False
+
     def __init__(
         self,
         params: Iterable[Group],

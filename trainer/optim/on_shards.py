@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch.optim.sgd import sgd
@@ -16,6 +17,9 @@ class OnShards(torch.optim.Optimizer):
     The updates are by element, and state is sharded as its parameter is. DTensor's own dispatch of
     a list takes time, wants one mesh, and has no fused SGD or Adagrad.
     """
+
+    kernels_read_all: ClassVar[bool] = True
+    """True if no gradient is read but by the class's own kernels."""
 
     def _init_group(self, group: dict[str, object], *lists: list[torch.Tensor]) -> object:
         result = super()._init_group(group, *lists)  # type: ignore[misc]
@@ -50,6 +54,7 @@ class SGD(OnShards, torch.optim.SGD):
                 foreach=group["foreach"],
                 fused=group["fused"],
                 found_inf=getattr(self, "found_inf", None),
+                grad_scale=getattr(self, "grad_scale", None),
                 **{name: group[name] for name in chosen},
             )
 

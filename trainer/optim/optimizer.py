@@ -60,6 +60,28 @@ def set_update(groups: Iterable[Group], update: Update) -> None:
             group["betas"] = update.betas
 
 
+def scaling_in_kernel(
+    optimizer: torch.optim.Optimizer,
+) -> Callable[[list[torch.Tensor], torch.Tensor], None] | None:
+    """Return a function that has a fused kernel scale the gradients that it reads in a step.
+
+    None for optimizers without such a kernel, and for gradients in 16 bits: PyTorch's own clipping
+    rounds them, a kernel does not.
+    """
+    if not (isinstance(optimizer, OnShards) and optimizer.kernels_read_all):
+        return None
+    if not optimizer.defaults.get("fused"):
+        return None
+    dtypes = {p.dtype for group in optimizer.param_groups for p in group["params"]}
+    if dtypes != {torch.float32}:
+        return None
+
+    def scale(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+        patches.set_grad_scale(optimizer, factor.reciprocal().to(gradients[0].device))
+
+    return scale
+
+
 def step_if_finite(
     optimizer: torch.optim.Optimizer, norm: torch.Tensor, step: Callable[[], object] | None = None
 ) -> None:

@@ -1,4 +1,4 @@
-"""A patch of PyTorch 2.15's fused optimizers: a flag on the device makes them skip a step."""
+"""Patches of PyTorch 2.15's fused optimizers: numbers on the device that they read in a step."""
 
 from __future__ import annotations
 
@@ -13,3 +13,12 @@ def set_found_inf(optimizer: torch.optim.Optimizer, found_inf: torch.Tensor) -> 
     when `Optimizer.step` takes it as an argument.
     """
     optimizer.found_inf = found_inf  # type: ignore[attr-defined]
+
+
+def set_grad_scale(optimizer: torch.optim.Optimizer, grad_scale: torch.Tensor) -> None:
+    """Have the fused kernel divide gradients by `grad_scale`, a float32 scalar, in its next steps.
+
+    Without it clipping reads and writes all gradients once more. The attribute is of the same
+    protocol.
+    """
+    optimizer.grad_scale = grad_scale  # type: ignore[attr-defined]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -108,14 +108,17 @@ class GradientNorm:
         counted: Iterable[nn.Parameter],
         mesh: ParallelMesh,
         device: torch.device,
+        scale: Callable[[list[torch.Tensor], torch.Tensor], None] | None = None,
     ) -> None:
+        """`scale`: multiplies gradients by a scalar, if not at once then in the coming step."""
         mine = set(counted)
         self._parameters = [(p, p in mine) for p in parameters]
         self._mesh = mesh
         self._device = device
+        self._scale = scale or _scale_at_once
 
     def clip(self, limit: float) -> torch.Tensor:
-        """Return the norm, then scale gradients down to `limit` if that is above 0. Collective."""
+        """Return the norm; scale gradients down to `limit` if that is above 0. Collective."""
         mine = [(counts, local(p.grad)) for p, counts in self._parameters if p.grad is not None]
         counted = [gradient for counts, gradient in mine if counts]
         squares = torch.zeros(())  # a stage may be frozen as a whole
@@ -127,9 +130,14 @@ class GradientNorm:
         total = squares.to(self._device)  # gradients may be offloaded
         norm = self._mesh.sum(total, "norm").sqrt()
         if limit > 0 and mine:
-            scale = torch.clamp(limit / (norm + 1e-6), max=1.0)
-            torch._foreach_mul_([gradient for _, gradient in mine], scale.to(mine[0][1].device))
+            factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+            self._scale([gradient for _, gradient in mine], factor)
         return norm
+
+
+def _scale_at_once(gradients: list[torch.Tensor], factor: torch.Tensor) -> None:
+    """Multiply gradients by a scalar, in place."""
+    torch._foreach_mul_(gradients, factor.to(gradients[0].device))
 
 
 def ends(mesh: ParallelMesh) -> dist.ProcessGroup | None:

@@ -13,7 +13,7 @@ from trainer.engines.torch.state import TorchState
 from trainer.errors import ConfigError, Problem
 from trainer.optim.builders import MUON, Builder
 from trainer.optim.muon import Shared, hidden_matrices
-from trainer.optim.optimizer import optimizer_of, step_if_finite
+from trainer.optim.optimizer import optimizer_of, scaling_in_kernel, step_if_finite
 from trainer.parallel import float8
 from trainer.parallel.forward_backward import ForwardBackward
 from trainer.parallel.gradients import GradientNorm, GradientSync
@@ -46,7 +46,8 @@ class TorchEngine(NormalisedEngine):
         averages = used is not None
         device = job.machine.device
         self._sync = GradientSync(modules, job.spec, mesh, job.reduction, averages=averages)
-        self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, device)
+        scale = scaling_in_kernel(optimizer)
+        self._norm = GradientNorm(self._sync.parameters, self._sync.counted, mesh, device, scale)
 
     def evaluate(self, micro_batches: Iterable[Batch]) -> tuple[torch.Tensor, torch.Tensor]:
         result = super().evaluate(micro_batches)

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm")
 """Matrix products by their names in `aten`, besides all that end in `grouped_mm`."""
+SMALL = ("topk", "max", "amax")
+"""Results that cost a pass over a large tensor: the choice of experts, the scales of float8."""
 
 
 def apply(model: nn.Module, spec: ModelSpec, recompute: Recompute, parts: int = 1) -> None:
@@ -206,8 +208,9 @@ def is_kept(operator: OpOverload, options: Mapping[str, object]) -> bool:
     """Return True for what `selective` keeps; it recomputes all else.
 
     These are matrix products, attention of any library by its name, what other ranks sent, the
-    choice of experts, which must be the same in the backward pass, and what a layer with an adapter
-    gives. `options` are the operator's keyword arguments.
+    choice of experts, which must be the same in the backward pass, the largest values, by which
+    float8 is scaled, and what a layer with an adapter gives. `options` are the operator's keyword
+    arguments.
     """
     return _is_costly(operator) or adapter_sums.is_sum(operator, options)
 
@@ -216,7 +219,7 @@ def is_kept(operator: OpOverload, options: Mapping[str, object]) -> bool:
 def _is_costly(operator: OpOverload) -> bool:
     name = getattr(operator, "_opname", str(operator))
     attention = "attention" in name or "attn" in name
-    return is_product(operator) or attention or is_sent(operator) or name == "topk"
+    return is_product(operator) or attention or is_sent(operator) or name in SMALL
 
 
 def is_sent(operator: OpOverload) -> bool:
