@@ -67,7 +67,7 @@ def broken(page: Path) -> list[str]:
 
 WORDS = 1500
 """The most that a first visit reads of a page."""
-TABLES = {"families.md", "reference.md"}
+TABLES = {"families.md", "gallery.md", "reference.md"}
 """Pages in which a line is looked up."""
 
 
