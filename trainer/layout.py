@@ -69,6 +69,14 @@ class PipelineSchedule:
             return actual, f"a multiple of {rounds}, the rounds of {ranks} ranks"
         return None
 
+    def bubble(self, micro_batches: int, ranks: int) -> float:
+        """Return the share of a step in which a rank waits for others (arXiv 2104.04473, 2.2).
+
+        Schedules that split the backward pass wait for less.
+        """
+        waits = ranks - 1
+        return waits / (micro_batches * self.stages_per_rank + waits)
+
 
 PIPELINE_SCHEDULES = {
     schedule.name: schedule

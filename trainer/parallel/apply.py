@@ -125,9 +125,7 @@ def stages_of_rank(
         stages.append(stage)
     say(f"a cut into stages over pipeline={layout.pipeline}")
     blocks = " | ".join(str(len(blocks)) for blocks in ranges)
-    waits = layout.pipeline - 1
-    rounds = layout.accumulation * layout.schedule.stages_per_rank
-    bubble = waits / (rounds + waits)
+    bubble = layout.schedule.bubble(layout.accumulation, layout.pipeline)
     idle = f"idle for about {bubble:.0%} of a step by {layout.schedule.name}"
     return stages, f"{layout.stages} pipeline stages of {blocks} blocks; {idle}"
 

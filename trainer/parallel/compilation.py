@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError, Problem, named_line
-from trainer.layout import Layout
+from trainer.layout import PIPELINE_SCHEDULES, Layout
 from trainer.models.names import expert_stacks
 from trainer.models.spec import ModelSpec
 from trainer.parallel import patches
@@ -128,7 +128,9 @@ def refusal(layout: Layout) -> str | None:
     if layout.pipeline > 1 and layout.schedule.splits_backward:
         block = "a compiled block computes all of its gradients at once"
         apart = f"{layout.schedule.name} computes gradients of weights apart, and {block}"
-        return f"{apart}. Use the schedule 1F1B or Interleaved1F1B."
+        other = PIPELINE_SCHEDULES["Interleaved1F1B"]
+        waits = other.bubble(layout.accumulation, layout.pipeline)
+        return f"{apart}. {other.name} is compiled; there a rank waits for {waits:.0%} of a step."
     return None
 
 
