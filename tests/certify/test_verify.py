@@ -534,6 +534,7 @@ def test_the_example_of_a_planted_bug_names_it(tmp_path: Path) -> None:
     assert result.code == 76, result.output
     first = r"FAIL: first differs at step 0, on rank \d: gradient transformer\.wte\.weight"
     assert re.search(first, result.output), result.output
+    assert "exit code" not in result.output, result.output  # the verdict has said it
 
 
 def test_a_run_in_bfloat16_alone_is_certified_in_float32(tmp_path):

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from trainer.errors import MeshloomError, Stalled, Stopped
+from trainer.errors import MeshloomError, NumericsError, Stalled, Stopped
 from trainer.supervise import status_files
 from trainer.supervise.forked import ForkedRank
 from trainer.supervise.notes import FOLDER, LEAVE_SECONDS, Failure, Notes
@@ -98,7 +98,10 @@ class _Rank:
         return Failure(self.number, self.process.returncode or MeshloomError.exit_code, self.ended)
 
     def described(self, code: int) -> str:
-        """Describe a failure without a report; empty before the first note: the rank printed it."""
+        """Describe a failure without a report; empty if the rank itself has printed what it is.
+
+        Before its first note it has, and so has `verify` with its verdict.
+        """
         place = self._notes.place(self.number)
         at = f"process {self.process.pid}, {place or 'while it started'}"
         who = f"rank {self.number} on {socket.gethostname()} ({at})"
@@ -109,7 +112,8 @@ class _Rank:
         if self.ended is None:
             after = f"{LEAVE_SECONDS:.0f} s after its last word, and was killed"
             return f"{Stalled.kind}: {who} had not ended {after}: what the run saved is whole"
-        return f"{who} ended with exit code {code}" if place else ""
+        printed = not place or code == NumericsError.exit_code
+        return "" if printed else f"{who} ended with exit code {code}"
 
     def _why(self, number: int) -> str:
         if number == signal.SIGKILL:
