@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.tools.planner.fakes.ledger import Allocation, peak_of
+from trainer.tools.planner.fakes.ledger import Allocation, Ledger
 
 
 def test_what_no_module_made_is_named_by_what_it_is() -> None:
@@ -12,7 +12,11 @@ def test_what_no_module_made_is_named_by_what_it_is() -> None:
         Allocation(2, "temporaries", "", "_to_copy", 0),
         Allocation(1, "activations", "model.layers.3.mlp", "_to_copy", 0),
     ]
-    sizes = peak_of("step 2", live).by_consumer
+    ledger = Ledger()
+    ledger.begin("step 2")
+    ledger.allocations += live
+    [peak] = ledger.peaks()
+    sizes = peak.by_consumer
     assert list(sizes.values()) == [12, 2, 1]
     zeros, cast, module = sizes
     assert zeros.startswith("optimizer of ") and not zeros.endswith("zeros_like")

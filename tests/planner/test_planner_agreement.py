@@ -23,6 +23,7 @@ from tests.support.messages import shows
 from tests.support.planned import subject
 from tests.support.training import LLAMA
 from trainer.layout import AXES, PIPELINE_SCHEDULES, Layout, Recompute
+from trainer.tools.planner.fakes.ledger import Ledger
 from trainer.tools.planner.fakes.messages import Message
 from trainer.tools.planner.simulate import Trace, simulate_all
 
@@ -337,9 +338,13 @@ def _ends(kind: str, rank: int, at: int, stage: int, layout: Layout) -> list[tup
     return []
 
 
+NO_MEMORY = Ledger().timeline()
+
+
 def checked(layout: Layout, said: Program, ranks: Any = None) -> list[Any]:
     chosen = range(layout.world_size) if ranks is None else ranks
-    return disagreements([Trace(rank, (), tuple(said[rank])) for rank in chosen], layout)
+    traces = [Trace(rank, NO_MEMORY, tuple(said[rank])) for rank in chosen]
+    return disagreements(traces, layout)
 
 
 LAYOUT = st.builds(

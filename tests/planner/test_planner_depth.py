@@ -32,6 +32,10 @@ CASES: dict[str, dict[str, Any]] = {
     "mesh, two stages": dict(engine="mesh", stage=2, stages=2),
     # the fullest moment of the first step is another with few blocks
     "mesh, zero3, full": dict(engine="mesh", stage=3, recompute="full", blocks=18, accumulation=1),
+    # with few blocks at the loss, with many when all gradients are there
+    "mesh, zero3, large vocabulary": dict(
+        engine="mesh", stage=3, recompute="full", blocks=30, accumulation=1, vocabulary=8192
+    ),
     "deepspeed, zero3": dict(engine="deepspeed", stage=3),
     "deepspeed, two stages": dict(engine="deepspeed", stage=1, stages=2),
 }
@@ -59,6 +63,7 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     case = CASES[name]
     blocks = case.get("blocks", 12)
     model = MODEL | {"num_hidden_layers": blocks, "tie_word_embeddings": False}
+    model |= {"vocab_size": case.get("vocabulary", 256)}
     recompute = case.get("recompute", "none")
     config = config_of(model, engine=case["engine"], activation_checkpointing=recompute)
     config |= {
@@ -75,8 +80,8 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     whole = planned(load(path), cluster)
     assert len(drawn.workload.spec.blocks) == blocks
     for line, exact in zip(drawn.roles, whole.roles, strict=True):
-        assert line.peak.size == pytest.approx(exact.peak.size, rel=0.03)
-        for peak in line.peaks:
+        for peak, whole_peak in zip(line.peaks, exact.peaks, strict=True):
+            assert peak.size == pytest.approx(whole_peak.size, rel=5e-3), peak.phase
             for name, size in peak.by_consumer.items():
                 assert size <= peak.by_kind[name.partition(" of ")[0]]
         assert [(s.name, s.axes, s.count, s.size) for s in line.sent] == [

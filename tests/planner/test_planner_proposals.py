@@ -6,6 +6,7 @@ import json
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from tests.support.counted import layout_of
@@ -342,14 +343,15 @@ def test_what_fits_is_found_for_405_billion_parameters():
 def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:
     """A plan whose ranks are not simulated, and take so many bytes of activations."""
     from trainer.tools.planner import extrapolate
-    from trainer.tools.planner.fakes.ledger import Peak
+    from trainer.tools.planner.fakes.timeline import Timeline
     from trainer.tools.planner.simulate import Trace
 
     def traces(jobs, devices):
         simulated.append(sum(len(workload.spec.blocks) for workload, _ in jobs))
-        steps = ("step 1", "step 2")
-        peaks = tuple(Peak(step, needed, {"activations": needed}, {}, 0) for step in steps)
-        return [Trace(rank, peaks, ()) for _, rank in jobs]
+        spans = np.array([[0, 2, needed, 0, 0]])
+        consumers = (("activations", "activations of all"),)
+        timeline = Timeline((("step 1", 0), ("step 2", 1)), (), spans, consumers, 2)
+        return [Trace(rank, timeline, ()) for _, rank in jobs]
 
     monkeypatch.setattr(extrapolate, "simulate_all", traces)
     return plan(raw, where)

@@ -18,9 +18,9 @@ from trainer.layout import Layout
 from trainer.models.names import units
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
 from trainer.tools.planner.depths import are_first, depths_of
-from trainer.tools.planner.fakes.ledger import Peak
 from trainer.tools.planner.fakes.messages import Message
-from trainer.tools.planner.simulate import Trace, Workload, simulate_all, step_name
+from trainer.tools.planner.fakes.timeline import Peak, alike
+from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
 STEADY = "step 2"
 STATE = ("weights", "gradients", "optimizer")
@@ -244,37 +244,57 @@ def micro_batches_of(layout: Layout) -> list[int]:
 
 def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak, ...]:
     """Extrapolate each phase's peak to the blocks and micro-batches in `goal`."""
-    peaks = []
-    for phase in [peak.phase for peak in next(iter(points.values())).peaks]:
-        at = {point: trace.peak(phase) for point, trace in points.items()}
-        kinds = _each({point: peak.by_kind for point, peak in at.items()}, goal)
-        consumers = _each({point: peak.by_consumer for point, peak in at.items()}, goal)
-        # peaks at two depths may be different moments: no consumer has more than all of its kind
-        for name, size in consumers.items():
-            consumers[name] = min(size, kinds[name.partition(" of ")[0]])
-        rounding = round(_plane({point: peak.rounding for point, peak in at.items()}, goal))
-        peaks.append(Peak(phase, sum(kinds.values()), kinds, consumers, rounding))
-    return _without_false_start(points, peaks)
+    rows: dict[int, dict[str, Peak]] = {}
+    for accumulation in dict.fromkeys(a for _, a in points):
+        traces = {depth: trace for (depth, a), trace in points.items() if a == accumulation}
+        rows[accumulation] = _at_depth(traces, goal[0])
+    phases = next(iter(rows.values()))
+    return tuple(_drawn({a: row[phase] for a, row in rows.items()}, goal[1]) for phase in phases)
 
 
-def _without_false_start(points: Mapping[Point, Trace], peaks: Sequence[Peak]) -> tuple[Peak, ...]:
-    """Leave out the first step if it is extrapolated to more memory than the second.
+def _at_depth(traces: Mapping[int | None, Trace], goal: float) -> dict[str, Peak]:
+    """Return the peak of each phase with `goal` blocks.
 
-    All that is there in the first step is there in the second, too, beside the optimizer's state.
-    If the simulated steps say so, such a peak was drawn through two different moments of the step.
+    It is the fullest of all moments that two depths have in common, each extrapolated by itself. A
+    phase without such (the build) has its own two peaks.
     """
-    first = step_name(0)
-    second = step_name(1)
-    known = all(trace.peak(first).size <= trace.peak(second).size for trace in points.values())
-    most = next(peak.size for peak in peaks if peak.phase == second)
-    return tuple(peak for peak in peaks if not known or peak.phase != first or peak.size <= most)
+    if len(traces) == 1:
+        return {peak.phase: peak for peak in next(iter(traces.values())).peaks}
+    low, high = sorted(depth for depth in traces if depth is not None)
+    few = traces[low].timeline
+    more = traces[high].timeline
+    peaks: dict[str, Peak] = {}
+    for (phase, *first), (_, *second) in zip(few.ranges(), more.ranges(), strict=True):
+        pieces = alike(few.parts(*first), more.parts(*second), high - low)
+        whole = (first[0], first[1]), (second[0], second[1])
+        for here, there in list(pieces) or [whole]:
+            moments = {
+                low: few.at(few.fullest(here), phase),
+                high: more.at(more.fullest(there), phase),
+            }
+            peak = _drawn(moments, goal)
+            if phase not in peaks or peak.size > peaks[phase].size:
+                peaks[phase] = peak
+    return peaks
 
 
-def _each(values: Mapping[Point, Mapping[str, float]], goal: tuple[float, int]) -> dict[str, int]:
+def _drawn(peaks: Mapping[int, Peak], goal: float) -> Peak:
+    """Extrapolate a moment, known at one or two numbers of blocks or micro-batches."""
+    kinds = _each({number: peak.by_kind for number, peak in peaks.items()}, goal)
+    consumers = _each({number: peak.by_consumer for number, peak in peaks.items()}, goal)
+    # with two numbers of micro-batches they may be two moments, of which nothing may be negative
+    for name, size in consumers.items():
+        consumers[name] = min(size, kinds[name.partition(" of ")[0]])
+    rounding = max(0, round(_straight({n: float(p.rounding) for n, p in peaks.items()}, goal)))
+    phase = next(iter(peaks.values())).phase
+    return Peak(phase, sum(kinds.values()), kinds, consumers, rounding)
+
+
+def _each(values: Mapping[int, Mapping[str, float]], goal: float) -> dict[str, int]:
     """Extrapolate each named value."""
     names = dict.fromkeys(name for named in values.values() for name in named)
     return {
-        name: round(_plane({point: named.get(name, 0) for point, named in values.items()}, goal))
+        name: max(0, round(_straight({n: named.get(name, 0) for n, named in values.items()}, goal)))
         for name in names
     }
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as optimizers
 
+from trainer.distributed.dtensor import local
 from trainer.engines import EngineKind, Job, Machine
 from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
@@ -26,9 +28,10 @@ from trainer.parallel.partition import block_ranges
 from trainer.recipe import SampleCost
 from trainer.storage import Json, imported
 from trainer.tasks.task import Batch, Task, bare_name
-from trainer.tools.planner.fakes.ledger import BUILD, SAVE, Ledger, Peak
+from trainer.tools.planner.fakes.ledger import BUILD, SAVE, Ledger
 from trainer.tools.planner.fakes.messages import Message, Messages
 from trainer.tools.planner.fakes.pretend import pretending
+from trainer.tools.planner.fakes.timeline import Peak, Timeline
 
 STEPS = 2
 """Optimizers create their state in the first step; from the second on all are alike."""
@@ -70,11 +73,15 @@ class Trace:
     """The record of one simulated rank."""
 
     rank: int
-    peaks: tuple[Peak, ...]
-    """The peak of each phase, in order."""
+    timeline: Timeline
     messages: tuple[Message, ...]
     copied: int = 0
     """Bytes that a background save copies to the host."""
+
+    @cached_property
+    def peaks(self) -> tuple[Peak, ...]:
+        """The peak of each phase, in order."""
+        return tuple(self.timeline.peaks())
 
     def peak(self, phase: str) -> Peak:
         return next(peak for peak in self.peaks if peak.phase == phase)
@@ -137,7 +144,7 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
                 ledger, copied = recorded(workload, machine, messages.begin)
-        pipe.send((Trace(rank, tuple(ledger.peaks()), tuple(messages.found), copied), None))
+        pipe.send((Trace(rank, ledger.timeline(), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
@@ -155,7 +162,8 @@ def recorded(
     Returns the ledger, and the bytes that a background save copies.
     """
     layout = replace(workload.layout, compile="none")  # fake tensors are not compiled
-    ledger = Ledger(vocabulary=workload.spec.language.vocabulary // layout.tensor)
+    vocabulary = workload.spec.language.vocabulary // layout.tensor
+    ledger = Ledger(vocabulary, workload.spec.blocks)
 
     def begin(phase: str) -> None:
         gc.collect()
@@ -201,14 +209,32 @@ def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
             ledger.of(kept, "weights", bare_name(name))
 
 
+def _gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, list[str]]]:
+    """Yield a gradient of each storage, and the names of all parameters whose gradients it has."""
+    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if (gradient := parameter.grad) is not None:
+                storage = local(gradient).untyped_storage()
+                found.setdefault(id(storage), (gradient, []))[1].append(bare_name(name))
+    yield from found.values()
+
+
+def common_name(names: Sequence[str]) -> str:
+    """Return the dotted name of the smallest module that has all of these parameters."""
+    parts = [name.split(".") for name in names]
+    alike = takewhile(lambda part: len(set(part)) == 1, zip(*parts, strict=False))
+    return ".".join(part[0] for part in alike)
+
+
 @contextmanager
 def _optimizers(ledger: Ledger, modules: Sequence[nn.Module]) -> Iterator[None]:
     """Name gradients and optimizer state in the ledger, whenever an optimizer steps."""
 
     def before(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        for module in modules:
-            for name, parameter in module.named_parameters():
-                ledger.of(parameter.grad, "gradients", bare_name(name))
+        ledger.mark()
+        for gradient, names in _gradients(modules):
+            ledger.of(gradient, "gradients", common_name(names))
         own = {parameter for module in modules for parameter in module.parameters()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:

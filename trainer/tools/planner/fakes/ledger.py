@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from pathlib import PurePath
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 from trainer.models.names import pattern_of
 from trainer.tasks.task import bare_name
 from trainer.tools.planner.fakes.pretend import resizes_reported
+from trainer.tools.planner.fakes.timeline import Peak, Timeline
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -90,6 +91,12 @@ class Allocation:
     died: int | None = None
 
     @property
+    def consumer(self) -> str:
+        """The kind with the module, blocks counted together; outside modules with what was made."""
+        made = pattern_of(self.module) or MADE.get(self.operator, self.operator)
+        return f"{self.kind} of {made}"
+
+    @property
     def rounded(self) -> int:
         """Bytes that an allocator gives it."""
         return -(-self.size // BLOCK) * BLOCK
@@ -102,38 +109,22 @@ class Allocation:
     def free(self, tick: int) -> None:
         self.died = tick
 
-    def lives(self, tick: int) -> bool:
-        return self.born <= tick and (self.died is None or self.died >= tick)
-
-
-@dataclass(frozen=True)
-class Peak:
-    """The moment of a phase, or of the whole run, with the most memory in use."""
-
-    phase: str
-    size: int
-    """Bytes."""
-    by_kind: dict[str, int]
-    by_consumer: dict[str, int]
-    """Bytes by kind and module, blocks counted together; outside modules by what was made."""
-    rounding: int
-    """Bytes that an allocator's rounding adds."""
-
-    @property
-    def largest(self) -> list[tuple[str, int]]:
-        """The three consumers with the most bytes."""
-        return sorted(self.by_consumer.items(), key=lambda item: -item[1])[:3]
-
 
 class Ledger(TorchDispatchMode):
     """A dispatch mode that records each storage made and freed while it is entered.
 
     `vocabulary`: floating-point tensors whose last dimension has this size count as logits.
+    `blocks`: the names of the model's blocks, in order.
     """
 
-    def __init__(self, vocabulary: int = 0) -> None:
+    def __init__(self, vocabulary: int = 0, blocks: Sequence[str] = ()) -> None:
         super().__init__()
         self.vocabulary = vocabulary
+        self._places = {name: place for place, name in enumerate(blocks)}
+        self._entered: list[tuple[int, int]] = []  # tick and place of each block's forward pass
+        self._marks: list[int] = []
+        self._in_backward = False
+        self._updated = ""  # the last phase that has begun its update
         self.allocations: list[Allocation] = []
         self.phases: list[tuple[str, int]] = []  # with their first ticks
         self._tick = 0
@@ -145,6 +136,12 @@ class Ledger(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """Begin `phase`: what follows belongs to it."""
         self.phases.append((phase, self._tick))
+
+    def mark(self) -> None:
+        """Begin the last part of the phase, the update, unless it has begun."""
+        if self._updated != self.phases[-1][0]:
+            self._updated = self.phases[-1][0]
+            self._marks.append(self._tick)
 
     def of(self, tensor: torch.Tensor | None, kind: str, name: str = "") -> None:
         """Set the kind, and the name, of a tensor's storage, which is recorded if it is new."""
@@ -190,6 +187,9 @@ class Ledger(TorchDispatchMode):
             # on a fake tensor the operator would copy
             return args[0] if isinstance(args[0], FakeTensor) else func(*args)
         self._tick += 1
+        if in_backward() is not self._in_backward:
+            self._in_backward = not self._in_backward
+            self._marks.append(self._tick)
         output = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(output):
             plain = isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor)
@@ -248,7 +248,11 @@ class Ledger(TorchDispatchMode):
         return "activations" if made else "temporaries"
 
     def _enter(self, module: nn.Module, arguments: object) -> None:
-        self._stack.append(self._names.get(module, self._module))
+        name = self._names.get(module, self._module)
+        # not if it is recomputed
+        if name in self._places and name != self._module and not in_backward():
+            self._entered.append((self._tick, self._places[name]))
+        self._stack.append(name)
 
     def _leave(self, module: nn.Module, arguments: object, output: object) -> None:
         if self._stack:
@@ -256,35 +260,39 @@ class Ledger(TorchDispatchMode):
 
     def peaks(self) -> list[Peak]:
         """Return each phase's peak, in order; the largest if the phase occurs several times."""
-        ends = [start for _, start in self.phases[1:]] + [self._tick + 1]
-        largest: dict[str, Peak] = {}
-        for (name, start), end in zip(self.phases, ends, strict=True):
-            peak = self._peak(name, start, end)
-            if name not in largest or peak.size > largest[name].size:
-                largest[name] = peak
-        return list(largest.values())
+        return self.timeline().peaks()
+
+    def timeline(self) -> Timeline:
+        """Return all that was recorded."""
+        places: dict[tuple[str, str], int] = {}
+        spans = []
+        for line in self.allocations:
+            if self._on_host(line):
+                continue
+            place = places.setdefault((line.kind, line.consumer), len(places))
+            died = self._tick if line.died is None else line.died
+            spans.append((line.born, died, line.size, line.rounded - line.size, place))
+        table = np.array(spans, np.int64).reshape(-1, 5)
+        marks = sorted({*self._marks, *self._passes()})
+        return Timeline(tuple(self.phases), tuple(marks), table, tuple(places), self._tick + 1)
+
+    def _passes(self) -> Iterator[int]:
+        """Yield the ticks at which the first and the last block of each forward pass begin."""
+        runs: list[list[int]] = []
+        previous = -1
+        for tick, place in self._entered:
+            if not runs or place <= previous:
+                runs.append([])
+            runs[-1].append(tick)
+            previous = place
+        for run in runs:
+            yield run[0]
+            yield run[-1]
 
     def _on_host(self, line: Allocation) -> bool:
         """Return True for a whole parameter that was freed while the engine was built."""
         built = next((tick for phase, tick in self.phases if phase != BUILD), self._tick)
         return line.kind == INITIAL and line.died is not None and line.died <= built
-
-    def _peak(self, phase: str, start: int, end: int) -> Peak:
-        changes: Counter[int] = Counter()
-        lines = [line for line in self.allocations if not self._on_host(line)]
-        for line in lines:
-            died = self._tick + 1 if line.died is None else line.died
-            if line.born < end and died >= start:
-                changes[max(line.born, start)] += line.size
-                changes[died + 1] -= line.size
-        size = most = 0
-        when = start
-        for tick in sorted(tick for tick in changes if tick < end):
-            size += changes[tick]
-            if size > most:
-                most = size
-                when = tick
-        return peak_of(phase, [line for line in lines if line.lives(when)])
 
 
 @cache
@@ -299,14 +307,6 @@ def _device(tensor: torch.Tensor) -> torch.device:
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
 
 
-def peak_of(phase: str, live: Iterable[Allocation]) -> Peak:
-    """Add up the storages that live at one moment of `phase`."""
-    kinds = Counter[str]()
-    consumers = Counter[str]()
-    rounding = 0
-    for line in live:
-        kinds[line.kind] += line.size
-        made = pattern_of(line.module) or MADE.get(line.operator, line.operator)
-        consumers[f"{line.kind} of {made}"] += line.size
-        rounding += line.rounded - line.size
-    return Peak(phase, sum(kinds.values()), dict(kinds), dict(consumers), rounding)
+def in_backward() -> bool:
+    """Return True within a backward pass, where a forward pass is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
