@@ -98,6 +98,9 @@ ARMS = {
     "mesh": Arm(45, PLAIN),
     PROFILED: Arm(75, COMPILED),
     "mesh, compiled, float8": Arm(65, COMPILED | {"float8": "tensorwise"}),
+    "mesh, compiled, float8 with the head": Arm(
+        65, COMPILED | {"float8": "tensorwise", "float8_head": True}, by_default=False
+    ),
     "bare FSDP2": Arm(35, by_default=False),
     "bare FSDP2, compiled": Arm(50),
     "accelerate": Arm(35, {"engine": "accelerate", "compile": "none"}, by_default=False),

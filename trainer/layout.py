@@ -158,6 +158,8 @@ class Layout(StateLayout):
     """
     float8: Float8 = "none"
     """How the factors of float8 products are scaled, in large linear layers of blocks."""
+    float8_head: bool = False
+    """True if the head multiplies in float8, too; not without `float8`."""
     sequence_parallel: bool = False
     """True if between the split matrices each tensor rank has a part of each row's tokens."""
     updated: Precision = "float32"
@@ -263,7 +265,7 @@ class Layout(StateLayout):
         if self.updated != "float32":
             words.append(f"updated in {self.updated}")
         if self.float8 != "none":
-            words.append(f"float8 {self.float8}")
+            words.append(f"float8 {self.float8}" + " with the head" * self.float8_head)
         return ", ".join(words)
 
 
@@ -290,6 +292,7 @@ def layout_of(config: Config, world_size: int) -> Layout:
         sync_batch_norm=config.trainer.sync_batch_norm,
         compile=config.trainer.compile,
         float8=config.trainer.float8,
+        float8_head=config.trainer.float8_head,
         router_bias_rate=config.trainer.router_bias_update_rate,
         sequence_parallel=settings.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if low and _precision(config) == "bfloat16" else "float32",

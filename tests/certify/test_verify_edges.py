@@ -51,6 +51,18 @@ def float8_without_a_layer() -> Any:
     return around(float8, "layers", lambda real, *given: real(*given)[:-1])
 
 
+def plain_head_on_rank_1() -> Any:
+    import torch.distributed as dist
+
+    from trainer.tasks.losses.cross_entropy import LossHead
+
+    def others(real, self, cast):
+        if dist.get_rank() != 1:
+            real(self, cast)
+
+    return around(LossHead, "multiply_by", others)
+
+
 def with_masks(change: Callable[[dict[str, Any]], None]) -> Any:
     """`change(wanted)` comes before the run's own masks are made; not those of one process."""
     from trainer.tasks.masks import Masks
@@ -93,12 +105,14 @@ class Missed:
 
 FLOAT8 = {"float8": "tensorwise", "model": {"config": LLAMA}, **QUICK}
 ROWWISE = {**FLOAT8, "float8": "rowwise"}
+HEAD = {**ROWWISE, "float8_head": True, "model": {"config": LLAMA | {"vocab_size": 64}}}
 PACKED = {"model": {"config": LLAMA}, "data": {"sequence_length": 96, "documents": "pack"}}
 WINDOW = {"model": {"config": MISTRAL}, **QUICK}
 FAULTS = {
     norm_without_experts_of_rank_1: Missed("norm", 3, SPREAD | QUICK),
     no_float8: Missed("option", trainer=FLOAT8),
     float8_without_a_layer: Missed("option", trainer=FLOAT8),
+    plain_head_on_rank_1: Missed("option", trainer=HEAD),
     documents_together_in_long_rows: Missed("output", trainer=PACKED),
     window_one_too_long_hides_nothing: Missed("output", trainer=WINDOW),
 }

@@ -433,6 +433,17 @@ CONFLICTS = [
         ('trainer.activation_checkpointing: saw "every:0"', '"none"', '"every:N"'),
     ),
     (
+        {"trainer": {"float8_head": True}},
+        ("trainer.float8_head: saw true", 'trainer.float8 "none"', "rowwise"),
+    ),
+    *(
+        (
+            {"trainer": {"task": task, "float8": "rowwise", "float8_head": True}},
+            ("trainer.float8_head: saw true", 'the task "causal_lm"', task),
+        )
+        for task in ("masked_lm", "pairs", "distillation", "labels")
+    ),
+    (
         {"trainer": {"evaluation": {"every": 0}}},
         ("trainer.evaluation.every: saw 0", "off", "trainer.data.evaluation_fraction"),
     ),
@@ -1541,6 +1552,7 @@ these, or in a note.
 REFUSED = {
     "recipe",
     "warmup_ratio",
+    "float8_head",
     "evaluation.patience",
     "evaluation.tasks",
     "log.by_source",

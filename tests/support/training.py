@@ -70,6 +70,7 @@ class Case:
     precision: str = "float32"
     schedule: str = "1F1B"
     float8: str = "none"
+    float8_head: bool = False
     recompute: str = "none"
     every: int = 1
     tile: int = 0
@@ -249,6 +250,7 @@ def layout_of(case: Case) -> Any:
         schedule=PIPELINE_SCHEDULES[case.schedule],
         compile=case.compile,
         float8=case.float8,
+        float8_head=case.float8_head,
         sequence_parallel=case.more.get("tensor_parallel", {}).get("sequence_parallel", False),
         updated="bfloat16" if case.more.get("bf16", {}).get("bf16_optimizer_states") else "float32",
         router_bias_rate=case.router_bias_rate,

@@ -31,7 +31,12 @@ from trainer.certify.one_process.expected import (
     right_of,
 )
 from trainer.certify.one_process.factors import multiply_in_float8, shaken
-from trainer.certify.one_process.optimizers import optimizer_of, scheduler_of, state_of_optimizer
+from trainer.certify.one_process.optimizers import (
+    optimizer_of,
+    scheduler_of,
+    state_of_optimizer,
+    update_by,
+)
 from trainer.certify.one_process.repeated import (
     FEWER,
     REPEATS,
@@ -81,11 +86,12 @@ class Reference(ABC):
         self._smoothing = small.config.trainer.label_smoothing
         in_float8 = self._layout.float8 != "none"
         self._scale = self._layout.data_ranks if in_float8 else 1  # float8 rounds as in the engine
+        self._factor = 1.0
         self._margin = 0.05 if small.low_precision or in_float8 else 1e-4
         self.model = own.model.to(device)
         self.published = own.published
         if in_float8:
-            multiply_in_float8(self.model, spec, self._layout)
+            multiply_in_float8(self.model, spec, self._layout, lambda: self._factor)
         self._named = dict(self.model.named_parameters())
         self.frozen = {
             name for name, parameter in self._named.items() if not parameter.requires_grad
@@ -234,6 +240,7 @@ class Reference(ABC):
     ) -> tuple[float, Tensors]:
         """Return the mean loss of micro-batches with `counted` targets together; its gradients."""
         model.zero_grad()
+        self._factor = self._scale / counted
         total = 0.0
         self._outputs = {}
         self._loads.begin()
@@ -334,16 +341,7 @@ class Reference(ABC):
                 parameter.grad = gradient.reshape(parameter.shape).to(self._device, copy=True)
         if limit > 0:  # as PyTorch clips, bit for bit, because Muon then rounds to 16 bits
             nn.utils.clip_grads_with_norm_(self._named.values(), limit, torch.tensor(norm))
-        groups = self._optimizer.param_groups
-        if step >= self.small.steps:
-            for group in groups:
-                group["lr"] = PROBE_RATE
-        scheduled = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] *= group["lr_multiplier"]
-        self._optimizer.step()
-        for group, rate in zip(groups, scheduled, strict=True):
-            group["lr"] = rate
+        update_by(self._optimizer, PROBE_RATE if step >= self.small.steps else None)
         self._optimizer.zero_grad()
         self._loads.move()
         if self._scheduler is not None:

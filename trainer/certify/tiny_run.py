@@ -165,7 +165,7 @@ def tiny_run(
         if installed("torchao"):
             notes.append("float8 emulated, in layers of any size; its rounding is measured")
         else:
-            small.append("trainer.float8=none")
+            small += ["trainer.float8=none", "trainer.float8_head=false"]
             notes.append("products in the run's precision: torchao is not installed")
     facts = RuntimeFacts(world_size, HIDDEN, steps, False, "cpu")
     composed = compose(load(path, small), facts)

@@ -36,6 +36,7 @@ def validate(raw: object, folder: str = "") -> tuple[TrainerSection, list[Proble
         *_of_mixture(section.data),
         *_of_stream(section),
         *_of_parameters(section),
+        *_of_float8(section),
         *_of_intervals(section),
     ]
     return section, problems
@@ -138,6 +139,14 @@ def _of_parameters(section: TrainerSection) -> Iterator[Problem]:
             yield Problem(place, actual, "an lr_multiplier or a weight_decay")
     if section.mesh.replicate == -1 and section.mesh.shard == -1:
         yield Problem("trainer.mesh", "saw -1 for both axes", "-1 for at most one of them")
+
+
+def _of_float8(section: TrainerSection) -> Iterator[Problem]:
+    """Yield the contradiction of a head in float8 beside layers that are not."""
+    if section.float8_head and section.float8 == "none":
+        place = "trainer.float8_head"
+        hint = 'Set trainer.float8 to "rowwise" or "tensorwise".'
+        yield Problem(place, 'saw true, with trainer.float8 "none"', "trainer.float8", hint)
 
 
 def _of_intervals(section: TrainerSection) -> Iterator[Problem]:

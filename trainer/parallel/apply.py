@@ -3,9 +3,9 @@
 1. the task turns the head into one that returns the loss: later steps wrap modules, which have
    their final class by then; biases of routers that are to move become buffers, which no step
    below divides or rounds;
-2. large linear layers become float8 ones; expert parallelism divides experts, tensor parallelism
-   splits matrices, in float8 or not: FSDP then shards what each of their ranks has, and a
-   recomputed block runs its collectives again;
+2. large linear layers, and the head if it is to, multiply in float8; expert parallelism divides
+   experts, tensor parallelism splits matrices, in float8 or not: FSDP then shards what each of
+   their ranks has, and a recomputed block runs its collectives again;
 3. MLPs compute in tiles of tokens, inside the hooks that join rows for the split matrices; then
    activation checkpointing wraps the forward of blocks: outside both, inside the hooks of dropout
    and FSDP, so that recomputing gathers and seeds nothing twice;
@@ -70,7 +70,8 @@ def wrap_blocks(
         expert_loads.hold(model, spec)
     if mesh is not None and layout.float8 != "none":
         float8.apply(model, spec, layout, mesh.device_mesh.device_type)
-        say(f"float8 ({layout.float8}) to large linear layers")
+        head = " and the head" if layout.float8_head else ""
+        say(f"float8 ({layout.float8}) to large linear layers{head}")
     if mesh is not None and layout.expert > 1:
         expert_ranks.apply(model, spec, mesh)
         say(f"expert parallelism over expert={layout.expert}")

@@ -1,9 +1,18 @@
-"""float8 matrix products by torchao (`trainer.float8`), in the large linear layers of blocks."""
+"""float8 matrix products by torchao, in the large linear layers of blocks (`trainer.float8`) and in
+the head (`trainer.float8_head`).
+
+The head multiplies chunk by chunk, so its scales are such that no number depends on where chunks
+end: a token's hidden state has one, and so has the gradient of its logits. The gradient of the
+head's matrix is a product over tokens, whose scales would be those of a chunk: it stays in the
+run's precision. torchao calls this recipe `rowwise_with_gw_hp`. Its scales are powers of 2; here
+they are not rounded, so that in float32 a gradient is rounded alike, whatever factor the loss has.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -14,11 +23,14 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.storage import imported, installed
+from trainer.tasks.losses.chunks import CastMatrix, Compilable
 
 LEAST = 1024
 """The least width of a layer: for smaller ones casts may take longer than float8 saves."""
 MULTIPLE = 16
 """The kernels take multiples of it."""
+HEAD_RECIPE = "rowwise_with_gw_hp"
+"""torchao's name of the recipe by which a head multiplies, whatever the layers' is."""
 
 
 def refusal(layout: Layout) -> str | None:
@@ -32,6 +44,9 @@ def refusal(layout: Layout) -> str | None:
     if layout.tensor > 1 and layout.float8 == "tensorwise":
         tensors = "tensors that tensor parallelism can't split"
         return f'Weights are gathered in float8 as {tensors}. Set trainer.float8 to "rowwise".'
+    if layout.tensor > 1 and layout.float8_head:
+        split = "tensor parallelism splits the vocabulary"
+        return f"trainer.float8_head is for a whole head, and {split}. Set it to false."
     return None
 
 
@@ -80,9 +95,25 @@ def check(spec: ModelSpec, layout: Layout) -> None:
             expected = "as many rows on each rank"
             hint = 'Take "rowwise", or another mesh.shard.'
             raise ConfigError(Problem("trainer.float8", actual, expected, hint))
+    if layout.float8_head:
+        _check_head(model, spec)
     gpu = torch.cuda.is_available()
     if gpu and torch.cuda.get_device_capability() < (8, 9) and torch.version.hip is None:
         raise lacking(layout, torch.cuda.get_device_name())
+
+
+def _check_head(model: nn.Module, spec: ModelSpec) -> None:
+    """Raise ConfigError for a head that does not return the logits, or of other sizes."""
+    place = "trainer.float8_head"
+    hint = "Set it to false."
+    if not spec.language.head.plain:
+        actual = f"{spec.name}, whose logits are more than its head's product"
+        raise ConfigError(Problem(place, actual, "logits as the head returns them", hint))
+    head: nn.Linear = model.get_output_embeddings()  # type: ignore[operator]
+    if any(size % MULTIPLE for size in head.weight.shape):
+        vocabulary, width = head.weight.shape
+        actual = f"a vocabulary of {vocabulary:,} and a width of {width:,} in {spec.name}"
+        raise ConfigError(Problem(place, actual, f"multiples of {MULTIPLE}", hint))
 
 
 def lacking(layout: Layout, gpu: str) -> ConfigError:
@@ -92,7 +123,9 @@ def lacking(layout: Layout, gpu: str) -> ConfigError:
 
 
 def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: str) -> None:
-    """Have the layers multiply in float8, in place; the device "cpu" emulates it.
+    """Have the layers, and the head if it is to, multiply in float8, in place.
+
+    The device "cpu" emulates it.
 
     Weights with one scale each ("tensorwise") are gathered in float8, too. Layers that tensor
     parallelism splits afterwards have the scales of a rank's part.
@@ -106,6 +139,89 @@ def apply(model: nn.Module, spec: ModelSpec, layout: Layout, device: str) -> Non
     )
     wanted = lambda module, name: name in chosen  # noqa: E731
     float8.convert_to_float8_training(model, config=config, module_filter_fn=wanted)
+    if layout.float8_head:
+        cast = head_cast(emulate=device == "cpu")
+        for module in model.modules():
+            if (multiply_by := getattr(module, "multiply_by", None)) is not None:
+                multiply_by(cast)
+
+
+@dataclass(frozen=True)
+class HeadCast:
+    """Casts a head's matrix to float8, and multiplies chunks by it."""
+
+    by_row: Compilable
+    """Returns W^T of W [v, h], with a scale for each row of W."""
+    as_one: Compilable
+    """Returns W with one scale, its columns contiguous, as the kernels take it."""
+    logits: Compilable
+    """Returns x W^T of hidden states [n, h] and of what `by_row` returns."""
+    hidden_gradient: Compilable
+    """Returns g W of the logits' gradient [n, v] and of what `as_one` returns."""
+
+    def __call__(self, weight: torch.Tensor) -> CastMatrix:
+        return Float8Matrix(weight, self)
+
+    def compiled(self, by: Any) -> HeadCast:
+        parts = self.by_row, self.as_one, self.logits, self.hidden_gradient
+        return HeadCast(*map(by, parts))
+
+
+class Float8Matrix:
+    """A head's matrix [v, h], cast when a product first needs it."""
+
+    def __init__(self, weight: torch.Tensor, cast: HeadCast) -> None:
+        self._weight = weight
+        self._cast = cast
+
+    @cached_property
+    def _by_row(self) -> torch.Tensor:
+        return self._cast.by_row(self._weight)
+
+    @cached_property
+    def _as_one(self) -> torch.Tensor:
+        return self._cast.as_one(self._weight)
+
+    def logits(self, part: torch.Tensor) -> torch.Tensor:
+        return self._cast.logits(part, self._by_row)
+
+    def hidden_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        return self._cast.hidden_gradient(grad, self._as_one)
+
+
+def head_cast(emulate: bool) -> HeadCast:
+    """Build what casts a head's matrix; `emulate`: for a device without float8."""
+    config = imported("torchao.float8.config", "trainer.float8_head")
+    scaling = imported("torchao.float8.float8_scaling_utils", "trainer.float8_head")
+    tensors = imported("torchao.float8.float8_training_tensor", "trainer.float8_head")
+    role = tensors.GemmInputRole
+    recipe = config.Float8LinearConfig.from_recipe_name(HEAD_RECIPE)
+    products = (recipe.gemm_config_output, recipe.gemm_config_grad_input)
+    fast = [product.use_fast_accum for product in products]
+    mm = tensors.ScaledMMConfig
+    how = tensors.LinearMMConfig(*(mm(emulate, each) for each in (*fast, fast[1])))
+    cast = partial(
+        scaling.hp_tensor_to_float8_dynamic,
+        float8_dtype=recipe.cast_config_weight.target_dtype,
+        linear_mm_config=how,
+    )
+    by_rows = {"scaling_granularity": config.ScalingGranularity.AXISWISE}
+
+    def by_row(weight: torch.Tensor) -> torch.Tensor:
+        return cast(weight.t(), gemm_input_role=role.WEIGHT, axiswise_dim=0, **by_rows)
+
+    def as_one(weight: torch.Tensor) -> torch.Tensor:
+        return cast(weight.t().contiguous(), gemm_input_role=role.WEIGHT).t()
+
+    def logits(part: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        rows = cast(part, gemm_input_role=role.INPUT, axiswise_dim=-1, **by_rows)
+        return torch.mm(rows, matrix)
+
+    def hidden_gradient(grad: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+        rows = cast(grad, gemm_input_role=role.GRAD_OUTPUT, axiswise_dim=-1, **by_rows)
+        return torch.mm(rows, matrix)
+
+    return HeadCast(by_row, as_one, logits, hidden_gradient)
 
 
 def converted(layer: nn.Module) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
+from trainer.distributed.autograd import differentiable_once
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.storage import imported
@@ -68,6 +69,49 @@ class InParts(nn.Linear):
         return whole if self.bias is None else whole + self.bias
 
 
+class HeadInFloat8(nn.Linear):
+    """An output head that multiplies with the gradient of the sum of the losses.
+
+    In 16 bits that gradient is rounded before it is cast, so it matters that it is the sum's. What
+    the head passes on is the gradient of the sum times a factor, which the caller's loss is.
+    """
+
+    def __init__(self, head: nn.Linear, part: nn.Module, factor: Callable[[], float]) -> None:
+        nn.Module.__init__(self)
+        self.in_features = head.in_features
+        self.out_features = head.out_features
+        self.weight = head.weight
+        self.bias = head.bias
+        self._part = (part,)  # not a child, whose parameters would be the model's
+        self._factor = factor
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Return logits in float32, [..., vocabulary], of hidden states [..., width]."""
+        factor = self._factor()
+        weight: torch.Tensor = _Times.apply(self.weight, factor)
+        hidden: torch.Tensor = _Times.apply(input, factor)
+        logits: torch.Tensor = functional_call(self._part[0], {"weight": weight}, (hidden,))
+        if self.bias is not None:
+            logits = logits + _Times.apply(self.bias, factor)
+        return _Times.apply(logits.float(), 1 / factor)  # type: ignore[no-any-return]
+
+
+class _Times(torch.autograd.Function):
+    """Returns a tensor as it is, and multiplies its gradient by a factor."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, given: torch.Tensor, factor: float
+    ) -> torch.Tensor:
+        ctx.factor = factor
+        return given.view_as(given)
+
+    @staticmethod
+    @differentiable_once("a head in float8")
+    def backward(ctx: Any, gradient: torch.Tensor) -> object:  # type: ignore[override]
+        return gradient * ctx.factor, None
+
+
 def layers_of(model: nn.Module, blocks: Sequence[str], parts: Parts) -> list[str]:
     """List the trained linear layers of the blocks that multiply in float8."""
     layers = []
@@ -80,11 +124,14 @@ def layers_of(model: nn.Module, blocks: Sequence[str], parts: Parts) -> list[str
     return layers
 
 
-def multiply_in_float8(model: nn.Module, spec: ModelSpec, layout: Layout) -> None:
-    """Replace those layers by torchao's, in place, and emulate float8.
+def multiply_in_float8(
+    model: nn.Module, spec: ModelSpec, layout: Layout, factor: Callable[[], float]
+) -> None:
+    """Replace those layers, and the head if the layout says so, by torchao's, in place, and emulate
+    float8.
 
-    Factors have a scale for each matrix, or one for each row, as the layout says. Raises
-    ConfigError if torchao can't be imported.
+    Factors have a scale for each matrix, or one for each row, as the layout says. `factor` returns
+    what the sum of the losses is multiplied by. Raises ConfigError if torchao can't be imported.
     """
     float8 = imported("torchao.float8", "trainer.float8")
     config = replace(float8.Float8LinearConfig.from_recipe_name(layout.float8), emulate=True)
@@ -94,28 +141,55 @@ def multiply_in_float8(model: nn.Module, spec: ModelSpec, layout: Layout) -> Non
     float8.convert_to_float8_training(
         model, config=config, module_filter_fn=lambda module, name: name in whole
     )
-    shell = float8.convert_to_float8_training(
-        nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta")), config=config
-    )[0]
+    shell = _shell(config)
     for name in layers:
         dimension = parts.dimension(name)
         if dimension is not None:
             layer = model.get_submodule(name)
             assert isinstance(layer, nn.Linear)
             model.set_submodule(name, InParts(layer, shell, dimension, parts.ranks))
+    if layout.float8_head:
+        name, head = _head_of(model)
+        model.set_submodule(name, HeadInFloat8(head, _shell(_head_config()), factor))
+
+
+def _shell(config: object) -> nn.Module:
+    """Return torchao's layer of a config, for products with a matrix that a caller gives it."""
+    float8 = imported("torchao.float8", "trainer.float8")
+    plain = nn.Sequential(nn.Linear(MULTIPLE, MULTIPLE, bias=False, device="meta"))
+    return float8.convert_to_float8_training(plain, config=config)[0]  # type: ignore[no-any-return]
+
+
+def _head_of(model: nn.Module) -> tuple[str, nn.Linear]:
+    """Return the name and the module of the output head."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    return next((name, head) for name, module in model.named_modules() if module is head)
+
+
+def _head_config() -> object:
+    """Return torchao's config of the head.
+
+    The gradient of its matrix is not in float8. Each row of hidden states and of the logits'
+    gradient has a scale, which is not rounded to a power of 2.
+    """
+    float8 = imported("torchao.float8", "trainer.float8")
+    recipe = float8.Float8LinearConfig.from_recipe_name("rowwise_with_gw_hp")
+    return replace(recipe, emulate=True, round_scales_to_power_of_2=False)
 
 
 def lowered(model: nn.Module, dtype: torch.dtype, kind: str) -> nn.Module:
     """Copy the model with parameters in a lower precision.
 
     Weights with one scale each (`kind` "tensorwise") stay in float32: they are gathered in float8,
-    to which they are rounded directly.
+    to which they are rounded directly. The head's is gathered in the lower precision.
     """
     low = copy.deepcopy(model)
     kept = set[int]()
     if kind == "tensorwise":
         linear = imported("torchao.float8.float8_linear", "trainer.float8").Float8Linear
-        kept = {id(module.weight) for module in low.modules() if isinstance(module, linear)}
+        scaled = [module for module in low.modules() if isinstance(module, linear)]
+        casts = {id(layer.weight): layer.config.cast_config_weight for layer in scaled}
+        kept = {own for own, cast in casts.items() if cast.scaling_granularity.name == "TENSORWISE"}
     for parameter in low.parameters():
         if id(parameter) not in kept:
             parameter.data = parameter.data.to(dtype)

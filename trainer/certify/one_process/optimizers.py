@@ -121,3 +121,20 @@ def state_of_optimizer(
         for part, value in optimizer.state[parameter].items()
         if torch.is_tensor(value)
     }
+
+
+def update_by(optimizer: torch.optim.Optimizer, rate: float | None) -> None:
+    """Take a step in which each group has its multiple of the learning rate.
+
+    `rate`: the learning rate from here on; None: as the schedule has set it.
+    """
+    groups = optimizer.param_groups
+    if rate is not None:
+        for group in groups:
+            group["lr"] = rate
+    scheduled = [group["lr"] for group in groups]
+    for group in groups:
+        group["lr"] *= group["lr_multiplier"]
+    optimizer.step()
+    for group, own in zip(groups, scheduled, strict=True):
+        group["lr"] = own

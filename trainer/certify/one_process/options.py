@@ -82,9 +82,11 @@ def options_of(small: Tiny, architecture: PreTrainedConfig = None) -> list[Optio
         )
 
     if layout.float8 != "none":
-        options.append(
-            Option("float8", replace(small, layout=replace(layout, float8="none")), each=True)
-        )
+        plain = replace(layout, float8="none", float8_head=False)
+        options.append(Option("float8", replace(small, layout=plain), each=True))
+    if layout.float8_head:
+        in_blocks = replace(layout, float8_head=False)
+        options.append(Option("float8_head", replace(small, layout=in_blocks), each=True))
     if section.label_smoothing:
         add("label_smoothing", {"label_smoothing": 0.0})
     if section.neftune_alpha:

@@ -10,6 +10,7 @@ from pydantic.fields import FieldInfo
 from trainer.config.keys.key import Key, Recipes
 from trainer.storage import Json
 
+CAUSAL = Recipes(("causal_lm",))
 TEXT = Recipes(("causal_lm", "pairs", "distillation"))
 DOCUMENTS = Recipes(("causal_lm", "distillation"))
 """The recipes whose samples are made of documents, one after the other."""

@@ -21,6 +21,7 @@ from trainer.config.sections.model_and_data import (
 )
 from trainer.config.sections.pair_losses import PairsSection
 from trainer.config.sections.section import (
+    CAUSAL,
     DISTILLATION,
     EMBEDDINGS,
     HELD_OUT,
@@ -250,6 +251,10 @@ class _Execution(Section):
     """Large linear layers of blocks multiply in float8 by torchao, with a scale a matrix or a row.
 
     On GPUs that have it; a CPU emulates it."""
+    float8_head: Annotated[bool, Key(recipes=CAUSAL)] = False
+    """True if the head multiplies in float8, too: its logits, and the gradient of its input.
+
+    With a scale a row; the gradient of its matrix stays in the run's precision."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     plan: Literal["refuse", "warn", "off"] = "refuse"
     """The reaction to a predicted lack of device memory; "off" predicts nothing.

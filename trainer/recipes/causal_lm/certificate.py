@@ -13,6 +13,7 @@ import numpy as np
 
 from trainer.certify.case import MakeReference
 from trainer.certify.one_process.edges import Edge, edges_of, note_of
+from trainer.certify.one_process.factors import MULTIPLE
 from trainer.certify.one_process.options import Amend, Option, options_of, without_rates
 from trainer.certify.one_process.saved_copy import SavedCopy
 from trainer.certify.recording import Sources
@@ -186,6 +187,8 @@ def with_copy(small: Tiny, plain: ModelSpec) -> tuple[Tiny, tuple[int, int, Size
     few = SIZES.vocabulary
     least, twice = (plain.tiny.copy(layers, split, Sizes(ids)).parameters for ids in (few, 2 * few))
     vocabulary = min(known, few + max(0, PARAMETERS - least) * few // max(1, twice - least))
+    if small.layout.float8_head and vocabulary < known:
+        vocabulary -= vocabulary % MULTIPLE
     wanted: int = small.config.trainer.data.sequence_length
     most = min(plain.language.positions or wanted, LONGEST_ROW, LOGITS // vocabulary)
     row = max(LONGEST, min(wanted, LONGEST if small.packed else most))

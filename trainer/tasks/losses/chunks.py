@@ -8,7 +8,7 @@ Shapes: n tokens, h hidden size, v vocabulary. Where there is no weight, what is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,6 +27,10 @@ FEWEST = 512
 a byte in 16 bits, and an H100 does 295 in the time of a byte."""
 
 
+Compilable = Callable[..., torch.Tensor]
+"""A function of tensors."""
+
+
 class AutogradContext(Protocol):
     """The context of an autograd function, which torch leaves untyped."""
 
@@ -34,6 +38,25 @@ class AutogradContext(Protocol):
     saved_tensors: tuple[torch.Tensor, ...]
 
     def save_for_backward(self, *tensors: torch.Tensor | None) -> None: ...
+
+
+class CastMatrix(Protocol):
+    """A head's matrix W [v, h], cast to another precision for the products with chunks."""
+
+    def logits(self, part: torch.Tensor) -> torch.Tensor:
+        """Return x W^T [n, v] of hidden states [n, h]."""
+
+    def hidden_gradient(self, grad: torch.Tensor) -> torch.Tensor:
+        """Return g W [n, h] of the logits' gradient [n, v]."""
+
+
+class Cast(Protocol):
+    """Casts a head's matrix, once for all chunks of a micro-batch."""
+
+    def __call__(self, weight: torch.Tensor) -> CastMatrix: ...
+
+    def compiled(self, by: Callable[[Compilable], Compilable]) -> Cast:
+        """Return the same whose parts are compiled, each `by` a compiler."""
 
 
 class ChunkGradients:
@@ -61,14 +84,23 @@ class ChunkGradients:
         if wants_bias and bias is not None:
             self._of_bias = torch.zeros_like(bias, dtype=wide)
 
-    def add(self, rows: slice, part: torch.Tensor, grad: torch.Tensor) -> None:
+    def add(
+        self,
+        rows: slice,
+        part: torch.Tensor,
+        grad: torch.Tensor,
+        matrix: CastMatrix | None = None,
+    ) -> None:
         """Add what follows from `grad` [rows, v], the gradient of a chunk's logits.
 
-        `part` is the chunk of what is given: hidden states [rows, h], or logits [rows, v].
+        `part` is the chunk of what is given: hidden states [rows, h], or logits [rows, v]. `matrix`
+        is the weight as its logits were multiplied by; None: as it stands.
         """
         low = grad.to(self._dtype)  # it is, but for a bias
         if self._given is not None and self._weight is None:
             self._given[rows] = low
+        elif self._given is not None and matrix is not None:
+            self._given[rows] = matrix.hidden_gradient(low)
         elif self._given is not None and self._weight is not None:
             torch.mm(low, self._weight, out=self._given[rows])
         if self._of_weight is not None:
@@ -121,14 +153,20 @@ def chunk_logits(
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     wide: torch.dtype | None = None,
+    matrix: CastMatrix | None = None,
 ) -> torch.Tensor:
     """Return the logits of a chunk of hidden states, or of logits, in memory of their own.
 
-    In the dtype `wide`; None: as they are computed.
+    In the dtype `wide`; None: as they are computed. By the weight as `matrix` has cast it; None: as
+    it stands.
     """
     if weight is None:
         return part.to(wide or part.dtype, copy=True)
-    logits = F.linear(part, weight, bias)
+    if matrix is None:
+        logits = F.linear(part, weight, bias)
+    else:
+        logits = matrix.logits(part)
+        logits = logits if bias is None else logits.add_(bias)
     return logits if wide is None else logits.to(wide)
 
 

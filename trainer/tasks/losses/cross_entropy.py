@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from trainer.distributed.dtensor import local
 from trainer.distributed.exchange import VocabularyShard, vocabulary_shard_of
 from trainer.tasks.losses.chunks import (
     AutogradContext,
+    Cast,
     ChunkGradients,
     chunk_logits,
     product_chunks,
@@ -45,6 +47,8 @@ class LossOptions:
     """Called with each token's loss."""
     chunk_loss: ChunkLoss | None = None
     """None: as it stands, uncompiled."""
+    cast: Cast | None = None
+    """Casts the matrix by which chunks are multiplied; None: it stays as it is."""
 
     def report(self, rows: slice, losses: torch.Tensor) -> None:
         if self.observe is not None:
@@ -87,7 +91,11 @@ def linear_cross_entropy(
 
 
 def linear_measured(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    cast: Cast | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the same sum, and the number of targets with the highest logit; without gradients."""
     flat = hidden.reshape(-1, hidden.shape[-1])
@@ -98,8 +106,9 @@ def linear_measured(
     shard = vocabulary_shard_of(weight)
     weight = local(weight)
     bias = None if bias is None else local(bias)
+    matrix = None if cast is None else cast(weight)
     for rows in product_chunks(flat, weight, shard, wide):
-        logits = chunk_logits(flat[rows], weight, bias)
+        logits = chunk_logits(flat[rows], weight, bias, matrix=matrix)
         correct += count_correct(logits, flat_targets[rows], shard)
         total += chunk_loss(logits, flat_targets[rows], wide, shard=shard)[0].sum()
     return total, correct
@@ -150,14 +159,19 @@ class _CrossEntropy(torch.autograd.Function):
         loss_of = options.chunk_loss if shard is None else None
         dtype = gradients.of_logits
         logit_bytes = given.dtype.itemsize + dtype.itemsize if loss_of else None
+        matrix = options.cast(weight) if options.cast and weight is not None else None
         for rows in product_chunks(given, weight, shard, wide, logit_bytes):
             part = given[rows]
             losses, grad = (loss_of or chunk_loss)(
-                chunk_logits(part, weight, bias), targets[rows], dtype, options.smoothing, shard
+                chunk_logits(part, weight, bias, matrix=matrix),
+                targets[rows],
+                dtype,
+                options.smoothing,
+                shard,
             )
             total += losses.sum()
             options.report(rows, losses)
-            gradients.add(rows, part, grad)
+            gradients.add(rows, part, grad, matrix)
             del grad  # before the next chunk's logits
         ctx.save_for_backward(*gradients.whole())
         return total
@@ -241,10 +255,18 @@ class LossHead(nn.Linear):
         self._targets: torch.Tensor | None = None
         self._correct: torch.Tensor | None = None
         self._chunk_loss: ChunkLoss | None = None
+        self._cast: Cast | None = None
 
-    def compute_chunks_by(self, compiled: Callable[[ChunkLoss], ChunkLoss]) -> None:
-        """Have the loss and the gradient of each chunk of logits computed by compiled code."""
+    def multiply_by(self, cast: Cast) -> None:
+        """Have the loss cast the matrix; logits that are returned are computed as before."""
+        self._cast = cast
+
+    def compute_chunks_by(self, compiled: Callable[[Any], Any]) -> None:
+        """Have each chunk's loss, gradient and products with a cast matrix computed by compiled
+        code."""
         self._chunk_loss = compiled(chunk_loss)
+        if self._cast is not None:
+            self._cast = self._cast.compiled(compiled)
 
     @contextmanager
     def given(self, targets: torch.Tensor) -> Iterator[None]:
@@ -268,9 +290,10 @@ class LossHead(nn.Linear):
             return super().forward(hidden)
         if self.training or torch.is_grad_enabled():
             options = self._in_training if self.training else NO_OPTIONS
-            options = replace(options, chunk_loss=self._chunk_loss)
+            options = replace(options, chunk_loss=self._chunk_loss, cast=self._cast)
             return linear_cross_entropy(hidden, self.weight, self.bias, targets, options)
-        loss, self._correct = linear_measured(hidden, self.weight, self.bias, targets)
+        own = hidden, self.weight, self.bias, targets
+        loss, self._correct = linear_measured(*own, self._cast)
         return loss
 
 
