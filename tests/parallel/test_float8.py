@@ -234,7 +234,7 @@ SPLIT = "tensor_parallel.autotp_size=2", "trainer.model.config.attention_dropout
         ("rowwise", SPLIT),
         ("rowwise", (*SPLIT, "tensor_parallel.sequence_parallel=true")),
         ("rowwise", ("trainer.float8_head=true",)),
-        ("tensorwise", ("trainer.float8_head=true", "bf16.enabled=true")),
+        ("tensorwise", ("trainer.float8_head=true", "bf16.enabled=true", "--precision", "config")),
     ],
     ids=["tensorwise", "rowwise", "tensor", "sequence", "head", "head in bfloat16"],
 )
