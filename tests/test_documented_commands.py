@@ -588,6 +588,9 @@ ELSEWHERE: dict[str, str] = {
         "test_from_deepspeed.py::test_a_run_goes_on_from_it"
     ),
     "python examples/planted_bug.py": "test_verify.py::test_the_example_of_a_planted_bug_names_it",
+    "python examples/planted_bug.py --without": (
+        "test_verify.py::test_the_example_of_a_planted_bug_names_it"
+    ),
     **dict.fromkeys(
         (
             "python benchmarks/gpu_certificates.py",
@@ -638,6 +641,7 @@ NOT_HERE: dict[str, str] = {
         )
         + (
             "mlflow",
+            "torch torchvision --index-url https://download.pytorch.org/whl/cpu",
             "torch torchvision && pip install -e '.[test]'",
         )
         + ("trainer", "meshloom")

@@ -535,6 +535,9 @@ def test_the_example_of_a_planted_bug_names_it(tmp_path: Path) -> None:
     first = r"FAIL: first differs at step 0, on rank \d: gradient transformer\.wte\.weight"
     assert re.search(first, result.output), result.output
     assert "exit code" not in result.output, result.output  # the verdict has said it
+    control = run(sys.executable, "examples/planted_bug.py", "--without", "--output", output)
+    assert control.code == 0, control.output
+    shows(control.output, "PASS")
 
 
 def test_a_run_in_bfloat16_alone_is_certified_in_float32(tmp_path):

@@ -222,7 +222,8 @@ def test_a_folder_needs_no_name_and_is_whole_or_not_there(
     assert list(target.iterdir()) == []
     assert pushed(base, "--to", target) == 0
     card = (target / CARD).read_text()
-    assert 'from_pretrained("card")' in card
+    assert 'from_pretrained("card")' in card and "import transformers" in card
+    assert "\npython launch/train.py --config" in card
     final = {path.name for path in (base / "final").iterdir()}
     assert {path.name for path in target.iterdir()} == final | {CARD}
 

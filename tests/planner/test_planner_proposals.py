@@ -350,7 +350,7 @@ def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:
         simulated.append(sum(len(workload.spec.blocks) for workload, _ in jobs))
         spans = np.array([[0, 2, needed, 0, 0]])
         consumers = (("activations", "activations of all"),)
-        timeline = Timeline((("step 1", 0), ("step 2", 1)), (), spans, consumers, 2)
+        timeline = Timeline((("step 1", 0), ("step 2", 1)), (), spans, consumers, np.zeros(2))
         return [Trace(rank, timeline, ()) for _, rank in jobs]
 
     monkeypatch.setattr(extrapolate, "simulate_all", traces)

@@ -107,7 +107,9 @@ def _planned(options: argparse.Namespace) -> tuple[str, int]:
             for one in candidates
         ]
     elif not plan.fits:
-        proposed = [f"propose --propose tries other layouts, for about {PROPOSING:.0f} seconds"]
+        proposed = [
+            f"propose --propose tries other layouts, and begins none after {PROPOSING:.0f} s"
+        ]
     if options.json:
         return json.dumps(as_json(plan) | tried, indent=2), code
     if tried_modes:

@@ -20,6 +20,7 @@ CARD = "README.md"
 CERTIFICATE = "certificate.json"
 ROWS = 10
 """The table of losses of a long run has at least ROWS rows, and fewer than twice as many."""
+LAUNCHED = ("launch", "train.py")
 LIBRARIES = {"adapter_config.json": "peft", "config.json": "transformers"}
 """Files that say how a model is opened -> the library that opens it."""
 
@@ -49,7 +50,9 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
         pipeline_tag="text-generation" if library else None,
         tags=["meshloom", *(["lora"] if library == "peft" else [])],
     )
-    script, *arguments = environment["command"]
+    script = Path(environment["command"][0])
+    # as it is run in a clone; else a command, or a script of one's own
+    words = ["python", "launch/train.py"] if script.parts[-2:] == LAUNCHED else [script.name]
     checkpoints = checkpoint.published(folder / "checkpoints")
     return ModelCard.from_template(  # type: ignore[no-any-return]
         metadata,
@@ -58,7 +61,7 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
         environment=environment,
         base=base,
         library=library,
-        command=shlex.join([Path(script).name, *arguments]),
+        command=shlex.join([*words, *environment["command"][1:]]),
         data=checkpoint.read_description(checkpoints[-1])["data"] if checkpoints else None,
         steps=record.steps[:: -max(1, len(record.steps) // ROWS)][::-1],
         held_out={row.get("step"): row.get("evaluation_loss") for row in record.evaluations},

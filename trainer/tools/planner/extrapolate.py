@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
+import numpy as np
 from torch import nn
 
 from trainer.layout import Layout
@@ -265,16 +266,19 @@ def _at_depth(traces: Mapping[int | None, Trace], goal: float) -> dict[str, Peak
     more = traces[high].timeline
     peaks: dict[str, Peak] = {}
     for (phase, *first), (_, *second) in zip(few.ranges(), more.ranges(), strict=True):
-        pieces = alike(few.parts(*first), more.parts(*second), high - low)
-        whole = (first[0], first[1]), (second[0], second[1])
-        for here, there in list(pieces) or [whole]:
-            moments = {
-                low: few.at(few.fullest(here), phase),
-                high: more.at(more.fullest(there), phase),
-            }
-            peak = _drawn(moments, goal)
-            if phase not in peaks or peak.size > peaks[phase].size:
-                peaks[phase] = peak
+        here, there = alike(few, more, few.parts(*first), more.parts(*second))
+        if len(here) == 0:
+            here = np.array([few.fullest((first[0], first[1]))])
+            there = np.array([more.fullest((second[0], second[1]))])
+        growth = (more.sizes[there] - few.sizes[here]) / (high - low)
+        fullest = int((few.sizes[here] + growth * (goal - low)).argmax())
+        moments = {
+            low: few.at(int(here[fullest]), phase),
+            high: more.at(int(there[fullest]), phase),
+        }
+        peak = _drawn(moments, goal)
+        if phase not in peaks or peak.size > peaks[phase].size:
+            peaks[phase] = peak
     return peaks
 
 

@@ -211,13 +211,13 @@ def _weights(ledger: Ledger, modules: Sequence[nn.Module]) -> None:
 
 def _gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, list[str]]]:
     """Yield a gradient of each storage, and the names of all parameters whose gradients it has."""
-    found: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    gradients: dict[int, tuple[torch.Tensor, list[str]]] = {}
     for module in modules:
         for name, parameter in module.named_parameters():
             if (gradient := parameter.grad) is not None:
                 storage = local(gradient).untyped_storage()
-                found.setdefault(id(storage), (gradient, []))[1].append(bare_name(name))
-    yield from found.values()
+                gradients.setdefault(id(storage), (gradient, []))[1].append(bare_name(name))
+    yield from gradients.values()
 
 
 def common_name(names: Sequence[str]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -128,6 +129,7 @@ class Ledger(TorchDispatchMode):
         self.allocations: list[Allocation] = []
         self.phases: list[tuple[str, int]] = []  # with their first ticks
         self._tick = 0
+        self._operators = [0]
         self._live: dict[int, Allocation] = {}  # by the address of the storage's Python object
         self._names: dict[nn.Module, str] = {}
         self._stack: list[str] = []
@@ -186,7 +188,7 @@ class Ledger(TorchDispatchMode):
         if func is torch.ops._c10d_functional.wait_tensor.default:
             # on a fake tensor the operator would copy
             return args[0] if isinstance(args[0], FakeTensor) else func(*args)
-        self._tick += 1
+        self._ticks(func)
         if in_backward() is not self._in_backward:
             self._in_backward = not self._in_backward
             self._marks.append(self._tick)
@@ -202,6 +204,11 @@ class Ledger(TorchDispatchMode):
                 kind = self._kind_of(leaf, func._opname)
                 self._note(storage, kind, self._module, func._opname)
         return output
+
+    def _ticks(self, operator: OpOverload | None) -> None:
+        """Begin a tick; None: a storage is resized."""
+        self._tick += 1
+        self._operators.append(0 if operator is None else _number_of(operator))
 
     def _note(self, storage: torch.UntypedStorage, kind: str, module: str, operator: str) -> None:
         key = id(storage)
@@ -220,7 +227,7 @@ class Ledger(TorchDispatchMode):
         line = self._live.get(id(storage))
         if line is None or line.size == storage.nbytes():
             return
-        self._tick += 1
+        self._ticks(None)
         line.free(self._tick)
         self._note(storage, line.kind, line.module, line.operator)
 
@@ -274,7 +281,8 @@ class Ledger(TorchDispatchMode):
             spans.append((line.born, died, line.size, line.rounded - line.size, place))
         table = np.array(spans, np.int64).reshape(-1, 5)
         marks = sorted({*self._marks, *self._passes()})
-        return Timeline(tuple(self.phases), tuple(marks), table, tuple(places), self._tick + 1)
+        operators = np.array(self._operators, np.int64)
+        return Timeline(tuple(self.phases), tuple(marks), table, tuple(places), operators)
 
     def _passes(self) -> Iterator[int]:
         """Yield the ticks at which the first and the last block of each forward pass begin."""
@@ -293,6 +301,11 @@ class Ledger(TorchDispatchMode):
         """Return True for a whole parameter that was freed while the engine was built."""
         built = next((tick for phase, tick in self.phases if phase != BUILD), self._tick)
         return line.kind == INITIAL and line.died is not None and line.died <= built
+
+
+@cache
+def _number_of(operator: OpOverload) -> int:
+    return zlib.crc32(str(operator).encode())
 
 
 @cache

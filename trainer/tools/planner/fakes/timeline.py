@@ -52,8 +52,13 @@ class Timeline:
     place of its consumer in `consumers`. Shape (storages, 5)."""
     consumers: tuple[tuple[str, str], ...]
     """Kind, and kind with module or operator."""
-    end: int
-    """The tick after the last one."""
+    operators: Ticks
+    """A number for the operator of each tick, the same in every process."""
+
+    @property
+    def end(self) -> int:
+        """The tick after the last one."""
+        return len(self.operators)
 
     @cached_property
     def sizes(self) -> Ticks:
@@ -103,23 +108,28 @@ class Timeline:
         return list(zip([start, *marks], [*marks, end], strict=True))
 
 
-def alike(few: Sequence[Part], more: Sequence[Part], blocks: int) -> Iterator[tuple[Part, Part]]:
-    """Yield the pieces of a phase in which a run and one with more blocks do the same.
+def alike(
+    few: Timeline, more: Timeline, here: Sequence[Part], there: Sequence[Part]
+) -> tuple[Ticks, Ticks]:
+    """Return the ticks at which a run and one with more blocks do the same.
 
-    `few` and `more`: the parts of the phase in both; `blocks`: how many more. Each part begins and
-    ends alike: pieces as long as a block are counted from both ends, up to the middle of the
-    shorter one. Nothing is yielded if the parts are not the same.
+    `here` and `there`: the parts of a phase in each. From both ends of a part the same operators
+    run, until one has no more blocks. Empty unless the phase has as many parts in both.
     """
-    if len(few) != len(more) or len(few) == 1:
-        return
-    for one, other in zip(few, more, strict=True):
-        length = one[1] - one[0]
-        each = (other[1] - other[0] - length) // blocks
-        if each <= 0:
-            yield one, other
-            continue
-        half = (length + 1) // 2
-        begins = range(0, max(1, half - each + 1), each)
-        for begin, end in zip(begins, [*begins[1:], half], strict=True):
-            yield (one[0] + begin, one[0] + end), (other[0] + begin, other[0] + end)
-            yield (one[1] - end, one[1] - begin), (other[1] - end, other[1] - begin)
+    pairs: list[tuple[Ticks, Ticks]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for one, other in zip(here, there, strict=True) if len(here) == len(there) > 1 else ():
+        mine = few.operators[slice(*one)]
+        theirs = more.operators[slice(*other)]
+        first = np.arange(_common(mine, theirs))
+        last = np.arange(_common(mine[::-1], theirs[::-1]))
+        pairs.append((one[0] + first, other[0] + first))
+        pairs.append((one[1] - 1 - last, other[1] - 1 - last))
+    in_few, in_more = zip(*pairs, strict=True)
+    return np.concatenate(in_few), np.concatenate(in_more)
+
+
+def _common(one: Ticks, other: Ticks) -> int:
+    """Return how many values are the same from the beginning on."""
+    length = min(len(one), len(other))
+    different = np.flatnonzero(one[:length] != other[:length])
+    return int(different[0]) if len(different) else length
