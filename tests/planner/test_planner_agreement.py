@@ -338,7 +338,7 @@ def _ends(kind: str, rank: int, at: int, stage: int, layout: Layout) -> list[tup
     return []
 
 
-NO_MEMORY = Ledger().timeline()
+NO_MEMORY = Ledger().history()
 
 
 def checked(layout: Layout, said: Program, ranks: Any = None) -> list[Any]:

@@ -343,15 +343,15 @@ def test_what_fits_is_found_for_405_billion_parameters():
 def pretended(monkeypatch, raw, where: Cluster, needed: int = 2**30) -> Plan:
     """A plan whose ranks are not simulated, and take so many bytes of activations."""
     from trainer.tools.planner import extrapolate
-    from trainer.tools.planner.fakes.timeline import Timeline
+    from trainer.tools.planner.fakes.memory_history import MemoryHistory
     from trainer.tools.planner.simulate import Trace
 
     def traces(jobs, devices):
         simulated.append(sum(len(workload.spec.blocks) for workload, _ in jobs))
         spans = np.array([[0, 2, needed, 0, 0]])
         consumers = (("activations", "activations of all"),)
-        timeline = Timeline((("step 1", 0), ("step 2", 1)), (), spans, consumers, np.zeros(2))
-        return [Trace(rank, timeline, ()) for _, rank in jobs]
+        history = MemoryHistory((("step 1", 0), ("step 2", 1)), (), spans, consumers, np.zeros(2))
+        return [Trace(rank, history, ()) for _, rank in jobs]
 
     monkeypatch.setattr(extrapolate, "simulate_all", traces)
     return plan(raw, where)

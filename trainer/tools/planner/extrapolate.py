@@ -12,15 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-import numpy as np
 from torch import nn
 
 from trainer.layout import Layout
 from trainer.models.names import units
 from trainer.tools.planner.cluster import RESERVED, Cluster, Time, Traffic, time_of
 from trainer.tools.planner.depths import are_first, depths_of
+from trainer.tools.planner.fakes.memory_history import Peak, alike
 from trainer.tools.planner.fakes.messages import Message
-from trainer.tools.planner.fakes.timeline import Peak, alike
 from trainer.tools.planner.simulate import Trace, Workload, simulate_all
 
 STEADY = "step 2"
@@ -256,20 +255,16 @@ def _peaks(points: Mapping[Point, Trace], goal: tuple[float, int]) -> tuple[Peak
 def _at_depth(traces: Mapping[int | None, Trace], goal: float) -> dict[str, Peak]:
     """Return the peak of each phase with `goal` blocks.
 
-    It is the fullest of all moments that two depths have in common, each extrapolated by itself. A
-    phase without such (the build) has its own two peaks.
+    It is the fullest of all moments that two depths have in common, each extrapolated by itself.
     """
     if len(traces) == 1:
         return {peak.phase: peak for peak in next(iter(traces.values())).peaks}
     low, high = sorted(depth for depth in traces if depth is not None)
-    few = traces[low].timeline
-    more = traces[high].timeline
+    few = traces[low].history
+    more = traces[high].history
     peaks: dict[str, Peak] = {}
-    for (phase, *first), (_, *second) in zip(few.ranges(), more.ranges(), strict=True):
-        here, there = alike(few, more, few.parts(*first), more.parts(*second))
-        if len(here) == 0:
-            here = np.array([few.fullest((first[0], first[1]))])
-            there = np.array([more.fullest((second[0], second[1]))])
+    for (phase, first), (_, second) in zip(few.ranges(), more.ranges(), strict=True):
+        here, there = alike(few, more, first, second)
         growth = (more.sizes[there] - few.sizes[here]) / (high - low)
         fullest = int((few.sizes[here] + growth * (goal - low)).argmax())
         moments = {

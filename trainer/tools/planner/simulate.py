@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import takewhile
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
@@ -29,9 +28,9 @@ from trainer.recipe import SampleCost
 from trainer.storage import Json, imported
 from trainer.tasks.task import Batch, Task, bare_name
 from trainer.tools.planner.fakes.ledger import BUILD, SAVE, Ledger
+from trainer.tools.planner.fakes.memory_history import MemoryHistory, Peak
 from trainer.tools.planner.fakes.messages import Message, Messages
 from trainer.tools.planner.fakes.pretend import pretending
-from trainer.tools.planner.fakes.timeline import Peak, Timeline
 
 STEPS = 2
 """Optimizers create their state in the first step; from the second on all are alike."""
@@ -73,7 +72,7 @@ class Trace:
     """The record of one simulated rank."""
 
     rank: int
-    timeline: Timeline
+    history: MemoryHistory
     messages: tuple[Message, ...]
     copied: int = 0
     """Bytes that a background save copies to the host."""
@@ -81,7 +80,7 @@ class Trace:
     @cached_property
     def peaks(self) -> tuple[Peak, ...]:
         """The peak of each phase, in order."""
-        return tuple(self.timeline.peaks())
+        return tuple(self.history.peaks())
 
     def peak(self, phase: str) -> Peak:
         return next(peak for peak in self.peaks if peak.phase == phase)
@@ -144,7 +143,7 @@ def _simulate(pipe: Connection, workload: Workload, rank: int, local_world_size:
             machine = Machine(torch.device("cpu"), ranks, local_world_size)
             with messages:
                 ledger, copied = recorded(workload, machine, messages.begin)
-        pipe.send((Trace(rank, ledger.timeline(), tuple(messages.found), copied), None))
+        pipe.send((Trace(rank, ledger.history(), tuple(messages.found), copied), None))
     except Exception as error:  # whatever an engine's or a model's own code raises
         where = traceback.extract_tb(error.__traceback__)[-1]
         problem = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
@@ -222,9 +221,7 @@ def _gradients(modules: Sequence[nn.Module]) -> Iterator[tuple[torch.Tensor, lis
 
 def common_name(names: Sequence[str]) -> str:
     """Return the dotted name of the smallest module that has all of these parameters."""
-    parts = [name.split(".") for name in names]
-    alike = takewhile(lambda part: len(set(part)) == 1, zip(*parts, strict=False))
-    return ".".join(part[0] for part in alike)
+    return ".".join(os.path.commonprefix([name.split(".") for name in names]))
 
 
 @contextmanager

@@ -27,8 +27,8 @@ from torch.utils._pytree import tree_leaves
 
 from trainer.models.names import pattern_of
 from trainer.tasks.task import bare_name
+from trainer.tools.planner.fakes.memory_history import MemoryHistory, Peak
 from trainer.tools.planner.fakes.pretend import resizes_reported
-from trainer.tools.planner.fakes.timeline import Peak, Timeline
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -267,9 +267,9 @@ class Ledger(TorchDispatchMode):
 
     def peaks(self) -> list[Peak]:
         """Return each phase's peak, in order; the largest if the phase occurs several times."""
-        return self.timeline().peaks()
+        return self.history().peaks()
 
-    def timeline(self) -> Timeline:
+    def history(self) -> MemoryHistory:
         """Return all that was recorded."""
         places: dict[tuple[str, str], int] = {}
         spans = []
@@ -282,7 +282,7 @@ class Ledger(TorchDispatchMode):
         table = np.array(spans, np.int64).reshape(-1, 5)
         marks = sorted({*self._marks, *self._passes()})
         operators = np.array(self._operators, np.int64)
-        return Timeline(tuple(self.phases), tuple(marks), table, tuple(places), operators)
+        return MemoryHistory(tuple(self.phases), tuple(marks), table, tuple(places), operators)
 
     def _passes(self) -> Iterator[int]:
         """Yield the ticks at which the first and the last block of each forward pass begin."""

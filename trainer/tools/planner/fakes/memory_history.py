@@ -8,7 +8,7 @@ all gradients are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Ticks = NDArray[np.int64]
-Part = tuple[int, int]
+Interval = tuple[int, int]
 """The first tick, and the one after the last."""
 
 
@@ -40,7 +40,7 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class MemoryHistory:
     """All storages of a run, and its phases."""
 
     phases: tuple[tuple[str, int], ...]
@@ -64,9 +64,9 @@ class Timeline:
     def sizes(self) -> Ticks:
         """Bytes in use at each tick."""
         changes = np.zeros(self.end + 2, np.int64)
-        born, died, size = self.spans[:, 0], self.spans[:, 1], self.spans[:, 2]
-        np.add.at(changes, born, size)
-        np.subtract.at(changes, died + 1, size)
+        size = self.spans[:, 2]
+        np.add.at(changes, self.spans[:, 0], size)
+        np.subtract.at(changes, self.spans[:, 1] + 1, size)
         return np.cumsum(changes)[: self.end]
 
     def at(self, tick: int, phase: str) -> Peak:
@@ -82,48 +82,53 @@ class Timeline:
             consumers[consumer] = int(sums[place])
         return Peak(phase, sum(kinds.values()), kinds, consumers, int(live[:, 3].sum()))
 
-    def ranges(self) -> Iterator[tuple[str, int, int]]:
-        """Yield name, first tick and the tick after the last one of each phase."""
+    def ranges(self) -> Iterator[tuple[str, Interval]]:
+        """Yield the name and the ticks of each phase."""
         ends = [start for _, start in self.phases[1:]] + [self.end]
         for (name, start), end in zip(self.phases, ends, strict=True):
-            yield name, start, max(end, start + 1)
+            yield name, (start, max(end, start + 1))
 
     def peaks(self) -> list[Peak]:
         """Return each phase's peak, in order; the largest if the phase occurs several times."""
         largest: dict[str, int] = {}
-        for name, start, end in self.ranges():
-            tick = self.fullest((start, end))
+        for name, phase in self.ranges():
+            tick = self.fullest(phase)
             if name not in largest or self.sizes[tick] > self.sizes[largest[name]]:
                 largest[name] = tick
         return [self.at(tick, name) for name, tick in largest.items()]
 
-    def fullest(self, part: Part) -> int:
+    def fullest(self, part: Interval) -> int:
         """Return the tick between two at which most memory is in use."""
         start, end = part
         return start + int(self.sizes[start:end].argmax())
 
-    def parts(self, start: int, end: int) -> list[Part]:
+    def parts(self, start: int, end: int) -> list[Interval]:
         """Divide what is between two ticks at the marks there."""
         marks = [mark for mark in self.marks if start < mark < end]
         return list(zip([start, *marks], [*marks, end], strict=True))
 
 
 def alike(
-    few: Timeline, more: Timeline, here: Sequence[Part], there: Sequence[Part]
+    few: MemoryHistory, more: MemoryHistory, here: Interval, there: Interval
 ) -> tuple[Ticks, Ticks]:
-    """Return the ticks at which a run and one with more blocks do the same.
+    """Return ticks of a phase at which a run and one with more blocks do the same.
 
-    `here` and `there`: the parts of a phase in each. From both ends of a part the same operators
-    run, until one has no more blocks. Empty unless the phase has as many parts in both.
+    `here` and `there`: the phase in each. From both ends of each of its parts the same operators
+    run, until one has no more blocks. Between them is at most each part's fullest moment: a line
+    through two of these is never too high, and too low if they are different moments.
     """
-    pairs: list[tuple[Ticks, Ticks]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
-    for one, other in zip(here, there, strict=True) if len(here) == len(there) > 1 else ():
-        mine = few.operators[slice(*one)]
-        theirs = more.operators[slice(*other)]
-        first = np.arange(_common(mine, theirs))
-        last = np.arange(_common(mine[::-1], theirs[::-1]))
-        pairs.append((one[0] + first, other[0] + first))
-        pairs.append((one[1] - 1 - last, other[1] - 1 - last))
+    parts = few.parts(*here), more.parts(*there)
+    marked = len(parts[0]) == len(parts[1]) > 1
+    pairs: list[tuple[Ticks, Ticks]] = []
+    for one, other in zip(*parts, strict=True) if marked else [(here, there)]:
+        pairs.append((np.array([few.fullest(one)]), np.array([more.fullest(other)])))
+        if marked:
+            mine = few.operators[slice(*one)]
+            theirs = more.operators[slice(*other)]
+            first = np.arange(_common(mine, theirs))
+            last = np.arange(_common(mine[::-1], theirs[::-1]))
+            pairs.append((one[0] + first, other[0] + first))
+            pairs.append((one[1] - 1 - last, other[1] - 1 - last))
     in_few, in_more = zip(*pairs, strict=True)
     return np.concatenate(in_few), np.concatenate(in_more)
 

@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer.tools.planner.extrapolate import _at_depth
-from trainer.tools.planner.fakes.timeline import Timeline
+from trainer.tools.planner.fakes.memory_history import MemoryHistory
 from trainer.tools.planner.simulate import Trace, common_name
 
 GRADIENT, ACTIVATION, LOGITS = "gradients", "activations", "logits"
 
 
-def step(blocks: int, gradient: int, activation: int, logits: int) -> Timeline:
+def step(blocks: int, gradient: int, activation: int, logits: int) -> MemoryHistory:
     """A step in which each block keeps an activation and then gives a gradient."""
     consumers = tuple((kind, f"{kind} of all") for kind in (GRADIENT, ACTIVATION, LOGITS))
     loss = blocks + 1
@@ -25,7 +25,7 @@ def step(blocks: int, gradient: int, activation: int, logits: int) -> Timeline:
         spans.append((backward, end - 1, gradient, 0, 0))
     operators = [0, *[1] * blocks, 2, *[3] * blocks, 4]
     marks = (1, loss, loss + 1, end - 1)
-    return Timeline((("step 2", 0),), marks, np.array(spans), consumers, np.array(operators))
+    return MemoryHistory((("step 2", 0),), marks, np.array(spans), consumers, np.array(operators))
 
 
 @given(*[st.integers(1, 50)] * 3, st.integers(8, 40))
