@@ -81,7 +81,7 @@ def test_a_line_through_two_depths(tmp_path, monkeypatch, name):
     assert len(drawn.workload.spec.blocks) == blocks
     for line, exact in zip(drawn.roles, whole.roles, strict=True):
         for peak, whole_peak in zip(line.peaks, exact.peaks, strict=True):
-            assert peak.size == pytest.approx(whole_peak.size, rel=5e-3), peak.phase
+            assert peak.size == pytest.approx(whole_peak.size, rel=1e-2), peak.phase
             for name, size in peak.by_consumer.items():
                 assert size <= peak.by_kind[name.partition(" of ")[0]]
         assert [(s.name, s.axes, s.count, s.size) for s in line.sent] == [

@@ -114,8 +114,9 @@ def alike(
     """Return ticks of a phase at which a run and one with more blocks do the same.
 
     `here` and `there`: the phase in each. From both ends of each of its parts the same operators
-    run, until one has no more blocks. Between them is at most each part's fullest moment: a line
-    through two of these is never too high, and too low if they are different moments.
+    run until one has no more blocks, and by chance a little longer: as many as the other blocks have
+    are left out. Each part's fullest moments are there, too: a line through two of these is never too high,
+    and too low if they are different moments.
     """
     parts = few.parts(*here), more.parts(*there)
     marked = len(parts[0]) == len(parts[1]) > 1
@@ -125,8 +126,9 @@ def alike(
         if marked:
             mine = few.operators[slice(*one)]
             theirs = more.operators[slice(*other)]
-            first = np.arange(_common(mine, theirs))
-            last = np.arange(_common(mine[::-1], theirs[::-1]))
+            others = abs(len(theirs) - len(mine))
+            first = np.arange(_common(mine, theirs) - others)
+            last = np.arange(_common(mine[::-1], theirs[::-1]) - others)
             pairs.append((one[0] + first, other[0] + first))
             pairs.append((one[1] - 1 - last, other[1] - 1 - last))
     in_few, in_more = zip(*pairs, strict=True)
