@@ -264,14 +264,11 @@ def _at_depth(traces: Mapping[int | None, Trace], goal: float) -> dict[str, Peak
     more = traces[high].history
     peaks: dict[str, Peak] = {}
     for (phase, first), (_, second) in zip(few.ranges(), more.ranges(), strict=True):
-        here, there = alike(few, more, first, second)
-        growth = (more.sizes[there] - few.sizes[here]) / (high - low)
-        fullest = int((few.sizes[here] + growth * (goal - low)).argmax())
-        moments = {
-            low: few.at(int(here[fullest]), phase),
-            high: more.at(int(there[fullest]), phase),
-        }
-        peak = _drawn(moments, goal)
+        moments = max(
+            ({low: here, high: there} for here, there in alike(few, more, first, second)),
+            key=lambda at: _straight({low: few.sizes[at[low]], high: more.sizes[at[high]]}, goal),
+        )
+        peak = _drawn({low: few.at(moments[low], phase), high: more.at(moments[high], phase)}, goal)
         if phase not in peaks or peak.size > peaks[phase].size:
             peaks[phase] = peak
     return peaks

@@ -8,7 +8,7 @@ all gradients are there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,29 +110,43 @@ class MemoryHistory:
 
 def alike(
     few: MemoryHistory, more: MemoryHistory, here: Interval, there: Interval
-) -> tuple[Ticks, Ticks]:
-    """Return ticks of a phase at which a run and one with more blocks do the same.
+) -> Iterator[tuple[int, int]]:
+    """Yield ticks of a phase at which a run and one with more blocks do the same.
 
     `here` and `there`: the phase in each. From both ends of each of its parts the same operators
-    run until one has no more blocks, and by chance a little longer: as many as the other blocks have
-    are left out. Each part's fullest moments are there, too: a line through two of these is never too high,
-    and too low if they are different moments.
+    run until one has no more blocks, and by chance a little longer: as many as the other blocks
+    have are left out. Of each such number of operators it is the fullest moment. The phase's own
+    fullest moments are there, too, if they are in the same part.
     """
     parts = few.parts(*here), more.parts(*there)
+    fullest = few.fullest(here), more.fullest(there)
     marked = len(parts[0]) == len(parts[1]) > 1
-    pairs: list[tuple[Ticks, Ticks]] = []
-    for one, other in zip(*parts, strict=True) if marked else [(here, there)]:
-        pairs.append((np.array([few.fullest(one)]), np.array([more.fullest(other)])))
-        if marked:
-            mine = few.operators[slice(*one)]
-            theirs = more.operators[slice(*other)]
-            others = abs(len(theirs) - len(mine))
-            first = np.arange(_common(mine, theirs) - others)
-            last = np.arange(_common(mine[::-1], theirs[::-1]) - others)
-            pairs.append((one[0] + first, other[0] + first))
-            pairs.append((one[1] - 1 - last, other[1] - 1 - last))
-    in_few, in_more = zip(*pairs, strict=True)
-    return np.concatenate(in_few), np.concatenate(in_more)
+    if not marked or _place(parts[0], fullest[0]) == _place(parts[1], fullest[1]):
+        yield fullest
+    if not marked:
+        return
+    for one, other in zip(*parts, strict=True):
+        length = one[1] - one[0]
+        others = abs(other[1] - other[0] - length)
+        mine = few.operators[slice(*one)]
+        theirs = more.operators[slice(*other)]
+        for begin, end in _pieces(_common(mine, theirs) - others, others or length):
+            pieces = [(part[0] + begin, part[0] + end) for part in (one, other)]
+            yield few.fullest(pieces[0]), more.fullest(pieces[1])
+        for begin, end in _pieces(_common(mine[::-1], theirs[::-1]) - others, others or length):
+            pieces = [(part[1] - end, part[1] - begin) for part in (one, other)]
+            yield few.fullest(pieces[0]), more.fullest(pieces[1])
+
+
+def _place(parts: Sequence[Interval], tick: int) -> int:
+    """Return the index of the part in which a tick is."""
+    return next(index for index, (start, end) in enumerate(parts) if start <= tick < end)
+
+
+def _pieces(length: int, each: int) -> Iterator[Interval]:
+    """Divide a length into pieces; the last one is at most as long as the others."""
+    for begin in range(0, length, each):
+        yield begin, min(begin + each, length)
 
 
 def _common(one: Ticks, other: Ticks) -> int:
