@@ -223,7 +223,6 @@ def test_a_folder_needs_no_name_and_is_whole_or_not_there(
     assert pushed(base, "--to", target) == 0
     card = (target / CARD).read_text()
     assert 'from_pretrained("card")' in card and "import transformers" in card
-    assert "\npython launch/train.py --config" in card
     final = {path.name for path in (base / "final").iterdir()}
     assert {path.name for path in target.iterdir()} == final | {CARD}
 
@@ -334,6 +333,11 @@ def test_the_card_names_what_is_on_the_hub_alone(base: Path, tmp_path: Path) -> 
     assert metadata(files) == tags
     assert "| 3 | " in section_of(files, "Loss") and "from `meta/llama`" in files[CARD].decode()
     assert "No checkpoint is left" in section_of(files, "Data")
+    environment = json.loads((base / "environment.json").read_text())
+    environment["command"] = ["/somewhere/launch/train.py", "--config", "job.json"]
+    (tmp_path / "environment.json").write_text(json.dumps(environment))
+    ran = section_of({CARD: card_of(tmp_path, "me/tiny")}, "What was run")
+    assert "\npython launch/train.py --config job.json\n" in ran
 
 
 @pytest.mark.more
