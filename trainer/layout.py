@@ -265,7 +265,8 @@ class Layout(StateLayout):
         if self.updated != "float32":
             words.append(f"updated in {self.updated}")
         if self.float8 != "none":
-            words.append(f"float8 {self.float8}" + " with the head" * self.float8_head)
+            head = " with the head" if self.float8_head else ""
+            words.append(f"float8 {self.float8}{head}")
         return ", ".join(words)
 
 

@@ -46,7 +46,8 @@ class MemoryHistory:
     phases: tuple[tuple[str, int], ...]
     """The name and the first tick of each, in order."""
     marks: tuple[int, ...]
-    """The ticks, in order, at which parts of a step begin (`Ledger.mark`)."""
+    """The ticks, in order, at which parts of a step begin: the first and the last block of a
+    forward pass, each change between forward and backward pass, and the update."""
     spans: Ticks
     """The first and the last tick of each storage, its bytes, those that rounding adds, and the
     place of its consumer in `consumers`. Shape (storages, 5)."""
@@ -113,10 +114,10 @@ def alike(
 ) -> Iterator[tuple[int, int]]:
     """Yield ticks of a phase at which a run and one with more blocks do the same.
 
-    `here` and `there`: the phase in each. From both ends of each of its parts the same operators
-    run until one has no more blocks, and by chance a little longer: as many as the other blocks
-    have are left out. Of each such number of operators it is the fullest moment. The phase's own
-    fullest moments are there, too, if they are in the same part.
+    `here` and `there`: the phase in each. Both run the same operators from the beginning of each of
+    its parts, and before its end, for as long as both have blocks. These stretches are cut
+    into pieces, and the fullest tick of each is yielded. So are the fullest ticks of the whole
+    phase if they are in the same part.
     """
     parts = few.parts(*here), more.parts(*there)
     fullest = few.fullest(here), more.fullest(there)
@@ -127,15 +128,19 @@ def alike(
         return
     for one, other in zip(*parts, strict=True):
         length = one[1] - one[0]
-        others = abs(other[1] - other[0] - length)
+        others = abs(other[1] - other[0] - length)  # the operators of the blocks that one lacks
+        each = others or length
         mine = few.operators[slice(*one)]
         theirs = more.operators[slice(*other)]
-        for begin, end in _pieces(_common(mine, theirs) - others, others or length):
-            pieces = [(part[0] + begin, part[0] + end) for part in (one, other)]
-            yield few.fullest(pieces[0]), more.fullest(pieces[1])
-        for begin, end in _pieces(_common(mine[::-1], theirs[::-1]) - others, others or length):
-            pieces = [(part[1] - end, part[1] - begin) for part in (one, other)]
-            yield few.fullest(pieces[0]), more.fullest(pieces[1])
+        # beyond its last block a run may do by chance what the other does in a block
+        for begin, end in _pieces(_common(mine, theirs) - others, each):
+            here = one[0] + begin, one[0] + end
+            there = other[0] + begin, other[0] + end
+            yield few.fullest(here), more.fullest(there)
+        for begin, end in _pieces(_common(mine[::-1], theirs[::-1]) - others, each):
+            here = one[1] - end, one[1] - begin
+            there = other[1] - end, other[1] - begin
+            yield few.fullest(here), more.fullest(there)
 
 
 def _place(parts: Sequence[Interval], tick: int) -> int:
