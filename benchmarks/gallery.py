@@ -10,6 +10,7 @@ python benchmarks/gallery.py --check mistral-7b lora 8      # plans one row, and
 
 from __future__ import annotations
 
+import argparse
 import json
 import logging
 import os
@@ -138,12 +139,16 @@ def longest(family: str, kind: str, devices: int, layout: str, least: float) -> 
 
 
 def row(family: str, kind: str, devices: int, search: bool = True) -> Row:
-    """Plan the layouts of a row until one fits."""
+    """Plan the layouts of a row until one fits; if none does, the row has that which needs least."""
     divided = DIVIDED[devices] if family in MIXTURES else ()
+    planned: dict[str, Plan] = {}
     for layout in (*divided, *TRIED[kind, devices]):
-        one = plan(family, kind, devices, layout, SHORTEST)
-        if one.fits:
+        planned[layout] = plan(family, kind, devices, layout, SHORTEST)
+        if planned[layout].fits:
             break
+    fitting = [layout for layout, one in planned.items() if one.fits]
+    layout = fitting[0] if fitting else min(planned, key=lambda name: planned[name].needed)
+    one = planned[layout]
     tokens = longest(family, kind, devices, layout, one.needed) if one.fits and search else 0
     return Row(
         family=family,
@@ -239,19 +244,32 @@ def measure(families: list[str], missing: bool) -> None:
         save(done)
 
 
+def check(family: str, kind: str, devices: int) -> int:
+    """Plan a row again; return 1 if it is not the one that is written."""
+    written = {one[:3]: one for one in rows()}.get((family, kind, devices))
+    now = row(family, kind, devices, search=False)
+    print(f"written {written}\nnow     {now}")
+    return int(written is None or now != written._replace(longest=0))
+
+
 def main() -> int:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    words = sys.argv[1:]
-    if words[:1] != ["--check"]:
-        families = [word for word in words if word != "--missing"]
-        measure(families or [*FAMILIES], missing="--missing" in words)
-        return 0
-    family, kind, devices = words[1], words[2], int(words[3])
-    [written] = [one for one in rows() if one[:3] == (family, kind, devices)]
-    now = row(family, kind, devices, search=False)
-    print(f"written {written}\nnow     {now}")
-    return int(now != written._replace(longest=0))
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("family", nargs="*", help=f"one of {', '.join(FAMILIES)}")
+    parser.add_argument("--missing", action="store_true", help="leave whole rows as they are")
+    parser.add_argument("--check", nargs=3, metavar=("FAMILY", "KIND", "DEVICES"))
+    options = parser.parse_args()
+    unknown = sorted({*options.family} - {*FAMILIES})
+    if unknown:
+        parser.error(f"no such family: {', '.join(unknown)}")
+    if options.check:
+        family, kind, devices = options.check
+        return check(family, kind, int(devices))
+    measure(options.family or [*FAMILIES], options.missing)
+    return 0
 
 
 if __name__ == "__main__":

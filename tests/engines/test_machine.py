@@ -18,7 +18,7 @@ from trainer.engines import Machine
 from trainer.errors import ConfigError
 from trainer.layout import layout_of
 from trainer.run.describe import device_notes
-from trainer.run.observers.metrics import Meter
+from trainer.run.observers.metrics import Meter, Pace
 from trainer.supervise import process, world
 from trainer.supervise.world import World, drop_accelerate, gpu_count
 
@@ -193,6 +193,13 @@ def test_mfu_counts_all_positions_on_the_devices_that_share_them():
     meter.note(StepBatches(1, [], [], positions=20))
     record = meter.record(RunState(2, 8, 4), metrics, Update(0.1), 0)
     assert record.speed.mfu == pytest.approx(20 * 6 / (100 * 2), rel=0.2)
+
+
+def test_the_time_left_is_by_all_steps_but_the_first_that_were_recorded():
+    pace = Pace()
+    assert pace.take(10, 50.0) == 5.0
+    assert pace.take(10, 10.0) == 1.0
+    assert pace.take(10, 40.0) == 2.5
 
 
 def test_a_rank_without_an_address_is_named(monkeypatch):

@@ -22,6 +22,26 @@ from trainer.state import RunState
 from trainer.trackers import Record, Speed
 
 
+class Pace:
+    """Seconds a step, over all that were recorded. The first record counts until there is another:
+    its steps compile and allocate."""
+
+    def __init__(self) -> None:
+        self._records = 0
+        self._steps = 0
+        self._seconds = 0.0
+
+    def take(self, steps: int, seconds: float) -> float:
+        """Return the pace with these steps, which took so long."""
+        if self._records == 1:
+            self._steps = 0
+            self._seconds = 0.0
+        self._records += 1
+        self._steps += steps
+        self._seconds += seconds
+        return self._seconds / self._steps
+
+
 @dataclass
 class Meter:
     """Measures steps; made when the first starts, each call covers those since the last."""
@@ -39,6 +59,7 @@ class Meter:
     """Seconds of waiting for data since the last record."""
     positions: int = 0
     """Tokens since the last record on this data rank, padding included."""
+    pace: Pace = field(default_factory=Pace)
 
     def note(self, batches: StepBatches) -> None:
         """Note a step, without waiting for the device."""
@@ -80,7 +101,7 @@ class Meter:
                 step_seconds=elapsed / steps,
                 mfu=mfu,
                 data_wait=min(1.0, self.waited / elapsed),
-                eta_seconds=(self.total_steps - state.step) * elapsed / steps,
+                eta_seconds=(self.total_steps - state.step) * self.pace.take(steps, elapsed),
             ),
             memory_gib=_peak_memory(self.device) / 2**30,
             skipped=skipped,
