@@ -25,7 +25,6 @@ from trainer.supervise.output import Signs
 from trainer.supervise.stall import Phase
 from trainer.trackers import (
     Console,
-    Epoch,
     Evaluation,
     JsonLines,
     Record,
@@ -450,15 +449,3 @@ def test_lines_that_have_no_file_are_a_disk_error_at_once(tmp_path: Path, there:
     os.mkfifo(path) if there == "a pipe" else path.mkdir()
     with pytest.raises(DiskError, match="metrics.jsonl"):
         JsonLines(path)
-
-
-def test_short_epochs_do_not_drown_the_steps():
-    text = StringIO()
-    console = Console(Terminal(file=text, force_terminal=False))
-    for number in (1, 2, 3):
-        console.epoch(Epoch(step=number, loss=1.0, number=number, total=7.5))
-    console.record(RECORD)
-    for number in (4, 5, 6, 7):
-        console.epoch(Epoch(step=number, loss=1.0, number=number, total=7.5))
-    shown = re.findall(r"Epoch \[(\d)/7.5\]|step (\d+)", text.getvalue())
-    assert ["".join(one) for one in shown] == ["1", str(RECORD.step), "4", "7"]

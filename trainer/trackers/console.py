@@ -29,19 +29,11 @@ class Console:
     def __init__(self, terminal: Terminal, unit: str = "tok") -> None:
         self._terminal = terminal
         self._unit = unit
-        self._epoch_since = False
-        """If an epoch has been printed since the last record."""
 
     def record(self, record: Record) -> None:
-        self._epoch_since = False
         say(self._terminal, progress_line(record, self._unit))
 
     def epoch(self, epoch: Epoch) -> None:
-        """Print an epoch. Of several between two records only the first is, and the run's last."""
-        more = epoch.number + 1 <= epoch.total
-        if self._epoch_since and more:
-            return
-        self._epoch_since = True
         say(self._terminal, f"Epoch [{epoch.number}/{epoch.total:.16g}], Loss: {epoch.loss:.4f}")
 
     def evaluation(self, evaluation: Evaluation) -> None:
