@@ -146,8 +146,8 @@ def row(family: str, kind: str, devices: int, search: bool = True) -> Row:
         planned[layout] = plan(family, kind, devices, layout, SHORTEST)
         if planned[layout].fits:
             break
-    fitting = [layout for layout, one in planned.items() if one.fits]
-    layout = fitting[0] if fitting else min(planned, key=lambda name: planned[name].needed)
+    else:
+        layout = min(planned, key=lambda name: planned[name].needed)
     one = planned[layout]
     tokens = longest(family, kind, devices, layout, one.needed) if one.fits and search else 0
     return Row(
