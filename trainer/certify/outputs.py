@@ -9,6 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from trainer.distributed.autograd import in_backward
 from trainer.distributed.context_ranks import Division
 from trainer.models.cut import is_whole
 from trainer.models.spec import ModelSpec
@@ -70,8 +71,7 @@ class Listener:
 
     def _hook(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, inputs: object, output: object) -> None:
-            computed_again = torch._C._current_graph_task_id() >= 0  # in a backward pass
-            if computed_again or not torch.is_grad_enabled():
+            if in_backward() or not torch.is_grad_enabled():
                 return
             number = self._calls[name]
             # also counted beyond the last micro-batch: `end` drops a module that several stages run

@@ -1,4 +1,4 @@
-"""Rules for autograd functions whose backward pass is written by hand."""
+"""In which pass code runs, and rules for functions whose backward pass is written by hand."""
 
 from __future__ import annotations
 
@@ -10,6 +10,11 @@ import torch
 from trainer.errors import ConfigError, Problem
 
 Backward = Callable[..., object]
+
+
+def in_backward() -> bool:
+    """Return True within a backward pass, where a forward pass is a recomputation."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def differentiable_once(part: str) -> Callable[[Backward], Backward]:

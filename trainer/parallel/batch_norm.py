@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
+from trainer.distributed.autograd import in_backward
 from trainer.distributed.exchange import Exchange
 from trainer.errors import NumericsError, Problem
 from trainer.models.own.module import running_norms
@@ -116,8 +117,7 @@ class _NormOfStep:
         self._found = []
 
     def _note(self, module: nn.Module, inputs: object, output: object) -> None:
-        recomputed = torch._C._current_graph_task_id() != -1  # in a backward pass
-        if module.training and not recomputed:
+        if module.training and not in_backward():
             self._found.append(self._kept().clone())
 
     def _kept(self) -> torch.Tensor:

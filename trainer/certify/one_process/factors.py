@@ -44,16 +44,28 @@ class Parts(NamedTuple):
         return all(size % of == 0 for size, of in zip(matrix.shape, least, strict=True))
 
 
-class InParts(nn.Linear):
-    """A linear layer whose product is made of those with the parts of its matrix."""
+class _Replacement(nn.Linear):
+    """A linear layer in another's place, with its parameters; `part` multiplies by them."""
 
-    def __init__(self, layer: nn.Linear, part: nn.Module, dimension: int, count: int) -> None:
+    def __init__(self, layer: nn.Linear, part: nn.Module) -> None:
         nn.Module.__init__(self)
         self.in_features = layer.in_features
         self.out_features = layer.out_features
         self.weight = layer.weight
         self.bias = layer.bias
         self._part = (part,)  # not a child, whose parameters would be the model's
+
+    def _times(self, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Return the product of the part's kind, without a bias."""
+        product: torch.Tensor = functional_call(self._part[0], {"weight": weight}, (input,))
+        return product
+
+
+class InParts(_Replacement):
+    """A linear layer whose product is made of those with the parts of its matrix."""
+
+    def __init__(self, layer: nn.Linear, part: nn.Module, dimension: int, count: int) -> None:
+        super().__init__(layer, part)
         self._dimension = dimension
         self._count = count
 
@@ -61,15 +73,12 @@ class InParts(nn.Linear):
         """Return the product, [..., outputs], of `input`, [..., inputs]."""
         matrices = self.weight.chunk(self._count, self._dimension)
         rows = [input] * self._count if self._dimension == 0 else input.chunk(self._count, -1)
-        results = [
-            functional_call(self._part[0], {"weight": matrix}, (row,))
-            for matrix, row in zip(matrices, rows, strict=True)
-        ]
+        results = [self._times(row, matrix) for row, matrix in zip(rows, matrices, strict=True)]
         whole = torch.cat(results, -1) if self._dimension == 0 else sum(results[1:], results[0])
         return whole if self.bias is None else whole + self.bias
 
 
-class HeadInFloat8(nn.Linear):
+class HeadInFloat8(_Replacement):
     """An output head that multiplies with the gradient of the sum of the losses.
 
     In 16 bits that gradient is rounded before it is cast, so it matters that it is the sum's. What
@@ -77,12 +86,7 @@ class HeadInFloat8(nn.Linear):
     """
 
     def __init__(self, head: nn.Linear, part: nn.Module, factor: Callable[[], float]) -> None:
-        nn.Module.__init__(self)
-        self.in_features = head.in_features
-        self.out_features = head.out_features
-        self.weight = head.weight
-        self.bias = head.bias
-        self._part = (part,)  # not a child, whose parameters would be the model's
+        super().__init__(head, part)
         self._factor = factor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -90,7 +94,7 @@ class HeadInFloat8(nn.Linear):
         factor = self._factor()
         weight: torch.Tensor = _Times.apply(self.weight, factor)
         hidden: torch.Tensor = _Times.apply(input, factor)
-        logits: torch.Tensor = functional_call(self._part[0], {"weight": weight}, (hidden,))
+        logits = self._times(hidden, weight)
         if self.bias is not None:
             logits = logits + _Times.apply(self.bias, factor)
         return _Times.apply(logits.float(), 1 / factor)  # type: ignore[no-any-return]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from trainer.distributed.autograd import in_backward
 from trainer.distributed.exchange import Exchange
 from trainer.errors import ConfigError, Problem
 from trainer.models.names import expert_stacks, layer_of
@@ -115,9 +116,9 @@ class ExpertLoads:
         args: tuple[torch.Tensor, ...],
         kwargs: dict[str, torch.Tensor],
     ) -> None:
-        compiled = torch.compiler.is_compiling()
-        if not experts.training or not (compiled or torch._C._current_graph_task_id() == -1):
-            return  # computed again, in a backward pass
+        recomputed = not torch.compiler.is_compiling() and in_backward()
+        if recomputed or not experts.training:
+            return
         chosen = chosen_by(args, kwargs)
         real = self._real
         if len(chosen) < real.numel():  # each tensor rank has a part of the tokens

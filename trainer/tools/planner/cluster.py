@@ -157,8 +157,8 @@ def time_of(
     # float32 is counted as half the 16-bit rate: TF32, on tensor cores
     rate = device.peak / 2 if layout.precision == "float32" else device.peak
     compute = flops * (1 + recomputed(layout)) / layout.world_size / rate
-    rounds = layout.accumulation * layout.stages_per_rank
-    bubble = compute * (layout.pipeline - 1) / rounds if layout.pipeline > 1 else 0.0
+    waits = layout.schedule.bubble(layout.accumulation, layout.pipeline)
+    bubble = compute * waits / (1 - waits)
     inside, between = traffic
     wires = inside.seconds(device, inside=True), between.seconds(device, inside=False)
     return Time(compute, bubble, *wires, 2 * state / device.bandwidth, 2 * on_host / HOST)

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from trainer.distributed.autograd import in_backward
 from trainer.models.names import pattern_of
 from trainer.tasks.task import bare_name
 from trainer.tools.planner.fakes.memory_history import MemoryHistory, Peak
@@ -318,8 +319,3 @@ def _place(file: str) -> tuple[str, str]:
 def _device(tensor: torch.Tensor) -> torch.device:
     """Return a tensor's device; a fake tensor's pretended one, without calling dispatch modes."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device
-
-
-def in_backward() -> bool:
-    """Return True within a backward pass, where a forward pass is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
