@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from trainer.errors import MeshloomError
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+    from torch.distributed import ProcessGroup, Store
 
 T = TypeVar("T")
 LONGEST_PAUSE = 1.0
@@ -21,8 +21,8 @@ LONGEST_PAUSE = 1.0
 class Ranks:
     """This process's place among the `world_size` processes of the run.
 
-    Works without a process group when `world_size` is 1. All methods are collective: every rank has
-    to call them in the same order.
+    Works without a process group when `world_size` is 1. All methods but `store` are collective:
+    every rank has to call them in the same order.
     """
 
     rank: int = 0
@@ -62,6 +62,12 @@ class Ranks:
         return [
             rank for rank, node_first in enumerate(node_firsts) if node_first == self.node_first
         ]
+
+    def store(self) -> Store:
+        """Return PyTorch's store, over which several ranks meet without a group."""
+        from torch.distributed.distributed_c10d import _get_default_store
+
+        return _get_default_store()
 
     def barrier(self) -> None:
         self._least(0)
@@ -204,9 +210,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        store = _get_default_store()
+        store = self.store()
         try:
             number = store.add(f"meshloom/rendezvous/{self.rank}", 1)
             key = f"meshloom/rendezvous/done/{number}"

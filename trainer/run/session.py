@@ -108,9 +108,7 @@ class Session:
         if upload is None:
             yield
             return
-        from torch.distributed.distributed_c10d import _get_default_store
-
-        upload.share(self.ranks.rank, self.ranks.world_size, _get_default_store())
+        upload.share(self.ranks.rank, self.ranks.world_size, self.ranks.store())
         try:
             yield
         finally:

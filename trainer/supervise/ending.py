@@ -197,9 +197,8 @@ def _end_at_last(code: int) -> None:
 def watched(config: Config, ranks: Ranks, reports: WatchReports) -> Watch:
     """Start the watchdog of this process; `reports`: what it calls. Collective."""
     import torch.distributed as dist
-    from torch.distributed.distributed_c10d import _get_default_store
 
-    store = _get_default_store() if dist.is_initialized() and ranks.world_size > 1 else None
+    store = ranks.store() if dist.is_initialized() and ranks.world_size > 1 else None
     processes = ranks.gather((socket.gethostname(), os.getpid()))
     return Watch(ranks.rank, processes, store, config.trainer.patience, reports)
 
