@@ -12,7 +12,15 @@ from tests.support.commands import run, write_job
 from tests.support.layouts import LAYOUTS, by_engine
 from tests.support.messages import raises
 from tests.support.parallel.compiled import Linear, Watched, machine_of, own
-from tests.support.training import Case, assert_same, layout_of, train_by_engine, train_plainly
+from tests.support.training import (
+    Case,
+    assert_same,
+    layout_of,
+    spec_of,
+    task_of,
+    train_by_engine,
+    train_plainly,
+)
 from trainer.config import RuntimeFacts, load
 from trainer.engines import ENGINES
 from trainer.errors import ConfigError
@@ -103,6 +111,32 @@ def test_a_compiled_loss_trains_as_one_process_does(pools):
     reference = train_plainly(case)
     for outcome in pools[case.world_size].run(train_by_engine, case=case):
         assert_same(outcome, reference, 2e-6)
+
+
+def gradient_of_the_loss(lengths: list[int]) -> torch.Tensor:
+    """Return the gradient of the last of some hidden states, after those of the others."""
+    model = {"vocab_size": 151_936, "hidden_size": 16, "num_attention_heads": 2}
+    spec = spec_of({"model_type": "llama", "num_hidden_layers": 1, **model})
+    torch._dynamo.reset()
+    torch.set_num_threads(2)  # the order of a sum over logits is that of the threads
+    head = task_of(spec).prepare(spec.build()).to_empty(device="cpu").get_output_embeddings()
+    torch.nn.init.normal_(head.weight, generator=torch.Generator().manual_seed(0))
+    compilation.apply(head, spec, blocks=False)
+    for length in lengths:
+        torch.manual_seed(length)
+        hidden = torch.randn(length, 16, requires_grad=True)
+        head(hidden, torch.randint(0, 151_936, (length,))).backward()
+    torch.set_num_threads(1)
+    assert hidden.grad is not None
+    return hidden.grad
+
+
+def test_a_compiled_loss_is_the_same_whatever_lengths_came_before(pools):
+    """A resumed run begins with another length than the run did, and is to be bit for bit that."""
+    [alone], [after_another] = (
+        pools[1].run(gradient_of_the_loss, lengths=lengths) for lengths in ([24], [40, 24])
+    )
+    assert torch.equal(alone, after_another)
 
 
 @pytest.mark.parametrize(

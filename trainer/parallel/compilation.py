@@ -56,11 +56,11 @@ def apply(
     backend = TRIED if trial else BACKEND
     options: Any = EARLY if exchanges and backend == "inductor" else None
 
-    def compiled(function: Callable[..., object]) -> Callable[..., object]:
+    def compiled(function: Callable[..., object], of_tokens: int = 0) -> Callable[..., object]:
         graph = torch.compile(
             function, fullgraph=True, dynamic=dynamic, backend=backend, options=options
         )
-        return graph if trial else _Compiled(function, graph)
+        return graph if trial else _Compiled(function, graph, of_tokens)
 
     divided = layout is not None and layout.expert > 1
     stacks = expert_stacks(model, spec.blocks) if divided else []
@@ -90,18 +90,24 @@ def without_experts(name: str, module: nn.Module, stacks: Sequence[str]) -> Iter
 class _Compiled:
     """A compiled function, which runs uncompiled once the compiler has failed, with a note.
 
-    A graph is whole or not made: nothing has been computed when the compiler fails.
+    A graph is whole or not made: nothing has been computed when the compiler fails. The first
+    `of_tokens` arguments are tensors, of whose first dimension a graph is for any size.
     """
 
-    def __init__(self, function: Callable[..., object], graph: Callable[..., object]) -> None:
+    def __init__(
+        self, function: Callable[..., object], graph: Callable[..., object], of_tokens: int
+    ) -> None:
         from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
         self._function = function
         self._run = graph
+        self._of_tokens = of_tokens
         self._errors = FailOnRecompileLimitHit, TorchDynamoException
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         if self._run is not self._function:
+            for tensor in args[: self._of_tokens]:
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
             try:
                 return self._run(*args, **kwargs)
             except self._errors as error:

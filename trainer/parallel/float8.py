@@ -23,7 +23,7 @@ from trainer.errors import ConfigError, Problem
 from trainer.layout import Layout
 from trainer.models.spec import ModelSpec
 from trainer.storage import imported, installed
-from trainer.tasks.losses.chunks import CastMatrix, Compilable
+from trainer.tasks.losses.chunks import CastMatrix, Compilable, Compiler
 
 LEAST = 1024
 """The least width of a layer: for smaller ones casts may take longer than float8 saves."""
@@ -162,9 +162,10 @@ class HeadCast:
     def __call__(self, weight: torch.Tensor) -> CastMatrix:
         return Float8Matrix(weight, self)
 
-    def compiled(self, by: Any) -> HeadCast:
-        parts = self.by_row, self.as_one, self.logits, self.hidden_gradient
-        return HeadCast(*map(by, parts))
+    def compiled(self, by: Compiler) -> HeadCast:
+        casts = by(self.by_row), by(self.as_one)
+        products = by(self.logits, of_tokens=1), by(self.hidden_gradient, of_tokens=1)
+        return HeadCast(*casts, *products)
 
 
 class Float8Matrix:

@@ -9,7 +9,7 @@ Shapes: n tokens, h hidden size, v vocabulary. Where there is no weight, what is
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -29,6 +29,18 @@ a byte in 16 bits, and an H100 does 295 in the time of a byte."""
 
 Compilable = Callable[..., torch.Tensor]
 """A function of tensors."""
+
+
+class Compiler(Protocol):
+    """Compiles a function of tensors, for its graph alone."""
+
+    def __call__(self, function: Callable[..., Any], of_tokens: int = 0) -> Callable[..., Any]:
+        """Return the compiled function, whose first `of_tokens` arguments are tensors of tokens.
+
+        One graph serves any number of them. If the first number had a graph of its own, what is
+        computed for it would differ in the last bits between a run and the same run resumed, which
+        does not begin with it.
+        """
 
 
 class AutogradContext(Protocol):
@@ -55,8 +67,8 @@ class Cast(Protocol):
 
     def __call__(self, weight: torch.Tensor) -> CastMatrix: ...
 
-    def compiled(self, by: Callable[[Compilable], Compilable]) -> Cast:
-        """Return the same whose parts are compiled, each `by` a compiler."""
+    def compiled(self, by: Compiler) -> Cast:
+        """Return the same whose parts are compiled."""
 
 
 class ChunkGradients:

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from trainer.tasks.losses.chunks import (
     AutogradContext,
     Cast,
     ChunkGradients,
+    Compiler,
     chunk_logits,
     product_chunks,
     times,
@@ -261,10 +261,10 @@ class LossHead(nn.Linear):
         """Have the loss cast the matrix; logits that are returned are computed as before."""
         self._cast = cast
 
-    def compute_chunks_by(self, compiled: Callable[[Any], Any]) -> None:
+    def compute_chunks_by(self, compiled: Compiler) -> None:
         """Have each chunk's loss, gradient and products with a cast matrix computed by compiled
         code."""
-        self._chunk_loss = compiled(chunk_loss)
+        self._chunk_loss = compiled(chunk_loss, of_tokens=2)
         if self._cast is not None:
             self._cast = self._cast.compiled(compiled)
 
