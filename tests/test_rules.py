@@ -12,6 +12,8 @@ import pytest
 
 from tests.support.tree import nodes, room_of, sources
 
+pytestmark = pytest.mark.first
+
 RECIPES = "trainer/recipes/"
 TOOLS = "trainer.tools"
 """Commands beside training."""

@@ -7,12 +7,15 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+
+pytestmark = pytest.mark.first
 
 # room -> level; an import goes to the same room or to a lower level only
 LEVELS = {
@@ -46,7 +49,12 @@ WAITS = {"item", "tolist", "synchronize", "cpu", "numpy"}
 def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path, ast.parse(path.read_text())
+            yield path, parsed(path)
+
+
+@cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def room_of(module: str) -> str:

@@ -10,6 +10,8 @@ import pytest
 
 from tests.support.tree import nodes, room_of, sources
 
+pytestmark = pytest.mark.first
+
 MOST_LINES = 50
 """Of a function."""
 MOST_PARAMETERS = 6

@@ -16,6 +16,8 @@ import pytest
 
 from tests.support.commands import ROOT
 
+pytestmark = pytest.mark.first
+
 TERMS = {
     r"(stands?|stood|standing) still": "hangs, makes no progress",
     r"(go|goes|went|gone|going) on\b(?! (top|both|a|the|its|disk|each|every)\b)": "resumes, continues",

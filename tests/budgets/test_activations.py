@@ -122,11 +122,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, float]:
     return dict(zip(names, of_blocks([job(n, d) for n in names for d in DEPTHS]), strict=True))
 
 
-@pytest.mark.first(
-    "tensor, sequence parallel, selective",
-    "tensor, sequence parallel, full",
-    "zero3 of adapters, selective",
-)
+@pytest.mark.first("tensor, sequence parallel, selective", "zero3 of adapters, selective")
 @pytest.mark.parametrize("name", CASES)
 def test_a_block_keeps_what_the_formula_says(measured, name):
     formula = kept(job(name, DEPTHS[0]).layout, "adapters" in name)

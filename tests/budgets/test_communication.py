@@ -243,6 +243,7 @@ def test_a_step_sends_what_the_formulas_say(jobs, name):
     assert jobs.steps[name].collectives() == formula(name, jobs.workloads[name], AFTER).on_mesh()
 
 
+@pytest.mark.first
 def test_a_recomputed_layer_of_experts_sends_no_token_again():
     work = workload(model=MOE, expert=4, accumulation=1, **SELECTIVE)
     seen = counted(work).collectives()

@@ -48,6 +48,7 @@ def calls_of(sequence: bool, early: bool) -> list[str]:
     return [one or two.removesuffix("_") for one, two in CALLS.findall(code)]
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("kind", ["all_reduce", "reduce_scatter_tensor"])
 def test_the_gradients_of_matrices_are_computed_before_the_wait_for_the_sum(pools, kind):
     sequence = kind == "reduce_scatter_tensor"

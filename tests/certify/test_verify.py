@@ -403,7 +403,7 @@ def test_the_seeds_of_the_one_process_are_all_different():
     assert len(set(seeds)) == len(seeds)
 
 
-@pytest.mark.first("fsdp-[]")
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("name", "overrides"),
     [

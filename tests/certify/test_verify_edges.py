@@ -132,7 +132,7 @@ def certified(path: str, overrides: list[str], precision: str, fault: str) -> tu
     return certificate.passed, " ".join(failed), module.table(certificate)
 
 
-@pytest.mark.first("window_one_too_long_hides_nothing-float32")
+@pytest.mark.more
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
 def test_a_fault_that_was_missed_is_caught(pools, tmp_path, fault, precision):

@@ -289,6 +289,7 @@ BAD = {
 }
 
 
+@pytest.mark.first("not JSON", "no such column", "half a pair")
 @pytest.mark.parametrize("kind", BAD)
 def test_a_corrupt_row_is_an_error_or_skipped_and_counted(tmp_path: Path, kind: str) -> None:
     from trainer.config import DataSection

@@ -276,6 +276,7 @@ def processes_of(beside: Beside) -> list[psutil.Process]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
+@pytest.mark.first("15")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP])
 def test_signals_of_a_launcher_to_all_processes_do_not_end_the_preparation(number: int) -> None:
     with closing(Beside(many)) as beside:

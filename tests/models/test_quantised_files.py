@@ -88,6 +88,7 @@ def output(model: Any) -> torch.Tensor:
         return model(input_ids=torch.arange(3, 43).view(2, 20))[0]
 
 
+@pytest.mark.first("tokens-keys0", "masks-keys1", "labels-keys2", "a body-keys0")
 @pytest.mark.parametrize("keys", FORMATS)
 @pytest.mark.parametrize("name", KINDS)
 def test_an_adapter_opens_on_its_quantised_base(tmp_path, name, keys):
@@ -115,6 +116,7 @@ def another(folder: Path, quantize: QuantizeSection) -> None:
     (folder / "another" / "quantization_config.json").write_text(stating)
 
 
+@pytest.mark.first("keys0-True", "keys2-False")
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("keys", FORMATS)
 def test_several_adapters_share_a_quantised_base(tmp_path, keys, keep):

@@ -57,6 +57,7 @@ def gradients(case: Case) -> dict[str, torch.Tensor]:
     return result
 
 
+@pytest.mark.first("window-mesh", "dropout-deepspeed", "three kv heads-mesh")
 @pytest.mark.parametrize("engine", ["mesh", "deepspeed"])
 @pytest.mark.parametrize(
     "model",
@@ -92,6 +93,7 @@ def by_kernel(case: Case, kernel: str) -> dict[str, torch.Tensor]:
         return gradients(case)
 
 
+@pytest.mark.first("sinks-mask", "window-cu_seqlens", "three heads-blocks")
 @pytest.mark.parametrize("kernel", ["mask", "cu_seqlens", "blocks"])
 @pytest.mark.parametrize(
     "model",

@@ -47,7 +47,7 @@ def test_the_shapes_have_the_sizes_of_the_models() -> None:
             assert row.billions == pytest.approx(BILLIONS[row.family], rel=0.005), row.family
 
 
-@pytest.mark.first("llama3-8b-lora-1")
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("family", "kind", "devices"),
     [("smollm3-3b", "full", 8), ("llama3-8b", "lora", 1), ("mixtral-8x7b", "full", 64)],

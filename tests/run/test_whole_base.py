@@ -104,7 +104,7 @@ def test_what_is_trained_comes_back_in_its_base(pools, tmp_path, name):
     assert all(torch.equal(before[key], after[key].to(before[key].dtype)) for key in towers)
 
 
-@pytest.mark.first("qwen3_5, mesh, zero3")
+@pytest.mark.more
 @pytest.mark.parametrize(
     "name",
     [

@@ -5,7 +5,7 @@ Marks decide, and measured durations:
 - `@pytest.mark.more` leaves a test out of a first run, and `@pytest.mark.whole` also out of `--more`.
 - `@pytest.mark.first("id", ...)` on a parametrised test names the cases that a first run takes; the
   others are `more`. Together the cases that run first have each engine, layout, launcher and kind of
-  fault at least once.
+  fault at least once. `first` without cases is for all of them, however long they take.
 - All other tests run first, unless one was measured to take longer than `SLOW`.
 
 `python -m pytest --record-durations`, with any choice of tests, writes what it measures to
@@ -21,9 +21,9 @@ from zlib import crc32
 
 import pytest
 
-PARTS = 20
+PARTS = 24
 """The parts of `--part`: with one of them all of `.ci/run` takes 25 minutes."""
-SLOW = 2.5
+SLOW = 1.5
 """Seconds. A test that takes longer runs first only if it is named by `first`."""
 LEAST = 0.5
 """Seconds. A shorter test is not written down, and what is not written down counts as this."""
@@ -64,7 +64,7 @@ def tier(item: pytest.Item, seconds: float) -> str:
             return name
     named = item.get_closest_marker("first")
     if named:
-        return "first" if case_of(item) in named.args else "more"
+        return "first" if not named.args or case_of(item) in named.args else "more"
     return "more" if seconds > SLOW else "first"
 
 
