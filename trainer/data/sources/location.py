@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import glob
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from trainer.data.sources.formats import (
     suffix_of,
 )
 from trainer.errors import DataError, Problem, refused
-from trainer.models.door import check_name
+from trainer.models.door import check_name, may_be_on_hub
 from trainer.storage import parse_json, read_file
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def locate(path: str | Sequence[str] | None, format: str = "auto") -> Location:
         return Location()
     names = [path] if isinstance(path, str) else list(path)
     alone = format == "auto" and len(names) == 1
-    if format == "hub" or (alone and may_be_hub_id(names[0]) and not _in_folder(names[0])):
+    if format == "hub" or (alone and may_be_data_on_hub(names[0]) and not _in_folder(names[0])):
         return Location(hub=names[0])
     files = tuple(dict.fromkeys(file for name in names for file in _matching(name, format)))
     if not files:
@@ -137,11 +136,9 @@ def _hub(
         yield Row(f"{name}: row {number}", row)
 
 
-def may_be_hub_id(name: str) -> bool:
-    """Return True if a name is that of no file here, and may be one on the Hub."""
-    if name.startswith((".", "/", "~", os.sep)) or _GLOB & set(name) or name.count("/") > 1:
-        return False
-    return not Path(name).exists() and suffix_of(name) not in SUFFIXES
+def may_be_data_on_hub(name: str) -> bool:
+    """Return True if a name is that of no file here, and may be that of data on the Hub."""
+    return may_be_on_hub(name) and suffix_of(name) not in SUFFIXES
 
 
 def _in_folder(name: str) -> bool:
@@ -176,7 +173,7 @@ def _matching(name: str, format: str) -> list[Path]:
         expected = WANTED
     if not matching:
         hint = "Correct the path in trainer.data"
-        if may_be_hub_id(name):
+        if may_be_data_on_hub(name):
             hint += ", or set trainer.data.format=hub"
         raise DataError(Problem(name, actual, expected, hint))
     return matching

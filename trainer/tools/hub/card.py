@@ -8,9 +8,8 @@ from pathlib import Path
 from huggingface_hub import ModelCard, ModelCardData
 
 from trainer import checkpoint
-from trainer.data.sources.location import may_be_hub_id
+from trainer.data.sources.location import may_be_data_on_hub
 from trainer.errors import ConfigError, Problem, listed, refused
-from trainer.models.door import HUB_ID
 from trainer.run.start.changes import differences, without_place
 from trainer.storage import parse_json, read_file
 from trainer.tools.report.run_record import Row, read
@@ -70,9 +69,7 @@ def card_of(folder: Path, repository: str, certificate: str | None = None) -> by
 
 
 def _is_hub_id(name: object) -> bool:
-    if not isinstance(name, str) or "/" not in name or not HUB_ID.fullmatch(name):
-        return False
-    return may_be_hub_id(name)
+    return isinstance(name, str) and "/" in name and may_be_data_on_hub(name)
 
 
 def _certificate(folder: Path, named: str | None, request: object) -> Row | None:
