@@ -28,6 +28,7 @@ def bytes_of_the_loss(smoothing: float) -> tuple[list[float], int]:
     return [kernel.size / TOKENS / VOCABULARY for kernel in kernels], 2 * len(passes)
 
 
+@pytest.mark.first
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_reads_logits_twice_and_writes_nothing_but_their_gradient(pools, smoothing):
     """6 bytes a logit in one kernel, of 8 that are allowed. Computed in place, by `scatter_add_`

@@ -250,7 +250,6 @@ CASES: dict[tuple[str, str, str, int], tuple[str, ...]] = {
 
 @pytest.mark.first(
     "HeldByItsAuthor-classes-mesh-2",
-    "HeldByItsAuthor-classes-deepspeed-2",
     "Small-reduced-mesh-0",
     "IndexParameter-classes-mesh-0",
 )

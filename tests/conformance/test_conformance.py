@@ -67,7 +67,6 @@ def test_every_layout_is_offered_and_every_engine_takes_part():
     "deepspeed-pipeline x zero1",
     "mesh-pipeline x zero2, DualPipeV",
     "mesh-tensor x zero3",
-    "mesh-tensor, tiled, full",
     "deepspeed-experts, half of them",
     "mesh-experts, hsdp, selective",
 )

@@ -28,7 +28,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.first("zero3", "tensor", "pipeline, noise", "zero3, deepspeed")
+@pytest.mark.first("tensor", "pipeline, noise", "zero3, deepspeed")
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_draws_what_one_process_draws(pools: Any, name: str) -> None:
     """By the engine itself on one rank, where there are as many data ranks, and by PyTorch."""

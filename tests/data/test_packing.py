@@ -463,7 +463,7 @@ def one_process(case: Case) -> Outcome:
     return Outcome([total], [norm], [gradients], {}, total)
 
 
-@pytest.mark.first("deepspeed zero3", "accelerate fsdp", "mesh pipeline", "mesh pipeline, full")
+@pytest.mark.first("deepspeed zero3", "accelerate fsdp", "mesh pipeline")
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_the_documents_one_by_one(pools, name):
     case = CASES[name]

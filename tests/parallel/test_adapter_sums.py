@@ -45,7 +45,7 @@ CASES = {
 ENGINES = {"zero3": ("mesh", "accelerate", "deepspeed")}
 
 
-@pytest.mark.first("a factor of 1-mesh", "tensor, sequence-mesh", "gpt2-mesh")
+@pytest.mark.first("tensor, sequence-mesh", "gpt2-mesh")
 @pytest.mark.parametrize(
     ("name", "engine"),
     [(name, engine) for name in CASES for engine in ENGINES.get(name, ("mesh",))],

@@ -67,7 +67,7 @@ def of(plan: Plan, phase: str) -> Peak:
     return next(peak for peak in plan.fullest.peaks if peak.phase == phase)
 
 
-@pytest.mark.first("1-31.4")
+@pytest.mark.more
 @pytest.mark.parametrize(("stage", "published"), [(1, 31.4), (2, 16.6), (3, 1.9)])
 def test_zero(plan, stage, published):
     """Rajbhandari et al., arXiv 1910.02054, figure 1: 7.5 billion parameters, Adam in 16 bits, N =

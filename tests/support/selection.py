@@ -8,8 +8,8 @@ Marks decide, and measured durations:
   fault at least once. `first` without cases is for all of them, however long they take.
 - All other tests run first, unless one was measured to take longer than `SLOW`.
 
-`python -m pytest --record-durations`, with any choice of tests, writes what it measures to
-`tests/durations.json`. Do that on an idle machine.
+`python -m pytest --record-durations`, with any choice of tests, writes the least that was measured
+of each to `tests/durations.json`. Do that on an idle machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import pytest
 
 PARTS = 24
 """The parts of `--part`: with one of them all of `.ci/run` takes 25 minutes."""
-SLOW = 1.5
+SLOW = 1.0
 """Seconds. A test that takes longer runs first only if it is named by `first`."""
 LEAST = 0.5
 """Seconds. A shorter test is not written down, and what is not written down counts as this."""
@@ -41,8 +41,14 @@ def durations(path: Path = FILE) -> dict[str, float]:
 
 
 def record(measured: dict[str, float], path: Path = FILE) -> None:
-    """Replace the durations of the tests that were measured, and drop tests that are gone."""
-    merged = {**durations(path), **measured}
+    """Keep the least that was ever measured of each test, and drop tests that are gone.
+
+    The first test of a process also imports what others use, and starts servers. Delete the line of
+    a test that has become slower, and measure it again.
+    """
+    known = durations(path)
+    least = {node: min(known.get(node, seconds), seconds) for node, seconds in measured.items()}
+    merged = {**known, **least}
     files: dict[str, dict[str, float]] = {}
     for node, seconds in sorted(merged.items()):
         file, name = node.split("::", 1)
