@@ -7,7 +7,7 @@ import re
 import pytest
 import torch
 
-from tests.support.lowered import lowered
+from tests.support.lowered import lowered, of_any_size
 from trainer.tasks.losses.cross_entropy import chunk_loss
 
 TOKENS = 1024
@@ -18,12 +18,14 @@ def bytes_of_the_loss(smoothing: float) -> tuple[list[float], int]:
     """Return the bytes a bfloat16 logit of each kernel's tensors; and of all loads and stores."""
 
     def inputs() -> tuple[torch.Tensor, ...]:
-        logits = torch.empty(TOKENS, VOCABULARY, dtype=torch.bfloat16)
-        return logits, torch.zeros(TOKENS, dtype=torch.int64)
+        tokens = of_any_size(TOKENS)
+        logits = torch.empty(tokens, VOCABULARY, dtype=torch.bfloat16)
+        return logits, torch.zeros(tokens, dtype=torch.int64)
 
     kernels, code = lowered(
         lambda logits, targets: chunk_loss(logits, targets, torch.bfloat16, smoothing), inputs
     )
+    assert "xnumel = " not in code  # the number of tokens is an argument of the kernel
     passes = re.findall(r"tl\.(?:load|store)\(.*r0_mask", code)  # over each number of a row
     return [kernel.size / TOKENS / VOCABULARY for kernel in kernels], 2 * len(passes)
 

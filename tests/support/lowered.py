@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 H200 = {"major": 9, "minor": 0, "multi_processor_count": 132, "warp_size": 32}
 H200 |= {"regs_per_multiprocessor": 65536, "max_threads_per_multi_processor": 2048}
@@ -65,6 +66,20 @@ def lowered(
         return _lowered(module, tensors, is_inference=True)
 
 
+def of_any_size(size: int) -> int:
+    """Return a size that may be any in the lowered code, such as this one, to `inputs`."""
+    from torch._dynamo.source import ConstantSource
+    from torch._inductor.virtualized import V
+    from torch.fx.experimental.symbolic_shapes import DimDynamic
+
+    shapes: Any = V.fake_mode.shape_env
+    source = ConstantSource("size")
+    symbol = shapes.create_symbol(
+        size, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None
+    )
+    return shapes.create_symintnode(symbol, hint=size, source=source)  # type: ignore[no-any-return]
+
+
 def lowered_on_gpu(module: GraphModule, inputs: Sequence[object]) -> Lowered:
     """Lower a graph of tensors on the CPU as if they were on a GPU, as it is trained."""
     from torch.fx.passes.fake_tensor_prop import FakeTensorProp
@@ -99,7 +114,7 @@ def _pretended(device: str) -> Iterator[FakeTensorMode]:
         for name, answer in ANSWERS.items() if device != "cpu" else ():
             stack.enter_context(patch(name, answer, create=True))
         stack.enter_context(patch("torch.compiler._is_compiling_flag", True))
-        mode = stack.enter_context(FakeTensorMode())
+        mode = stack.enter_context(FakeTensorMode(shape_env=ShapeEnv()))
         stack.enter_context(V.set_fake_mode(mode))
         yield mode
     DeviceProperties.create.cache_clear()
@@ -112,7 +127,10 @@ def _lowered(module: GraphModule, inputs: Sequence[object], is_inference: bool) 
     from torch._inductor.virtualized import V
 
     post_grad_passes(module, is_inference=is_inference)
-    graph = GraphLowering(module, example_inputs=inputs, is_inference=is_inference)
+    shapes = V.fake_mode.shape_env
+    graph = GraphLowering(
+        module, example_inputs=inputs, shape_env=shapes, is_inference=is_inference
+    )
     with DebugContext(), V.set_graph_handler(graph):
         graph.run(*inputs)
         code = graph.codegen()[0].value
