@@ -1,5 +1,5 @@
 """Faults that a certificate once missed: an option that is not on, a norm that lacks a little, a
-branch on a length of which the tiny run met one side.
+branch on a length of which the tiny run met one side. And what it once took for a fault.
 """
 
 from __future__ import annotations
@@ -151,3 +151,14 @@ def test_a_fault_that_was_missed_is_caught(pools, tmp_path, fault, precision):
     for passed, failed, table in pools[2].run(certified, fault=fault.__name__, **given):
         assert not passed, table
         assert planted.check in failed.split(), table
+
+
+@pytest.mark.more
+def test_smoothed_labels_of_a_large_vocabulary_are_right(pools, tmp_path):
+    """In float32 the one process would be wrong, which PyTorch's smoothing rounds v times."""
+    sizes = {"hidden_size": 64, "vocab_size": 151_936}
+    path = config(tmp_path, "mesh", 1, label_smoothing=0.1, model={"config": LLAMA | sizes})
+    for passed, _, table in pools[2].run(
+        certified, fault="", path=path, overrides=[], precision="float32"
+    ):
+        assert passed, table
