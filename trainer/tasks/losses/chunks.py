@@ -32,7 +32,7 @@ Compilable = Callable[..., torch.Tensor]
 
 
 class Compiler(Protocol):
-    """Compiles a function of tensors, for its graph alone."""
+    """Compiles a function of tensors."""
 
     def __call__(self, function: Callable[..., Any], of_tokens: int = 0) -> Callable[..., Any]:
         """Return the compiled function, whose first `of_tokens` arguments are tensors of tokens.
