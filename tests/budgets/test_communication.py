@@ -226,7 +226,6 @@ FIRST = (
     "deepspeed zero3, 1",
     "accelerate zero3, 4",
     "mesh zero3, 1",
-    "mesh zero3, moe, 1",
     "mesh hpz, 4",
     "mesh hsdp, zero3, 4",
     "mesh pipeline x zero3, 4",

@@ -248,7 +248,7 @@ def test_what_the_faults_patch_is_there():
             pass
 
 
-@pytest.mark.first("norm_of_one_rank")
+@pytest.mark.more
 @pytest.mark.parametrize("fault", sampled(FAULTS))
 def test_a_planted_fault_is_caught_and_named(pools, tmp_path, sound, fault):
     planted = FAULTS[fault]

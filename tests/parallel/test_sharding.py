@@ -173,7 +173,7 @@ def test_a_class_of_blocks_that_stands_elsewhere_too_is_refused_where_units_go_b
 FOUR = {"shard": 2, "accumulation": 4, "precision": "bfloat16", "model": UNTIED}
 
 
-@pytest.mark.first("mesh-2")
+@pytest.mark.more
 @pytest.mark.parametrize(("engine", "replicate"), [("mesh", 2), ("mesh", 1), ("accelerate", 2)])
 def test_each_unit_is_gathered_and_reduced_no_more_often_than_it_has_to_be(engine, replicate):
     """Four micro-batches of three blocks, an embedding, and a head with the last norm."""

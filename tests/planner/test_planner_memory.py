@@ -65,7 +65,7 @@ KNOWN = LAYOUTS | {
 }
 
 
-@pytest.mark.first("mesh-zero2")
+@pytest.mark.more
 @pytest.mark.parametrize(
     ("engine", "name"), CASES, ids=[f"{engine}-{name}" for engine, name in CASES]
 )
