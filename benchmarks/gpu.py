@@ -128,7 +128,7 @@ def plans(shared: dict[str, Any], count: int, arms: list[str], smoke: bool) -> d
     with tempfile.TemporaryDirectory() as folder:
         for index, arm in enumerate(arm for arm in arms if missing(arm) is None and ARMS[arm].own):
             config = own_json(arm, shared, Path(folder))
-            config["trainer"].pop("compile")  # planned uncompiled
+            config["trainer"].pop("compile", None)  # planned uncompiled
             text = json.dumps(config) + ARMS[arm].memory
             if text not in running:
                 path = Path(folder) / f"{index}.json"
