@@ -7,11 +7,12 @@ import re
 import sys
 import tomllib
 from collections.abc import Iterator
-from functools import cache
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from tests.support.tree import sources as all_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -47,14 +48,9 @@ WAITS = {"item", "tolist", "synchronize", "cpu", "numpy"}
 
 
 def sources(*folders: str) -> Iterator[tuple[Path, ast.Module]]:
-    for folder in folders:
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            yield path, parsed(path)
-
-
-@cache
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    for path, (_, tree) in all_sources().items():
+        if path.startswith(tuple(f"{folder}/" for folder in folders)):
+            yield ROOT / path, tree
 
 
 def room_of(module: str) -> str:

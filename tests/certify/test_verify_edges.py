@@ -155,7 +155,7 @@ def test_a_fault_that_was_missed_is_caught(pools, tmp_path, fault, precision):
 
 @pytest.mark.more
 def test_smoothed_labels_of_a_large_vocabulary_are_right(pools, tmp_path):
-    """In float32 the one process would be wrong, which PyTorch's smoothing rounds v times."""
+    """The one process would be wrong in float32: PyTorch's smoothing rounds once for each logit."""
     sizes = {"hidden_size": 64, "vocab_size": 151_936}
     path = config(tmp_path, "mesh", 1, label_smoothing=0.1, model={"config": LLAMA | sizes})
     for passed, _, table in pools[2].run(

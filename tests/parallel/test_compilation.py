@@ -132,7 +132,7 @@ def gradient_of_the_loss(lengths: list[int]) -> torch.Tensor:
 
 
 def test_a_compiled_loss_is_the_same_whatever_lengths_came_before(pools):
-    """A resumed run begins with another length than the run did, and is to be bit for bit that."""
+    """A resumed run begins with another length than the whole run, and has the same bits."""
     [alone], [after_another] = (
         pools[1].run(gradient_of_the_loss, lengths=lengths) for lengths in ([24], [40, 24])
     )

@@ -91,7 +91,7 @@ class _Compiled:
     """A compiled function, which runs uncompiled once the compiler has failed, with a note.
 
     A graph is whole or not made: nothing has been computed when the compiler fails. The first
-    `of_tokens` arguments are tensors, of whose first dimension a graph is for any size.
+    `of_tokens` arguments are tensors, and one graph serves any size of their first dimension.
     """
 
     def __init__(

@@ -37,9 +37,8 @@ class Compiler(Protocol):
     def __call__(self, function: Callable[..., Any], of_tokens: int = 0) -> Callable[..., Any]:
         """Return the compiled function, whose first `of_tokens` arguments are tensors of tokens.
 
-        One graph serves any number of them. If the first number had a graph of its own, what is
-        computed for it would differ in the last bits between a run and the same run resumed, which
-        does not begin with it.
+        One graph serves any number of them. If the first number had a graph of its own, a run and
+        the same run resumed, which begins with another number, would differ in the last bits.
         """
 
 
